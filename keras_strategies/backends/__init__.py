@@ -1,0 +1,43 @@
+"""The engines below: one folder per Keras backend, behind `Backend`."""
+
+from __future__ import annotations
+
+import functools
+
+from keras_strategies.backends.base import Backend
+from keras_strategies.errors import InvalidArgumentError
+
+_BACKENDS = ("jax", "torch", "tensorflow")
+
+
+def backend_name() -> str:
+    """The name of the backend that Keras runs on."""
+    import keras
+
+    return str(keras.backend.backend())
+
+
+def get_backend() -> Backend:
+    """The engine that belongs to Keras's backend, imported when first asked for."""
+    return _load(backend_name())
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    if name == "jax":
+        from keras_strategies.backends.jax import JaxBackend
+
+        return JaxBackend()
+    if name == "torch":
+        from keras_strategies.backends.torch import TorchBackend
+
+        return TorchBackend()
+    if name == "tensorflow":
+        from keras_strategies.backends.tensorflow import TensorFlowBackend
+
+        return TensorFlowBackend()
+    raise InvalidArgumentError(
+        f"Keras runs on the backend {name!r}, which has no strategies. Set the "
+        f"environment variable KERAS_BACKEND to one of {', '.join(_BACKENDS)} "
+        "before Keras is imported."
+    )

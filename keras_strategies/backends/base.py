@@ -1,0 +1,181 @@
+"""The interface between strategies and a backend.
+
+A fourth backend is a folder that implements `Backend`, `Communicator` and
+`TrainerAdapter`; nothing else in the package knows the framework's name.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from keras_strategies.devices import Device
+from keras_strategies.types import ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a strategy computes and where it keeps variables.
+
+    Args:
+        replicas: the device of each local replica.
+        variables: the device of the variables' authoritative copy. The global
+            batch meets there: its outputs, loss, metrics and update.
+        mirrored: bool, whether every replica keeps a copy of its own, or gets the
+            values that a step needs from the authoritative one.
+    """
+
+    replicas: tuple[Device, ...]
+    variables: Device
+    mirrored: bool
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one device does everything, so that nothing is split or moved."""
+        return self.replicas == (self.variables,)
+
+
+@dataclass(frozen=True)
+class VariableCopy:
+    """One place where a variable's memory is.
+
+    Args:
+        device: str, a Keras-style device name.
+        nbytes: int, bytes held there.
+        role: str, `"variable"` for an authoritative copy or a mirrored one that
+            is kept; `"shard"` for a part.
+        value: the tensor or variable of the backend that lies there.
+    """
+
+    device: str
+    nbytes: int
+    role: str
+    value: Any
+
+
+class Communicator(abc.ABC):
+    """Collectives between the replicas of one computation, called on each."""
+
+    @abc.abstractmethod
+    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+        """Reduces a structure over replicas; its gradient is the same reduction."""
+
+    @abc.abstractmethod
+    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+        """Concatenates a structure over replicas along `axis`; differentiable."""
+
+    @abc.abstractmethod
+    def merge_call(
+        self,
+        replica_id: int,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls `merge_fn(strategy, ...)` once when every replica has arrived."""
+
+
+class TrainerAdapter(abc.ABC):
+    """How one strategy trains Keras models on one backend."""
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+        self.placement = strategy.placement
+
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Current while models are made and while their methods run."""
+
+    @abc.abstractmethod
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> None:
+        """Sets `model.{kind}_function` for `kind` "train", "test" or "predict".
+
+        `make(force)` is Keras's own `make_{kind}_function`.
+        """
+
+    @abc.abstractmethod
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        """Where the memory of a `keras.Variable` is."""
+
+    def check_model(self, model: Any) -> None:
+        """Raises `ModelScopeError` if the model's variables lie elsewhere."""
+
+    def distribution(self) -> Any:
+        """The `keras.distribution.Distribution` underneath, None without one."""
+        return None
+
+
+class Backend(abc.ABC):
+    """One engine: its devices, its tensors, its replicas, its collectives."""
+
+    name: ClassVar[str]
+
+    # Topology
+
+    @abc.abstractmethod
+    def local_devices(self) -> tuple[Device, ...]:
+        """All devices of this process, accelerators first, then CPUs."""
+
+    @abc.abstractmethod
+    def set_virtual_cpu_devices(self, count: int) -> None:
+        """Makes `count` CPU devices exist; `BackendInUseError` if it is too late."""
+
+    def cpu_device_count(self) -> int:
+        """CPU devices there are, or will be; must not fix the devices if possible."""
+        return sum(device.kind == "cpu" for device in self.local_devices())
+
+    # Data
+
+    @abc.abstractmethod
+    def is_tensor(self, value: Any) -> bool: ...
+
+    @abc.abstractmethod
+    def to_numpy(self, tensor: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def to_device(self, value: Any, device: Device) -> Any:
+        """A tensor with this value on that device."""
+
+    @abc.abstractmethod
+    def device_of(self, tensor: Any) -> Device: ...
+
+    # Collectives, called once for all replicas: a list has one tensor for each.
+
+    @abc.abstractmethod
+    def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
+        """The reduction of the tensors, on the device of each of them."""
+
+    @abc.abstractmethod
+    def all_gather(self, tensors: Sequence[Any], axis: int) -> list[Any]:
+        """The concatenation of the tensors, on the device of each of them."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Any, devices: Sequence[Device]) -> list[Any]:
+        """Copies of one tensor on several devices."""
+
+    # Replicas and training
+
+    @abc.abstractmethod
+    def run_replicas(
+        self,
+        strategy: Strategy,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        """Runs `fn` once per replica, in replica context; the results in order.
+
+        An exception in one replica stops the others and is raised as it is.
+        """
+
+    @abc.abstractmethod
+    def trainer(self, strategy: Strategy) -> TrainerAdapter:
+        """How `strategy` trains Keras models."""

@@ -1,0 +1,87 @@
+"""The Torch backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+
+from keras_strategies import context
+from keras_strategies.backends.base import Backend, TrainerAdapter
+from keras_strategies.backends.torch.devices import (
+    accelerators,
+    device_of,
+    torch_device,
+)
+from keras_strategies.backends.torch.replicas import (
+    ReplicaThreads,
+    ThreadCommunicator,
+    reduce_tensors,
+)
+from keras_strategies.backends.torch.trainer import TorchTrainer
+from keras_strategies.devices import Device
+from keras_strategies.types import ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TorchBackend(Backend):
+    """Torch on CPU, CUDA, MPS and XPU devices."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._virtual_cpus = 1
+
+    def local_devices(self) -> tuple[Device, ...]:
+        cpus = [Device("cpu", i) for i in range(self._virtual_cpus)]
+        return (*accelerators(), *cpus)
+
+    def set_virtual_cpu_devices(self, count: int) -> None:
+        # Nothing of torch's is fixed by this: all of them are its one CPU.
+        self._virtual_cpus = count
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def to_numpy(self, tensor: Any) -> Any:
+        return keras.ops.convert_to_numpy(tensor)
+
+    def to_device(self, value: Any, device: Device) -> torch.Tensor:
+        with keras.device(str(torch_device(device))):
+            return keras.ops.convert_to_tensor(value)
+
+    def device_of(self, tensor: torch.Tensor) -> Device:
+        return device_of(tensor)
+
+    def all_reduce(
+        self, op: ReduceOp, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        reduced = reduce_tensors(op, [t.to(tensors[0].device) for t in tensors])
+        return [reduced.to(t.device) for t in tensors]
+
+    def all_gather(
+        self, tensors: Sequence[torch.Tensor], axis: int
+    ) -> list[torch.Tensor]:
+        gathered = torch.cat([t.to(tensors[0].device) for t in tensors], dim=axis)
+        return [gathered.to(t.device) for t in tensors]
+
+    def broadcast(
+        self, tensor: torch.Tensor, devices: Sequence[Device]
+    ) -> list[torch.Tensor]:
+        return [tensor.to(torch_device(device)) for device in devices]
+
+    def run_replicas(
+        self,
+        strategy: Strategy,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        raise NotImplementedError
+
+    def trainer(self, strategy: Strategy) -> TrainerAdapter:
+        return TorchTrainer(strategy)

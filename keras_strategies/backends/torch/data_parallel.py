@@ -1,0 +1,339 @@
+"""The data-parallel call on Torch: threads forward, threads backward."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keras_strategies import context, keras_compat
+from keras_strategies.backends.data_parallel import (
+    Channel,
+    DataParallelCall,
+    ReplicaResult,
+)
+from keras_strategies.backends.torch.devices import torch_device
+from keras_strategies.backends.torch.replicas import ReplicaThreads, ThreadCommunicator
+from keras_strategies.devices import Device
+from keras_strategies.errors import ContextError
+from keras_strategies.input.sharding import split_sizes
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TorchDataParallelCall(DataParallelCall):
+    """Runs a layer on the threads of a strategy."""
+
+    def __init__(self, strategy: Strategy):
+        super().__init__(strategy)
+        self._devices = [torch_device(d) for d in self.placement.replicas]
+        self._lead = torch_device(self.placement.variables)
+        self._threads: ReplicaThreads | None = None
+        self._communicator: ThreadCommunicator | None = None
+        self._mirrors = Mirrors() if self.placement.mirrored else None
+        self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    # Dynamo cannot follow threads; a compiled step runs around this call.
+    @torch.compiler.disable
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)
+
+    def sizes(
+        self, layer: Any, rows: int, call: Callable[..., Any], tensors: Sequence[Any]
+    ) -> list[int] | None:
+        if self._has_foreign_modules(layer):
+            return None
+        # Replicas without rows do not take part: they would add nothing.
+        sizes = [size for size in split_sizes(rows, len(self._devices)) if size]
+        if not sizes or (len(sizes) == 1 and self._devices[0] == self._lead):
+            return None
+        return sizes
+
+    def _has_foreign_modules(self, layer: Any) -> bool:
+        """Whether a layer computes with torch modules that Keras does not run."""
+        known = self._foreign.get(layer)
+        if known is None:
+            known = self._foreign[layer] = keras_compat.wraps_torch_modules(layer)
+            if known:
+                warnings.warn(
+                    f"Layer {layer.name!r} contains torch modules. Their parameters "
+                    "cannot be replaced by a replica's copies, so the layer is called "
+                    "on one device with the whole batch, which is exact but not "
+                    "parallel. Write it with Keras layers to run it on all replicas.",
+                    stacklevel=6,
+                )
+        return known
+
+    def split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        parts = torch.split(tensor.detach(), list(sizes))
+        local = [
+            part.to(device, non_blocking=True)
+            for part, device in zip(parts, self._devices, strict=False)
+        ]
+        if tensor.requires_grad and torch.is_grad_enabled():
+            local = [part.detach().requires_grad_() for part in local]
+        return local
+
+    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        # The backward pass of these tasks meets in the same communicator. Calls do
+        # not nest: none is routed while one is under way.
+        self._communicator = ThreadCommunicator(self.placement.replicas[: len(tasks)])
+        return self._run(tasks, self._communicator)
+
+    def _run(
+        self, tasks: Sequence[Callable[[], Any]], communicator: ThreadCommunicator
+    ) -> list[Any]:
+        if self._threads is None:
+            self._threads = ReplicaThreads(self.placement.replicas)
+
+        def in_context(replica_id: int, task: Callable[[], Any]) -> Callable[[], Any]:
+            replica = context.ReplicaContext(
+                self.strategy, replica_id, communicator, len(tasks)
+            )
+
+            def run() -> Any:
+                with context.on_replica(replica):
+                    return task()
+
+            return run
+
+        return self._threads.run(
+            [in_context(i, task) for i, task in enumerate(tasks)], communicator
+        )
+
+    def copy_variable(self, replica_id: int, variable: Any) -> torch.Tensor | None:
+        raw = keras_compat.raw_value(variable)
+        if raw is None:
+            return None
+        device = self._devices[replica_id]
+        if raw.device == device:
+            local = raw.detach()
+        elif self._mirrors is not None:
+            local = self._mirrors.get(raw, device)
+        else:
+            local = raw.detach().to(device, non_blocking=True)
+        offset = keras_compat.seed_offset(variable, replica_id)
+        if offset:
+            local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
+        if raw.requires_grad and torch.is_grad_enabled():
+            local = local.detach().requires_grad_()
+        return local
+
+    def mirror(self, variable: Any, device: Device) -> torch.Tensor:
+        """The copy of a variable on a device other than its own."""
+        assert self._mirrors is not None
+        raw = keras_compat.raw_value(variable)
+        if raw.device == torch_device(device):
+            return raw  # A virtual CPU shares the memory of the others.
+        return self._mirrors.get(raw, torch_device(device))
+
+    def connect(
+        self,
+        inputs: Sequence[tuple[Any, list[Any]]],
+        results: Sequence[ReplicaResult],
+        channels: Sequence[Channel],
+    ) -> list[torch.Tensor]:
+        assert self._communicator is not None
+        sources = _sources(inputs, results) if torch.is_grad_enabled() else []
+        job = _Job(self, channels, sources, len(results), self._communicator)
+        if not sources:
+            return job.combine()
+        return list(_Boundary.apply(job, *(source.tensor for source in sources)))
+
+    def to_lead(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._lead)
+
+    def probe_input(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        return tensor[:rows].detach().to(self._lead)
+
+    def probe(self, fn: Callable[[], list[Any]]) -> list[float]:
+        with torch.no_grad():
+            return [float(value) for value in fn()]
+
+
+class Mirrors:
+    """Copies of variables on other devices, brought up to date when they are read.
+
+    Torch counts the in-place changes of a tensor, so that a copy is made after an
+    update, a loaded file or an assignment, and never otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.device], tuple[Any, int, torch.Tensor]] = {}
+
+    def get(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor:
+        key = (id(raw), device)
+        entry = self._copies.get(key)
+        if entry is not None and entry[0]() is raw and entry[1] == raw._version:
+            return entry[2].detach()
+        # A new tensor, not a copy in place: an unfinished backward pass may still
+        # need the old values.
+        copy = raw.detach().to(device, non_blocking=True)
+        gone = weakref.ref(raw, lambda _: self._copies.pop(key, None))
+        self._copies[key] = (gone, raw._version, copy)
+        return copy.detach()
+
+
+@dataclass
+class _Source:
+    """A tensor outside the replicas that gradients go to.
+
+    Args:
+        tensor: the variable, or an input of the layer.
+        locals: what the replicas computed with instead: their copies of the
+            variable (None where a replica did not read it) or their slices.
+        by_rows: bool, whether gradients are concatenated, as for an input, or
+            summed, as for a variable.
+    """
+
+    tensor: torch.Tensor
+    locals: list[torch.Tensor | None]
+    by_rows: bool
+
+    def gradient(
+        self, parts: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """The gradient of the tensor, from those of the replicas."""
+        device = self.tensor.device
+        if self.by_rows and any(part is not None for part in parts):
+            return torch.cat(
+                [
+                    (torch.zeros_like(local) if part is None else part).to(device)
+                    for part, local in zip(parts, self.locals, strict=True)
+                    if local is not None
+                ]
+            )
+        present = [part.to(device) for part in parts if part is not None]
+        if not present:
+            return None
+        total = present[0]
+        for part in present[1:]:
+            total = total + part
+        return total
+
+
+def _sources(
+    inputs: Sequence[tuple[Any, list[Any]]], results: Sequence[ReplicaResult]
+) -> list[_Source]:
+    found: dict[int, _Source] = {}
+    for replica_id, result in enumerate(results):
+        for key, (variable, local) in result.scope.reads.items():
+            if local.requires_grad:
+                if key not in found:
+                    raw = keras_compat.raw_value(variable)
+                    found[key] = _Source(raw, [None] * len(results), by_rows=False)
+                found[key].locals[replica_id] = local
+    sources = list(found.values())
+    for tensor, slices in inputs:
+        if slices[0].requires_grad:
+            sources.append(_Source(tensor, list(slices), by_rows=True))
+    return sources
+
+
+class _Job:
+    """One data-parallel call, between its forward and its backward pass."""
+
+    def __init__(
+        self,
+        call: TorchDataParallelCall,
+        channels: Sequence[Channel],
+        sources: Sequence[_Source],
+        count: int,
+        communicator: ThreadCommunicator,
+    ):
+        self.call = call
+        self.channels = channels
+        self.sources = sources
+        self.count = count
+        self.communicator = communicator
+        self.lead = call._lead
+
+    def combine(self) -> list[torch.Tensor]:
+        combined = []
+        for channel in self.channels:
+            parts = [part.detach().to(self.lead) for part in channel.parts]
+            if channel.weights is None:
+                combined.append(torch.cat(parts))
+            else:
+                pairs = zip(parts, channel.weights, strict=True)
+                combined.append(torch.stack([p * w for p, w in pairs]).sum(0))
+        return combined
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Gradients of the sources, from those of the combined channels."""
+        if torch.is_grad_enabled():
+            raise ContextError(
+                "`create_graph=True` was asked of a backward pass that goes through a "
+                "layer called on several replicas; gradients of gradients do not "
+                "cross replicas. Compute the penalty inside a layer's `call`, or use "
+                "ks.OneDeviceStrategy for this model."
+            )
+        outputs: list[list[torch.Tensor]] = [[] for _ in range(self.count)]
+        given: list[list[torch.Tensor]] = [[] for _ in range(self.count)]
+        for channel, gradient in zip(self.channels, gradients, strict=True):
+            if gradient is None:
+                continue
+            shares = _share(channel, gradient)
+            for i, (part, share) in enumerate(zip(channel.parts, shares, strict=True)):
+                if part.requires_grad:
+                    outputs[i].append(part)
+                    given[i].append(share.to(part.device, non_blocking=True))
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        def task(replica_id: int) -> Callable[[], list[torch.Tensor | None]]:
+            own = [source.locals[replica_id] for source in self.sources]
+            wanted = [tensor for tensor in own if tensor is not None]
+
+            def run() -> list[torch.Tensor | None]:
+                if not outputs[replica_id] or not wanted:
+                    return [None] * len(own)
+                found = iter(
+                    torch.autograd.grad(
+                        outputs[replica_id],
+                        wanted,
+                        given[replica_id],
+                        allow_unused=True,
+                        retain_graph=keep,
+                    )
+                )
+                return [None if tensor is None else next(found) for tensor in own]
+
+            return run
+
+        self.communicator.restart()
+        per_replica = self.call._run(
+            [task(i) for i in range(self.count)], self.communicator
+        )
+        columns = zip(*per_replica, strict=True)
+        return [
+            source.gradient(parts)
+            for source, parts in zip(self.sources, columns, strict=True)
+        ]
+
+
+def _share(channel: Channel, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """The parts' gradients, from that of the concatenation or weighted sum."""
+    if channel.weights is None:
+        return list(torch.split(gradient, [part.shape[0] for part in channel.parts]))
+    return [gradient * weight for weight in channel.weights]
+
+
+class _Boundary(torch.autograd.Function):
+    """The edge between the global batch and the replicas in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, job, *sources):  # type: ignore[no-untyped-def]
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return tuple(job.combine())
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        return (None, *ctx.job.backward(gradients))

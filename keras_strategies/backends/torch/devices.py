@@ -1,0 +1,33 @@
+"""Torch's devices under Keras's names."""
+
+from __future__ import annotations
+
+import torch
+
+from keras_strategies.devices import Device
+
+# Kinds that torch calls otherwise.
+_TORCH_KIND = {"gpu": "cuda", "tpu": "xla"}
+_KIND = {kind: name for name, kind in _TORCH_KIND.items()}
+
+
+def torch_device(device: Device) -> torch.device:
+    """The torch device of a name. All virtual CPUs are the one CPU of torch."""
+    if device.kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(_TORCH_KIND.get(device.kind, device.kind), device.index)
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    kind = _KIND.get(tensor.device.type, tensor.device.type)
+    return Device(kind, tensor.device.index or 0)
+
+
+def accelerators() -> list[Device]:
+    """The accelerators of this process, of the kinds that torch finds."""
+    found = [Device("gpu", i) for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append(Device("mps", 0))
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        found += [Device("xpu", i) for i in range(torch.xpu.device_count())]
+    return found

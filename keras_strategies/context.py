@@ -1,0 +1,253 @@
+"""Which strategy is current, and whether code runs once or on every replica.
+
+Each thread has a stack. A frame is a strategy in *cross-replica* context (its
+scope is open: code runs once, for all replicas) or in *replica* context (code
+runs once on each). An empty stack means the default strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keras_strategies.errors import ContextError, MixedStrategyError
+from keras_strategies.types import ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategies.backends.base import Communicator
+    from keras_strategies.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class _Frame:
+    strategy: Strategy
+    replica: ReplicaContext | None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+_thread = _Thread()
+# Set by the room of strategies, which stands below this one.
+_default_strategy: Callable[[], Strategy] | None = None
+
+
+def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
+    global _default_strategy
+    _default_strategy = factory
+
+
+class ReplicaContext:
+    """What code that runs on one replica can ask and do.
+
+    It is made by `Strategy.run` and found with `ks.get_replica_context()`.
+
+    Example:
+
+    >>> def fn():
+    ...     context = ks.get_replica_context()
+    ...     return context.replica_id_in_sync_group
+    >>> strategy.run(fn)
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        replica_id: int,
+        communicator: Communicator,
+        num_replicas: int | None = None,
+    ):
+        self._strategy = strategy
+        self._replica_id = replica_id
+        self._communicator = communicator
+        self._num_replicas = num_replicas
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that this replica belongs to."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """int, the number of this replica, from 0."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """int, how many replicas run together."""
+        if self._num_replicas is not None:
+            return self._num_replicas
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """tuple of str, the device of this replica."""
+        return (self._strategy.extended.worker_devices[self._replica_id],)
+
+    @property
+    def synchronizes_batch_norm(self) -> bool:
+        """bool, whether batch normalization uses the global batch."""
+        return self._strategy.sync_batch_norm
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+        """Reduces a structure of tensors over all replicas, for all of them.
+
+        Args:
+            reduce_op: `ReduceOp` or its name.
+            value: a structure of tensors, with the same shapes on each replica.
+
+        Returns:
+            The structure, reduced. Its gradient is the same all-reduce.
+        """
+        op = ReduceOp.parse(reduce_op)
+        assert isinstance(op, ReduceOp)
+        return self._communicator.all_reduce(self._replica_id, op, value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenates a structure of tensors over all replicas, for all of them.
+
+        Args:
+            value: a structure of tensors; lengths may differ along `axis` only.
+            axis: int, the axis to concatenate along.
+
+        Returns:
+            The structure, concatenated in replica order; differentiable.
+        """
+        return self._communicator.all_gather(self._replica_id, value, axis)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls `merge_fn(strategy, ...)` once, in cross-replica context.
+
+        Every replica must make the call. Arguments that differ arrive as
+        `PerReplica`; the result's components go back to their replicas.
+        """
+        return self._communicator.merge_call(
+            self._replica_id, merge_fn, args, kwargs or {}
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReplicaContext {self._replica_id} of {self.num_replicas_in_sync} "
+            f"on {self.devices[0]}>"
+        )
+
+
+def _frame() -> _Frame | None:
+    return _thread.frames[-1] if _thread.frames else None
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; the default one outside every scope."""
+    frame = _frame()
+    if frame is not None:
+        return frame.strategy
+    if _default_strategy is None:
+        raise ContextError("keras_strategies has not been imported completely.")
+    return _default_strategy()
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is current."""
+    return _frame() is not None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The current replica's context; None in cross-replica context."""
+    frame = _frame()
+    if frame is not None:
+        return frame.replica
+    return get_strategy().default_replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Whether code runs once for all replicas: in a scope, outside `run`."""
+    return get_replica_context() is None
+
+
+def current_replica() -> ReplicaContext | None:
+    """The replica that this thread computes for, None where there is none."""
+    frame = _frame()
+    return frame.replica if frame is not None else None
+
+
+@contextlib.contextmanager
+def cross_replica(strategy: Strategy) -> Iterator[Strategy]:
+    """Makes a strategy current, in cross-replica context."""
+    frame = _frame()
+    if frame is not None and frame.strategy is not strategy:
+        raise MixedStrategyError(
+            "Mixing different strategies: the scope of "
+            f"{strategy!r} was opened where {frame.strategy!r} is current. "
+            "Leave the first scope, or use the same strategy object."
+        )
+    if frame is not None and frame.replica is not None:
+        raise ContextError(
+            f"The scope of {strategy!r} was opened inside `run`, where code runs on "
+            "each replica. Open it outside, or use `merge_call`."
+        )
+    with _pushed(_Frame(strategy, None)):
+        yield strategy
+
+
+@contextlib.contextmanager
+def merged_replicas(strategy: Strategy) -> Iterator[Strategy]:
+    """Cross-replica context inside replicas, for the function of a `merge_call`."""
+    with _pushed(_Frame(strategy, None)):
+        yield strategy
+
+
+@contextlib.contextmanager
+def on_replica(replica: ReplicaContext) -> Iterator[ReplicaContext]:
+    """Puts this thread into a replica's context."""
+    with _pushed(_Frame(replica.strategy, replica)):
+        yield replica
+
+
+@contextlib.contextmanager
+def _pushed(frame: _Frame) -> Iterator[None]:
+    # Contexts are restored by depth, so that one left out of order by a
+    # generator cannot remove somebody else's frame.
+    depth = len(_thread.frames)
+    _thread.frames.append(frame)
+    try:
+        yield
+    finally:
+        del _thread.frames[depth:]
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes a strategy current until the next call, as an open scope would.
+
+    Args:
+        strategy: a strategy, or None to go back to the default one.
+
+    Raises:
+        RuntimeError: inside a scope.
+    """
+    global_frames = getattr(_thread, "set_by_call", None)
+    if _thread.frames and _thread.frames[-1] is not global_frames:
+        raise ContextError(
+            "`experimental_set_strategy` was called inside the scope of "
+            f"{_thread.frames[-1].strategy!r}. Call it outside every scope."
+        )
+    _thread.frames.clear()
+    opened = getattr(_thread, "opened_by_call", None)
+    if opened is not None:
+        opened.close()
+        _thread.opened_by_call = None  # type: ignore[attr-defined]
+    _thread.set_by_call = None  # type: ignore[attr-defined]
+    if strategy is not None:
+        opened = contextlib.ExitStack()
+        opened.enter_context(strategy.scope())
+        _thread.opened_by_call = opened  # type: ignore[attr-defined]
+        _thread.set_by_call = _thread.frames[-1]  # type: ignore[attr-defined]

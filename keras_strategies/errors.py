@@ -1,0 +1,76 @@
+"""The exception tree.
+
+Every class is also a built-in exception, so that code written for
+`tf.distribute`, which catches `ValueError` and `RuntimeError`, keeps working::
+
+    KerasStrategiesError
+    ├── InvalidArgumentError (ValueError)      an argument that cannot be right
+    │   ├── UnknownDeviceError                 a device that does not exist
+    │   ├── DuplicateDeviceError               a device named twice
+    │   ├── BatchError                         input that cannot be split by rows
+    │   └── GatherError                        values that cannot be concatenated
+    ├── ContextError (RuntimeError)            a call in the wrong context
+    │   ├── MixedStrategyError                 two strategies at once
+    │   ├── ModelScopeError                    a model made under another strategy
+    │   └── BackendInUseError                  too late to change the devices
+    └── ReplicaError (RuntimeError)            replicas that no longer agree
+        ├── ReplicaMismatchError               not the same collectives on each
+        └── ReplicaAbortedError                stopped because another one failed
+"""
+
+from __future__ import annotations
+
+
+class KerasStrategiesError(Exception):
+    """Base class of every exception that this package raises itself."""
+
+
+class InvalidArgumentError(KerasStrategiesError, ValueError):
+    """An argument has a value or a type that cannot be right."""
+
+
+class UnknownDeviceError(InvalidArgumentError):
+    """A device was named that this machine does not have."""
+
+
+class DuplicateDeviceError(InvalidArgumentError):
+    """One device was named for two replicas."""
+
+
+class BatchError(InvalidArgumentError):
+    """Input cannot be split over replicas by its rows."""
+
+
+class GatherError(InvalidArgumentError):
+    """Values of the replicas cannot be concatenated or stacked."""
+
+
+class ContextError(KerasStrategiesError, RuntimeError):
+    """A call was made in a context that does not allow it."""
+
+
+class MixedStrategyError(ContextError):
+    """Two strategies were used inside one another."""
+
+
+class ModelScopeError(ContextError):
+    """A model is used under a strategy whose scope it was not made in."""
+
+
+class BackendInUseError(ContextError):
+    """Devices were to be changed after the backend had fixed them."""
+
+
+class ReplicaError(KerasStrategiesError, RuntimeError):
+    """The replicas of one computation no longer agree."""
+
+
+class ReplicaMismatchError(ReplicaError):
+    """Replicas did not make the same collective calls."""
+
+
+class ReplicaAbortedError(ReplicaError):
+    """A replica was stopped because another one failed.
+
+    It never reaches the caller, who sees the error of the replica that failed.
+    """

@@ -1,0 +1,1 @@
+"""Input: splitting global batches, datasets that are distributed."""

@@ -1,0 +1,297 @@
+"""All that this package uses of Keras beyond its public interface.
+
+Tested with Keras 3.15 and 3.16. Each function says which symbol it relies on;
+`tests/test_keras_compat.py` fails when one of them moves.
+
+Keras is hooked in five places, all of them installed by the first strategy that
+needs them and none by an import:
+
+- `Trainer.__init__`: a model remembers the strategy that it was made under;
+- `fit` and its siblings, `compile`: run in that strategy's scope;
+- `make_train_function` and its siblings: the strategy wraps the step;
+- `Layer.__call__`: a thread can route the outermost call of a step;
+- `BatchNormalization._moments`: statistics over the global batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+_STRATEGY_ATTRIBUTE = "_keras_strategies_strategy"
+_METHODS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+_STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
+
+
+class ModelHooks(Protocol):
+    """What is called at the hooked places."""
+
+    def created(self, model: Any) -> None:
+        """A model is being made; its `__init__` has begun."""
+
+    def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Entered around `fit`, `evaluate`, ... and `compile`."""
+
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> Any:
+        """Instead of `make_{kind}_function(force)`, with `make` the original."""
+
+    def moments(
+        self, layer: Any, original: Callable[..., Any], inputs: Any, mask: Any
+    ) -> Any:
+        """Instead of `BatchNormalization._moments(inputs, mask)`."""
+
+
+class _Route(threading.local):
+    # The function that outermost layer calls of this thread go through.
+    call: Callable[..., Any] | None = None
+
+
+_route = _Route()
+_installed: list[tuple[Any, str, Any]] = []
+
+
+def install(hooks: ModelHooks) -> None:
+    """Hooks Keras, once; later calls do nothing."""
+    if _installed:
+        return
+    # Keras 3.15: keras.src.models.model.Model(Trainer of the backend, base
+    # Trainer, Layer); `Model.__init__` calls `Trainer.__init__(self)` first.
+    from keras.src.layers.layer import Layer
+    from keras.src.layers.normalization.batch_normalization import BatchNormalization
+    from keras.src.models.model import Trainer as BackendTrainer
+    from keras.src.trainers.trainer import Trainer
+
+    def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            hooks.created(self)
+
+        return __init__
+
+    def wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
+        name = original.__name__
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with hooks.method(self, name):
+                return original(self, *args, **kwargs)
+
+        return method
+
+    def wrap_make(kind: str) -> Callable[..., Any]:
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def make(self: Any, force: bool = False) -> Any:
+                return hooks.step_function(
+                    self, kind, functools.partial(original, self), force
+                )
+
+            return make
+
+        return wrap
+
+    def wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            route = _route.call
+            if route is None:
+                return original(self, *args, **kwargs)
+            return route(self, functools.partial(original, self), args, kwargs)
+
+        return __call__
+
+    def wrap_moments(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+            return hooks.moments(
+                self, functools.partial(original, self), inputs, mask
+            )
+
+        return _moments
+
+    _replace(Trainer, "__init__", wrap_init)
+    _replace(Trainer, "compile", wrap_method)
+    for name in _METHODS:
+        _replace(BackendTrainer, name, wrap_method)
+    for kind in _STEPS:
+        _replace(BackendTrainer, f"make_{kind}_function", wrap_make(kind))
+    _replace(Layer, "__call__", wrap_call)
+    _replace(BatchNormalization, "_moments", wrap_moments)
+
+
+def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replaces one attribute of a Keras class for as long as hooks are installed."""
+    _replace(owner, name, wrap)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    original = owner.__dict__[name]
+    _installed.append((owner, name, original))
+    setattr(owner, name, wrap(original))
+
+
+def uninstall() -> None:
+    """Takes every hook out again, for tests."""
+    while _installed:
+        owner, name, original = _installed.pop()
+        setattr(owner, name, original)
+
+
+def is_installed() -> bool:
+    return bool(_installed)
+
+
+# --- Models -------------------------------------------------------------------
+
+
+def set_strategy(model: Any, strategy: Any) -> None:
+    # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
+    object.__setattr__(model, _STRATEGY_ATTRIBUTE, strategy)
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy that a model was made under; None without one."""
+    return model.__dict__.get(_STRATEGY_ATTRIBUTE)
+
+
+def is_built(layer: Any) -> bool:
+    """Whether a layer and all its sublayers have their variables.
+
+    Keras 3.15: `Layer._flatten_layers`, as `Trainer._symbolic_build` uses it.
+    """
+    return all(sublayer.built for sublayer in layer._flatten_layers())
+
+
+def symbolic_build(model: Any, batch: Any) -> None:
+    """Builds model, losses, metrics and optimizer from the shapes of a batch.
+
+    Keras 3.15: `Trainer._symbolic_build(data_batch=...)`, which reads `shape` and
+    `dtype` of the leaves only.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+# --- Layer calls --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def layer_calls_through(
+    route: Callable[..., Any] | None,
+) -> Iterator[None]:
+    """Sends this thread's outermost layer calls to `route`.
+
+    `route(layer, call, args, kwargs)` stands in for `layer(*args, **kwargs)`;
+    `call` is the original. None lets calls through again.
+    """
+    previous = _route.call
+    _route.call = route
+    try:
+        yield
+    finally:
+        _route.call = previous
+
+
+def wraps_torch_modules(layer: Any) -> bool:
+    """Whether a layer contains torch modules that hold parameters of their own.
+
+    Keras 3.15 wraps each in a `TorchModuleWrapper`, whose call reads the module's
+    parameters and not the Keras variables that stand for them.
+    """
+    from keras.src.utils.torch_utils import TorchModuleWrapper
+
+    return any(isinstance(sub, TorchModuleWrapper) for sub in layer._flatten_layers())
+
+
+def clear_losses(layer: Any) -> None:
+    """Forgets the losses of the last call, as an outermost call does.
+
+    Keras 3.15: `Layer._get_call_context` calls `Layer._clear_losses`.
+    """
+    layer._clear_losses()
+
+
+def get_mask(tensor: Any) -> Any:
+    """The mask that Keras attached to a tensor, or None (`get_keras_mask`)."""
+    from keras.src import backend
+
+    return backend.get_keras_mask(tensor)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Attaches a mask to a tensor, where Keras looks for it (`set_keras_mask`)."""
+    from keras.src import backend
+
+    backend.set_keras_mask(tensor, mask)
+
+
+# --- Variables and thread state -----------------------------------------------
+
+
+def raw_value(variable: Any) -> Any:
+    """The backend's own variable or array, before scopes and autocast.
+
+    Keras 3.15: `KerasVariable._value`.
+    """
+    return variable._value
+
+
+def seed_offset(variable: Any, replica_id: int) -> int:
+    """What to add to the first element of a seed state on one replica.
+
+    The states of `keras.random.SeedGenerator` are `[seed, count]`, named
+    `seed_generator_state`; Torch seeds with their sum, so the offsets of replicas
+    lie far apart (multiples of 2^31 / the golden ratio), not side by side.
+    Any other variable has the offset 0.
+    """
+    if variable.name != "seed_generator_state":
+        return 0
+    return (replica_id * 1_327_217_885) % 2**31
+
+
+def current_stateless_scope() -> Any:
+    """The innermost `keras.StatelessScope` of this thread, or None."""
+    from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+    return get_stateless_scope()
+
+
+def thread_state() -> dict[str, Any]:
+    """Keras's state of this thread: autocast and name scopes, device, and so on.
+
+    Keras 3.15: `keras.src.backend.common.global_state.GLOBAL_STATE_TRACKER`, a
+    `threading.local` that `clear_session` replaces.
+    """
+    from keras.src.backend.common import global_state
+
+    return dict(vars(global_state.GLOBAL_STATE_TRACKER))
+
+
+@contextlib.contextmanager
+def with_thread_state(state: dict[str, Any]) -> Iterator[None]:
+    """Gives this thread another thread's Keras state."""
+    from keras.src.backend.common import global_state
+
+    own = vars(global_state.GLOBAL_STATE_TRACKER)
+    saved = dict(own)
+    own.clear()
+    own.update(state)
+    # The call context belongs to the thread whose layers are being called.
+    own.pop("current_call_ctx", None)
+    try:
+        yield
+    finally:
+        own.clear()
+        own.update(saved)

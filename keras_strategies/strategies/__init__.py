@@ -1,0 +1,1 @@
+"""Strategies: one file each, which only chooses its parts."""

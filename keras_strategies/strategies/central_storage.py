@@ -1,0 +1,55 @@
+"""One replica per local device, with one copy of the variables for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keras_strategies.backends import get_backend
+from keras_strategies.backends.base import Placement
+from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.devices import choose_devices, default_devices
+
+
+class CentralStorageStrategy(Strategy):
+    """Synchronous training with variables and updates on one device.
+
+    The parameter device keeps the only copy of each variable and each optimizer
+    slot and applies the updates; compute devices get the values that a step reads
+    and return gradients. It fits models whose optimizer state is too large for the
+    accelerators.
+
+    Args:
+        compute_devices: sequence of str, device names; None for all local
+            accelerators, or all CPU devices where there are none.
+        parameter_device: str, a device name; None for the compute device if there
+            is one, else for `"cpu:0"`.
+        sync_batch_norm: bool, as for `MirroredStrategy`.
+
+    Raises:
+        ValueError: for a device that does not exist or is named twice.
+
+    Example:
+
+    >>> strategy = ks.CentralStorageStrategy(["gpu:0", "gpu:1"], "cpu:0")
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+        *,
+        sync_batch_norm: bool = True,
+    ):
+        backend = get_backend()
+        if compute_devices is None:
+            replicas = default_devices(backend)
+        else:
+            replicas = choose_devices(backend, compute_devices, "compute_devices")
+        if parameter_device is not None:
+            (home,) = choose_devices(backend, [parameter_device], "parameter_device")
+        elif len(replicas) == 1:
+            (home,) = replicas
+        else:
+            (home,) = choose_devices(backend, ["cpu:0"], "parameter_device")
+        placement = Placement(replicas, home, mirrored=False)
+        super().__init__(placement, sync_batch_norm=sync_batch_norm)

@@ -1,0 +1,59 @@
+"""Which devices a strategy gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keras_strategies.backends import get_backend
+from keras_strategies.backends.base import Backend
+from keras_strategies.devices import Device, check_devices, parse_device
+from keras_strategies.errors import InvalidArgumentError
+
+
+def set_virtual_cpu_devices(count: int) -> None:
+    """Makes `count` CPU devices exist, for development without accelerators.
+
+    Args:
+        count: int, 1 or more.
+
+    Raises:
+        ValueError: if `count` is not a positive int.
+        RuntimeError: if the backend has already been used and has fixed its
+            devices; call it first in the program then.
+
+    Example:
+
+    >>> ks.set_virtual_cpu_devices(4)
+    >>> strategy = ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InvalidArgumentError(
+            "`set_virtual_cpu_devices` takes a number of devices, 1 or more. "
+            f"Received: {count!r}"
+        )
+    get_backend().set_virtual_cpu_devices(count)
+
+
+def default_devices(backend: Backend) -> tuple[Device, ...]:
+    """All accelerators of one kind; without any, all CPU devices."""
+    devices = backend.local_devices()
+    kind = devices[0].kind
+    return tuple(device for device in devices if device.kind == kind)
+
+
+def choose_devices(
+    backend: Backend, names: Iterable[object], what: str = "devices"
+) -> tuple[Device, ...]:
+    """The named devices, after virtual CPU devices were made where they can be."""
+    names = [names] if isinstance(names, str) else list(names)
+    wanted = [parse_device(name) for name in names]
+    cpus = [device.index + 1 for device in wanted if device.kind == "cpu"]
+    if cpus and max(cpus) > 1:
+        make_cpu_devices(backend, max(cpus))
+    return check_devices(wanted, backend.local_devices(), what=what)
+
+
+def make_cpu_devices(backend: Backend, count: int) -> None:
+    """Makes CPU devices up to a number, if fewer are known to exist."""
+    if backend.cpu_device_count() < count:
+        backend.set_virtual_cpu_devices(count)

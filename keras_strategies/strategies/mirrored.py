@@ -1,0 +1,62 @@
+"""One replica per local device, with a copy of the variables on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from keras_strategies.backends import get_backend
+from keras_strategies.backends.base import Placement
+from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.devices import choose_devices, default_devices
+
+if TYPE_CHECKING:
+    from keras_strategies.collectives import CrossDeviceOps
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous training on the devices of one machine.
+
+    Every batch is split over the devices, each of which has a copy of the
+    variables; what comes out, weights, losses and metrics, is what one device
+    computes on the whole batch.
+
+    Args:
+        devices: sequence of str, device names; None for all local accelerators,
+            or all CPU devices where there are none. `["cpu:0", "cpu:1"]` makes
+            virtual CPU devices.
+        cross_device_ops: `CrossDeviceOps`, how values of the devices are combined
+            by `reduce` and `batch_reduce`; None for the backend's own way.
+        sync_batch_norm: bool, whether batch normalization uses the statistics of
+            the global batch. False uses those of each replica's rows, where
+            replicas are separate computations (Torch, TensorFlow); JAX has one
+            program for all and always uses the global ones.
+
+    Raises:
+        ValueError: for a device that does not exist or is named twice.
+        RuntimeError: if virtual CPU devices are needed and the backend has
+            already been used.
+
+    Example:
+
+    >>> strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> model.fit(x, y, batch_size=32)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        sync_batch_norm: bool = True,
+    ):
+        backend = get_backend()
+        if devices is None:
+            replicas = default_devices(backend)
+        else:
+            replicas = choose_devices(backend, devices)
+        placement = Placement(replicas, replicas[0], mirrored=True)
+        super().__init__(placement, cross_device_ops, sync_batch_norm)

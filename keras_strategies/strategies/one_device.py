@@ -1,0 +1,29 @@
+"""One replica on a device of one's choice."""
+
+from __future__ import annotations
+
+from keras_strategies.backends import get_backend
+from keras_strategies.backends.base import Placement
+from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.devices import choose_devices
+
+
+class OneDeviceStrategy(Strategy):
+    """Puts variables, input and computation on one device.
+
+    Args:
+        device: str, a device name such as `"gpu:0"`.
+
+    Raises:
+        ValueError: if there is no such device; the message lists what exists.
+
+    Example:
+
+    >>> strategy = ks.OneDeviceStrategy("cpu:0")
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Dense(1)])
+    """
+
+    def __init__(self, device: str):
+        (chosen,) = choose_devices(get_backend(), [device], what="device")
+        super().__init__(Placement((chosen,), chosen, mirrored=False))

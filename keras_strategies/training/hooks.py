@@ -1,0 +1,61 @@
+"""Models and their strategies: who remembers whom, and what runs in which scope."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from keras_strategies import context, keras_compat
+from keras_strategies.errors import ModelScopeError
+from keras_strategies.strategies.base import on_first_use
+from keras_strategies.training.batch_norm import replica_moments
+
+
+class StrategyHooks:
+    """What Keras models do because there are strategies (`ModelHooks`)."""
+
+    def created(self, model: Any) -> None:
+        if context.has_strategy():
+            keras_compat.set_strategy(model, context.get_strategy())
+
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
+        strategy = keras_compat.strategy_of(model)
+        if strategy is None:
+            if context.has_strategy() and not context.current_replica():
+                raise ModelScopeError(
+                    f"`{name}` was called inside the scope of "
+                    f"{context.get_strategy()!r} on model {model.name!r}, which was "
+                    "made outside of it, so its variables are not where the strategy "
+                    "keeps them. Move the lines that make and compile the model into "
+                    "`with strategy.scope():`; `fit` may stay where it is."
+                )
+            yield
+            return
+        with strategy.scope():
+            strategy.trainer.check_model(model)
+            yield
+
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> Any:
+        strategy = keras_compat.strategy_of(model)
+        if strategy is None:
+            return make(force)
+        return strategy.trainer.step_function(model, kind, make, force)
+
+    def moments(
+        self, layer: Any, original: Callable[..., Any], inputs: Any, mask: Any
+    ) -> Any:
+        replica = context.current_replica()
+        if (
+            replica is None
+            or not replica.synchronizes_batch_norm
+            or replica.num_replicas_in_sync == 1
+        ):
+            return original(inputs, mask)
+        return replica_moments(replica, layer, inputs, mask)
+
+
+on_first_use(lambda: keras_compat.install(StrategyHooks()))

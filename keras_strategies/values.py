@@ -1,0 +1,121 @@
+"""Values that have one component for each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from keras_strategies.errors import ContextError, InvalidArgumentError
+
+
+class DistributedValues:
+    """A value with one component per local replica, in replica order.
+
+    Args:
+        values: the components.
+    """
+
+    def __init__(self, values: Sequence[Any]):
+        self._values = tuple(values)
+        if not self._values:
+            raise InvalidArgumentError(
+                f"{type(self).__name__} needs a component for each replica; "
+                "received none."
+            )
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components, in replica order."""
+        return self._values
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ContextError(
+            f"A {type(self).__name__} cannot be iterated over: it holds one value "
+            "per replica. Use `strategy.experimental_local_results(value)`."
+        )
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        body = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self._values))
+        return f"{type(self).__name__}:{{\n{body}\n}}"
+
+
+class PerReplica(DistributedValues):
+    """Components that may differ from replica to replica."""
+
+
+class Mirrored(DistributedValues):
+    """Components that are kept equal on all replicas."""
+
+
+def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
+    """Applies `fn` to the leaves of nested lists, tuples and mappings.
+
+    Containers keep their type, named tuples included; anything else, a
+    `DistributedValues` or None among them, is a leaf.
+    """
+    first = structures[0]
+    if isinstance(first, Mapping):
+        items = {
+            key: map_structure(fn, *(structure[key] for structure in structures))
+            for key in first
+        }
+        return items if type(first) is dict else _rebuild_mapping(first, items)
+    if isinstance(first, (list, tuple)):
+        lengths = {len(structure) for structure in structures}
+        if len(lengths) > 1:
+            raise InvalidArgumentError(
+                "Structures of the replicas differ: containers of lengths "
+                f"{[len(structure) for structure in structures]}."
+            )
+        mapped = [map_structure(fn, *items) for items in zip(*structures, strict=True)]
+        if hasattr(first, "_fields"):
+            return type(first)(*mapped)
+        return type(first)(mapped)
+    return fn(*structures)
+
+
+def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if hasattr(original, "default_factory"):
+        return type(original)(original.default_factory, items)
+    return type(original)(items)
+
+
+def flatten(structure: Any) -> list[Any]:
+    """The leaves of a structure, in the order of `map_structure`."""
+    leaves: list[Any] = []
+    map_structure(leaves.append, structure)
+    return leaves
+
+
+def select_replica(replica_id: int, structure: Any) -> Any:
+    """Replaces each `DistributedValues` of a structure by one component."""
+    return map_structure(
+        lambda leaf: (
+            leaf.values[replica_id] if isinstance(leaf, DistributedValues) else leaf
+        ),
+        structure,
+    )
+
+
+def regroup(results: Sequence[Any]) -> Any:
+    """Makes one structure out of the replicas' results.
+
+    Args:
+        results: one structure per replica, all alike.
+
+    Returns:
+        The structure, its leaves bare where all replicas hold the identical
+        object or where there is one replica, and `PerReplica` elsewhere.
+    """
+    if len(results) == 1:
+        return results[0]
+
+    def group(*leaves: Any) -> Any:
+        if all(leaf is leaves[0] for leaf in leaves):
+            return leaves[0]
+        return PerReplica(leaves)
+
+    return map_structure(group, *results)
