@@ -1,5 +1,21 @@
-"""Distribution strategies for Keras 3 on JAX, Torch and TensorFlow."""
+"""Distribution strategies for Keras 3 on JAX, Torch and TensorFlow.
 
+>>> import keras, keras_strategies as ks
+>>> strategy = ks.MirroredStrategy()
+>>> with strategy.scope():
+...     model = keras.Sequential([keras.layers.Dense(1)])
+...     model.compile("adam", "mse")
+>>> model.fit(x, y, batch_size=256)
+"""
+
+from keras_strategies import errors, experimental
+from keras_strategies.backends.base import VariableCopy
+from keras_strategies.collectives import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from keras_strategies.context import (
     ReplicaContext,
     experimental_set_strategy,
@@ -10,8 +26,50 @@ from keras_strategies.context import (
 )
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
-from keras_strategies.strategies.default import get_default_strategy
+from keras_strategies.strategies.default import DefaultStrategy
+from keras_strategies.strategies.describe import Description
 from keras_strategies.strategies.devices import set_virtual_cpu_devices
 from keras_strategies.strategies.mirrored import MirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
 from keras_strategies.training import hooks as _hooks
+from keras_strategies.types import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
+from keras_strategies.values import DistributedValues, Mirrored, PerReplica
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "DefaultStrategy",
+    "Description",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "Mirrored",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "Strategy",
+    "VariableAggregation",
+    "VariableCopy",
+    "VariableSynchronization",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "set_virtual_cpu_devices",
+]

@@ -83,9 +83,7 @@ class CommunicationOptions:
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
-    implementation: CommunicationImplementation | str = (
-        CommunicationImplementation.AUTO
-    )
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
         if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:

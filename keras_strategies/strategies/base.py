@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement, TrainerAdapter
+from keras_strategies.errors import ModelScopeError
+from keras_strategies.strategies.describe import Description, describe
 
 if TYPE_CHECKING:
     from keras_strategies.collectives import CrossDeviceOps
@@ -107,6 +109,26 @@ class Strategy:
         """
         with context.cross_replica(self), self._trainer.scope():
             yield self
+
+    def describe(self, model: Any) -> Description:
+        """A table of where the model's variables are, and of bytes per device.
+
+        Args:
+            model: a built `keras.Model`, made in this strategy's scope.
+
+        Returns:
+            A `Description`: text in a terminal, a table in a notebook.
+
+        Raises:
+            ValueError: if the model has no variables yet.
+            RuntimeError: if the model was made elsewhere.
+        """
+        if not self.owns(model):
+            raise ModelScopeError(
+                f"Model {model.name!r} was not made in the scope of {self!r}, so its "
+                "variables are not this strategy's to describe."
+            )
+        return describe(self, model)
 
     def owns(self, model: Any) -> bool:
         """Whether a model was made in this strategy's scope."""

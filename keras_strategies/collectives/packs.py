@@ -1,0 +1,74 @@
+"""Packing: many small tensors travel as few large ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from keras import ops
+
+from keras_strategies.errors import InvalidArgumentError
+
+
+def pack_indices(
+    dtypes: Sequence[str],
+    nbytes: Sequence[int],
+    *,
+    num_packs: int = 0,
+    bytes_per_pack: int = 0,
+) -> list[list[int]]:
+    """Which tensors travel together: neighbours of one dtype, about equal in bytes.
+
+    Args:
+        dtypes: the dtype of each tensor.
+        nbytes: the size of each tensor, in bytes.
+        num_packs: int, how many packs to make of all bytes; 0 for no packing.
+        bytes_per_pack: int, bytes; closes a pack that has reached this size.
+
+    Returns:
+        list of lists of indices, in order; each index once. With neither limit
+        every tensor is a pack of its own. A change of dtype closes a pack, so that
+        there can be more packs than asked for.
+
+    >>> pack_indices(["float32"] * 4, [4, 4, 4, 4], num_packs=2)
+    [[0, 1], [2, 3]]
+    """
+    if num_packs < 0 or bytes_per_pack < 0:
+        raise InvalidArgumentError(
+            "The number and the size of packs are 0 or more. Received: "
+            f"num_packs={num_packs}, bytes_per_pack={bytes_per_pack}"
+        )
+    if num_packs:
+        bytes_per_pack = max(1, math.ceil(sum(nbytes) / num_packs))
+    packs: list[list[int]] = []
+    filled = 0
+    for i, size in enumerate(nbytes):
+        same_dtype = bool(packs) and dtypes[packs[-1][-1]] == dtypes[i]
+        if same_dtype and filled < bytes_per_pack:
+            packs[-1].append(i)
+            filled += size
+        else:
+            packs.append([i])
+            filled = size
+    return packs
+
+
+def pack(tensors: Sequence[Any]) -> Any:
+    """One flat tensor out of tensors of one dtype."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return ops.concatenate([ops.reshape(tensor, (-1,)) for tensor in tensors])
+
+
+def unpack(packed: Any, like: Sequence[Any]) -> list[Any]:
+    """The tensors of a pack, in the shapes of `like`."""
+    if len(like) == 1:
+        return [packed]
+    sizes = [math.prod(tensor.shape) for tensor in like]
+    starts = [sum(sizes[:i]) for i in range(1, len(sizes))]
+    parts = ops.split(packed, starts)
+    return [
+        ops.reshape(part, tuple(tensor.shape))
+        for part, tensor in zip(parts, like, strict=True)
+    ]

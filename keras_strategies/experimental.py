@@ -1,0 +1,18 @@
+"""Names of `tf.distribute.experimental`, so that a script only swaps the module."""
+
+from keras_strategies.strategies.central_storage import CentralStorageStrategy
+from keras_strategies.types import (
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+
+CollectiveCommunication = CommunicationImplementation
+CollectiveHints = CommunicationOptions
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+]

@@ -1,0 +1,121 @@
+"""`Strategy.reduce` and `Strategy.gather`: one value out of the replicas' values."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import keras
+from keras import ops
+
+from keras_strategies.errors import GatherError
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import DistributedValues, map_structure
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+_ALONG_AXIS = {
+    ReduceOp.SUM: ops.sum,
+    ReduceOp.MEAN: ops.sum,
+    ReduceOp.MIN: ops.min,
+    ReduceOp.MAX: ops.max,
+}
+
+
+def reduce(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None) -> Any:
+    """Reduces a structure over replicas, and along an axis if one is given."""
+    return map_structure(lambda leaf: _reduce_leaf(strategy, op, leaf, axis), value)
+
+
+def _reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: int | None) -> Any:
+    tensors = components(strategy, leaf)
+    if axis is None:
+        return strategy.reduce_components(op, tensors)
+    for tensor in tensors:
+        if not -len(tensor.shape) <= axis < len(tensor.shape):
+            raise GatherError(
+                f"`reduce` was asked to reduce along axis {axis}, but a replica's "
+                f"value has shape {tuple(tensor.shape)}. Use `axis=None` to reduce "
+                "over replicas only."
+            )
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        # A replica without rows has no minimum and takes no part in one.
+        tensors = [t for t in tensors if t.shape[axis] != 0] or tensors
+    along = [_ALONG_AXIS[op](tensor, axis=axis) for tensor in tensors]
+    if op is not ReduceOp.MEAN:
+        return strategy.reduce_components(op, along)
+    total = strategy.reduce_components(ReduceOp.SUM, along)
+    # The true denominator: what is there, not a mean of the replicas' means.
+    counts = [ops.cast(ops.shape(tensor)[axis], total.dtype) for tensor in tensors]
+    return total / sum(counts[1:], start=counts[0])
+
+
+def gather(strategy: Strategy, value: Any, axis: int) -> Any:
+    """Concatenates a structure over replicas along an axis."""
+    return map_structure(lambda leaf: _gather_leaf(strategy, leaf, axis), value)
+
+
+def _gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
+    tensors = components(strategy, leaf)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if any(len(shape) == 0 for shape in shapes):
+        raise GatherError(
+            "`gather` concatenates along an axis; a scalar has none. Found shapes "
+            f"{shapes}. Use `reduce`, or `experimental_local_results`."
+        )
+    ranks = {len(shape) for shape in shapes}
+    rank = len(shapes[0])
+    if len(ranks) > 1 or not -rank <= axis < rank or not _alike(shapes, axis % rank):
+        raise GatherError(
+            f"`gather` along axis {axis} needs values whose shapes differ along that "
+            f"axis only. Found shapes {shapes}."
+        )
+    home = strategy.placement.variables
+    return ops.concatenate([strategy.backend.to_device(t, home) for t in tensors], axis)
+
+
+def _alike(shapes: list[tuple[Any, ...]], axis: int) -> bool:
+    rests = [shape[:axis] + shape[axis + 1 :] for shape in shapes]
+    return all(
+        a == b or None in (a, b)
+        for rest in rests
+        for a, b in zip(rest, rests[0], strict=True)
+    )
+
+
+def components(strategy: Strategy, leaf: Any) -> list[Any]:
+    """A tensor for each replica; a value that is not distributed is on all alike."""
+    if isinstance(leaf, DistributedValues):
+        values = list(leaf.values)
+    else:
+        values = [leaf] * strategy.num_replicas_in_sync
+    return [ops.convert_to_tensor(value) for value in values]
+
+
+def stack_reduce(op: ReduceOp, tensors: list[Any]) -> Any:
+    """Reduces tensors of one device element by element."""
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) > 1:
+        raise GatherError(
+            "Values of the replicas are reduced element by element, so their shapes "
+            f"must be equal. Found {sorted(shapes)}. Give `axis=0` to reduce uneven "
+            "batches along their rows too."
+        )
+    stacked = ops.stack(tensors)
+    if op is ReduceOp.MEAN and not keras.backend.is_float_dtype(stacked.dtype):
+        return ops.sum(stacked, axis=0) / len(tensors)
+    functions = {
+        ReduceOp.SUM: ops.sum,
+        ReduceOp.MEAN: ops.mean,
+        ReduceOp.MIN: ops.min,
+        ReduceOp.MAX: ops.max,
+    }
+    return functions[op](stacked, axis=0)
+
+
+def nbytes(tensor: Any) -> int:
+    """The size of a tensor, in bytes."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    width = {"bool": 1, "bfloat16": 2}.get(dtype) or int("".join(filter(str.isdigit, dtype))) // 8
+    return math.prod(tensor.shape) * width
