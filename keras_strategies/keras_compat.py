@@ -3,14 +3,15 @@
 Tested with Keras 3.15 and 3.16. Each function says which symbol it relies on;
 `tests/test_keras_compat.py` fails when one of them moves.
 
-Keras is hooked in five places, all of them installed by the first strategy that
+Keras is hooked in these places, all of them installed by the first strategy that
 needs them and none by an import:
 
 - `Trainer.__init__`: a model remembers the strategy that it was made under;
 - `fit` and its siblings, `compile`: run in that strategy's scope;
 - `make_train_function` and its siblings: the strategy wraps the step;
 - `Layer.__call__`: a thread can route the outermost call of a step;
-- `BatchNormalization._moments`: statistics over the global batch.
+- `BatchNormalization._moments`: statistics over the global batch;
+- `optimizer.apply`, `variable.assign` and its siblings: replicas in `run`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,19 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `make_{kind}_function(force)`, with `make` the original."""
 
+    def optimizer_apply(
+        self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
+    ) -> Any:
+        """Instead of `optimizer.apply(grads, variables)`."""
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        """After `variable.assign(value)`, outside of every stateless scope."""
+
+    def variable_added(
+        self, variable: Any, original: Callable[..., Any], delta: Any
+    ) -> Any:
+        """Instead of `variable.assign_add(delta)`."""
+
     def moments(
         self, layer: Any, original: Callable[..., Any], inputs: Any, mask: Any
     ) -> Any:
@@ -68,9 +82,12 @@ def install(hooks: ModelHooks) -> None:
         return
     # Keras 3.15: keras.src.models.model.Model(Trainer of the backend, base
     # Trainer, Layer); `Model.__init__` calls `Trainer.__init__(self)` first.
+    from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.layers.layer import Layer
     from keras.src.layers.normalization.batch_normalization import BatchNormalization
     from keras.src.models.model import Trainer as BackendTrainer
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+    from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
     from keras.src.trainers.trainer import Trainer
 
     def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -116,12 +133,50 @@ def install(hooks: ModelHooks) -> None:
     def wrap_moments(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-            return hooks.moments(
-                self, functools.partial(original, self), inputs, mask
-            )
+            return hooks.moments(self, functools.partial(original, self), inputs, mask)
 
         return _moments
 
+    def wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            return hooks.optimizer_apply(
+                self, functools.partial(original, self), grads, trainable_variables
+            )
+
+        return apply
+
+    def wrap_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def assign(self: Any, value: Any) -> Any:
+            result = original(self, value)
+            if current_stateless_scope() is None:
+                hooks.variable_assigned(self, result)
+            return result
+
+        return assign
+
+    def wrap_assign_add(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def assign_add(self: Any, value: Any) -> Any:
+            return hooks.variable_added(self, functools.partial(original, self), value)
+
+        return assign_add
+
+    def wrap_assign_sub(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def assign_sub(self: Any, value: Any) -> Any:
+            return hooks.variable_added(
+                self, lambda negative: original(self, value), -value
+            )
+
+        return assign_sub
+
+    _replace(BaseOptimizer, "apply", wrap_apply)
+    _replace(LossScaleOptimizer, "apply", wrap_apply)
+    _replace(KerasVariable, "assign", wrap_assign)
+    _replace(KerasVariable, "assign_add", wrap_assign_add)
+    _replace(KerasVariable, "assign_sub", wrap_assign_sub)
     _replace(Trainer, "__init__", wrap_init)
     _replace(Trainer, "compile", wrap_method)
     for name in _METHODS:
@@ -266,6 +321,22 @@ def current_stateless_scope() -> Any:
     from keras.src.backend.common.stateless_scope import get_stateless_scope
 
     return get_stateless_scope()
+
+
+@contextlib.contextmanager
+def outside_stateless_scopes() -> Iterator[None]:
+    """Reads and assigns variables themselves, whatever scope is open.
+
+    Keras 3.15: the global attribute "stateless_scope".
+    """
+    from keras.src.backend.common import global_state
+
+    scope = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
 
 
 def thread_state() -> dict[str, Any]:

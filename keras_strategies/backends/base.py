@@ -105,7 +105,25 @@ class TrainerAdapter(abc.ABC):
     def copies(self, variable: Any) -> list[VariableCopy]:
         """Where the memory of a `keras.Variable` is."""
 
-    def check_model(self, model: Any) -> None:
+    def apply_gradients(
+        self,
+        optimizer: Any,
+        apply: Callable[..., Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> Any:
+        """`optimizer.apply` in replica context: sums over replicas, applies once.
+
+        `apply(gradients, variables)` is the original. With `aggregate` False the
+        gradients are the same on all replicas already.
+        """
+        raise NotImplementedError
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:  # noqa: B027
+        """An on-read variable was assigned in cross-replica context."""
+
+    def check_model(self, model: Any) -> None:  # noqa: B027
         """Raises `ModelScopeError` if the model's variables lie elsewhere."""
 
     def distribution(self) -> Any:

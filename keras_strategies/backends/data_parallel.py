@@ -401,9 +401,7 @@ class DataParallelCall(abc.ABC):
             for result in results[1:]:
                 if key in result.scope.updates:
                     values.append(self.to_lead(result.scope.updates[key][1]))
-            variable.assign(
-                _merged(variable, values, self.fractions(sizes, rows))
-            )
+            variable.assign(_merged(variable, values, self.fractions(sizes, rows)))
 
 
 def _merged(variable: Any, values: list[Any], weights: list[Any]) -> Any:
@@ -414,9 +412,7 @@ def _merged(variable: Any, values: list[Any], weights: list[Any]) -> Any:
         old = keras.ops.convert_to_tensor(variable)
         added = [value - old for value in values[1:]]
         return sum(added, start=first)
-    if "float" in variable.dtype and (
-        variable.aggregation != "only_first_replica"
-    ):
+    if "float" in variable.dtype and (variable.aggregation != "only_first_replica"):
         moves = [
             (value - first) * keras.ops.cast(weight, first.dtype)
             for value, weight in zip(values[1:], weights[1:], strict=True)

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement, TrainerAdapter
-from keras_strategies.errors import ModelScopeError
+from keras_strategies.errors import (
+    ContextError,
+    InvalidArgumentError,
+    ModelScopeError,
+)
+from keras_strategies.strategies import combine
 from keras_strategies.strategies.describe import Description, describe
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import (
+    DistributedValues,
+    PerReplica,
+    regroup,
+    select_replica,
+)
 
 if TYPE_CHECKING:
     from keras_strategies.collectives import CrossDeviceOps
@@ -22,6 +35,19 @@ _on_first_use: list[Callable[[], None]] = []
 def on_first_use(callback: Callable[[], None]) -> None:
     """Calls `callback` before the first strategy is made."""
     _on_first_use.append(callback)
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is made for.
+
+    Args:
+        replica_id_in_sync_group: int, the number of the replica, from 0.
+        num_replicas_in_sync: int, how many replicas there are.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
 
 
 class Strategy:
@@ -109,6 +135,153 @@ class Strategy:
         """
         with context.cross_replica(self), self._trainer.scope():
             yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Calls `fn` once on each replica, in replica context.
+
+        Args:
+            fn: callable; ordinary Keras code that may call models, apply optimizers,
+                update metrics and assign variables.
+            args: list or tuple of structures. Each replica gets its component of
+                every `DistributedValues` in them, and everything else as it is.
+            kwargs: dict of structures, likewise.
+            options: accepted for `tf.distribute`'s sake; has no effect.
+
+        Returns:
+            The results as one structure: what is the identical object on all
+            replicas is bare, the rest is `PerReplica`. With one replica, its result.
+
+        Raises:
+            ValueError: if `args` is not a list or tuple.
+            RuntimeError: inside `run`, or in another strategy's scope.
+
+        Example:
+
+        >>> def fn(x):
+        ...     return x * ks.get_replica_context().num_replicas_in_sync
+        >>> strategy.run(fn, args=(distributed_batch,))
+        """
+        del options
+        self._check_outside_replicas("run")
+        if not isinstance(args, (list, tuple)):
+            raise InvalidArgumentError(
+                "`args` of `run` is a list or tuple with one entry per argument of "
+                f"the function. Received: {type(args).__name__}. Write "
+                "`args=(value,)` for one argument."
+            )
+        replicas = range(self.num_replicas_in_sync)
+        own_args = [tuple(select_replica(i, list(args))) for i in replicas]
+        own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
+        with self.scope():
+            results = self._backend.run_replicas(self, fn, own_args, own_kwargs)
+        return regroup(results)
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None
+    ) -> Any:
+        """Makes one value of the replicas' values.
+
+        Args:
+            reduce_op: `ReduceOp` or its name, in any case.
+            value: a structure of `PerReplica`; anything else counts as being the
+                same on every replica.
+            axis: int, an axis to reduce along as well, which replicas may have
+                different lengths of; None to reduce over replicas only.
+
+        Returns:
+            The structure of reduced tensors. A mean along an axis divides by the
+            number of elements that there are, on all replicas together.
+
+        Raises:
+            ValueError: for an unknown operation or shapes that do not fit.
+            RuntimeError: inside `run`; use `ReplicaContext.all_reduce` there.
+
+        Example:
+
+        >>> strategy.reduce("MEAN", per_example_losses, axis=0)
+        """
+        self._check_outside_replicas("reduce")
+        op = ReduceOp.parse(reduce_op)
+        assert isinstance(op, ReduceOp)
+        with self.scope():
+            return combine.reduce(self, op, value, axis)
+
+    def reduce_components(self, op: ReduceOp, tensors: list[Any]) -> Any:
+        """Reduces one tensor per replica, element by element."""
+        home = self._placement.variables
+        if self._cross_device_ops is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
+            value = PerReplica(tensors)
+            return self._cross_device_ops.reduce(op, value, str(home))
+        moved = [self._backend.to_device(tensor, home) for tensor in tensors]
+        return combine.stack_reduce(op, moved)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the replicas' values.
+
+        Args:
+            value: a structure of `PerReplica` tensors.
+            axis: int, the axis to concatenate along; lengths may differ there.
+
+        Returns:
+            The structure of tensors, parts in replica order.
+
+        Raises:
+            ValueError: for scalars, or shapes that differ along another axis.
+            RuntimeError: inside `run`; use `ReplicaContext.all_gather` there.
+        """
+        self._check_outside_replicas("gather")
+        with self.scope():
+            return combine.gather(self, value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a value, one for each replica of this process.
+
+        Args:
+            value: a `DistributedValues`, or a value without components.
+
+        Returns:
+            tuple of the components; of the value itself if it has none.
+        """
+        if isinstance(value, DistributedValues):
+            return value.values
+        return (value,)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Makes a value with a component of each replica's own.
+
+        Args:
+            value_fn: callable of a `ValueContext`, which says which replica it is
+                for; returns the component.
+
+        Returns:
+            The components, as `run` regroups results.
+
+        Example:
+
+        >>> strategy.experimental_distribute_values_from_function(
+        ...     lambda context: context.replica_id_in_sync_group)
+        """
+        self._check_outside_replicas("experimental_distribute_values_from_function")
+        count = self.num_replicas_in_sync
+        values = [value_fn(ValueContext(i, count)) for i in range(count)]
+        return values[0] if count == 1 else PerReplica(values)
+
+    def _check_outside_replicas(self, method: str) -> None:
+        if context.current_replica() is not None:
+            raise ContextError(
+                f"`{method}` was called inside a replica function of "
+                f"{context.get_strategy()!r}, where code runs on each replica. Call "
+                "it outside of `run`; inside, `ks.get_replica_context()` has "
+                "`all_reduce`, `all_gather` and `merge_call`."
+            )
 
     def describe(self, model: Any) -> Description:
         """A table of where the model's variables are, and of bytes per device.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -112,10 +111,3 @@ def stack_reduce(op: ReduceOp, tensors: list[Any]) -> Any:
         ReduceOp.MAX: ops.max,
     }
     return functions[op](stacked, axis=0)
-
-
-def nbytes(tensor: Any) -> int:
-    """The size of a tensor, in bytes."""
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    width = {"bool": 1, "bfloat16": 2}.get(dtype) or int("".join(filter(str.isdigit, dtype))) // 8
-    return math.prod(tensor.shape) * width

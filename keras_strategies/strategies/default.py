@@ -4,14 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from keras_strategies import context
 from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Placement
+from keras_strategies.backends.base import Communicator, Placement
 from keras_strategies.errors import MixedStrategyError
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import default_devices
+from keras_strategies.types import ReduceOp
+
+
+class _Alone(Communicator):
+    """Collectives of the only replica: what it has is what all have."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+
+    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+        return value
+
+    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+        return value
+
+    def merge_call(
+        self,
+        replica_id: int,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        with context.merged_replicas(self._strategy):
+            return merge_fn(self._strategy, *args, **kwargs)
 
 
 class DefaultStrategy(Strategy):
@@ -26,11 +51,24 @@ class DefaultStrategy(Strategy):
 
     @functools.cached_property
     def _replica(self) -> context.ReplicaContext:
-        return context.ReplicaContext(self, 0, self.backend.lone_replica())
+        return context.ReplicaContext(self, 0, _Alone(self))
 
     @property
     def default_replica_context(self) -> context.ReplicaContext:
         return self._replica
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Calls `fn`."""
+        return fn(*args, **(kwargs or {}))
+
+    def _check_outside_replicas(self, method: str) -> None:
+        """Outside every scope all code is the one replica's; nothing to check."""
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategies import context, keras_compat
+from keras_strategies.backends import run_scope
+from keras_strategies.backends.run_scope import RunScope
 from keras_strategies.errors import ModelScopeError
 from keras_strategies.strategies.base import on_first_use
 from keras_strategies.training.batch_norm import replica_moments
@@ -45,6 +48,35 @@ class StrategyHooks:
             return make(force)
         return strategy.trainer.step_function(model, kind, make, force)
 
+    def optimizer_apply(
+        self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
+    ) -> Any:
+        replica = context.current_replica()
+        if replica is None or not isinstance(
+            keras_compat.current_stateless_scope(), RunScope
+        ):
+            return original(grads, variables)
+        if variables is not None and not optimizer.built:
+            replica.merge_call(
+                lambda strategy, variables: optimizer.build(list(variables)),
+                args=(tuple(variables),),
+            )
+        return replica.strategy.trainer.apply_gradients(
+            optimizer, original, grads, variables, aggregate=not _are_aggregated()
+        )
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        if run_scope.is_local(variable) and context.has_strategy():
+            context.get_strategy().trainer.variable_assigned(variable, value)
+
+    def variable_added(
+        self, variable: Any, original: Callable[..., Any], delta: Any
+    ) -> Any:
+        scope = keras_compat.current_stateless_scope()
+        if isinstance(scope, RunScope):
+            return scope.add_delta(variable, delta)
+        return original(delta)
+
     def moments(
         self, layer: Any, original: Callable[..., Any], inputs: Any, mask: Any
     ) -> Any:
@@ -56,6 +88,38 @@ class StrategyHooks:
         ):
             return original(inputs, mask)
         return replica_moments(replica, layer, inputs, mask)
+
+
+class _Aggregation(threading.local):
+    done = False
+
+
+_aggregation = _Aggregation()
+
+
+def _are_aggregated() -> bool:
+    return _aggregation.done
+
+
+@contextlib.contextmanager
+def gradients_are_aggregated() -> Iterator[None]:
+    """In replica context: gradients are the same on all replicas already.
+
+    Inside, `optimizer.apply` and `apply_gradients` use them as they are and do not
+    sum them over replicas first.
+
+    Example:
+
+    >>> gradients = ks.get_replica_context().all_reduce("sum", gradients)
+    >>> with ks.gradients_are_aggregated():
+    ...     optimizer.apply(gradients, model.trainable_variables)
+    """
+    previous = _aggregation.done
+    _aggregation.done = True
+    try:
+        yield
+    finally:
+        _aggregation.done = previous
 
 
 on_first_use(lambda: keras_compat.install(StrategyHooks()))

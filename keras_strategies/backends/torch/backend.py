@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
-from keras_strategies import context
 from keras_strategies.backends.base import Backend, TrainerAdapter
 from keras_strategies.backends.torch.devices import (
     accelerators,
@@ -16,8 +15,6 @@ from keras_strategies.backends.torch.devices import (
     torch_device,
 )
 from keras_strategies.backends.torch.replicas import (
-    ReplicaThreads,
-    ThreadCommunicator,
     reduce_tensors,
 )
 from keras_strategies.backends.torch.trainer import TorchTrainer
@@ -81,7 +78,7 @@ class TorchBackend(Backend):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        raise NotImplementedError
+        return strategy.trainer.run(fn, args, kwargs)  # type: ignore[attr-defined]
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         return TorchTrainer(strategy)

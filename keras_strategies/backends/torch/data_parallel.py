@@ -18,7 +18,7 @@ from keras_strategies.backends.data_parallel import (
 )
 from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.replicas import ReplicaThreads, ThreadCommunicator
-from keras_strategies.devices import Device
+from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.errors import ContextError
 from keras_strategies.input.sharding import split_sizes
 
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 class TorchDataParallelCall(DataParallelCall):
     """Runs a layer on the threads of a strategy."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(
+        self, strategy: Strategy, threads: ReplicaThreads, variables: ReplicaVariables
+    ):
         super().__init__(strategy)
         self._devices = [torch_device(d) for d in self.placement.replicas]
         self._lead = torch_device(self.placement.variables)
-        self._threads: ReplicaThreads | None = None
+        self._threads = threads
+        self._variables = variables
         self._communicator: ThreadCommunicator | None = None
-        self._mirrors = Mirrors() if self.placement.mirrored else None
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
             weakref.WeakKeyDictionary()
         )
@@ -90,9 +92,6 @@ class TorchDataParallelCall(DataParallelCall):
     def _run(
         self, tasks: Sequence[Callable[[], Any]], communicator: ThreadCommunicator
     ) -> list[Any]:
-        if self._threads is None:
-            self._threads = ReplicaThreads(self.placement.replicas)
-
         def in_context(replica_id: int, task: Callable[[], Any]) -> Callable[[], Any]:
             replica = context.ReplicaContext(
                 self.strategy, replica_id, communicator, len(tasks)
@@ -109,30 +108,7 @@ class TorchDataParallelCall(DataParallelCall):
         )
 
     def copy_variable(self, replica_id: int, variable: Any) -> torch.Tensor | None:
-        raw = keras_compat.raw_value(variable)
-        if raw is None:
-            return None
-        device = self._devices[replica_id]
-        if raw.device == device:
-            local = raw.detach()
-        elif self._mirrors is not None:
-            local = self._mirrors.get(raw, device)
-        else:
-            local = raw.detach().to(device, non_blocking=True)
-        offset = keras_compat.seed_offset(variable, replica_id)
-        if offset:
-            local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
-        if raw.requires_grad and torch.is_grad_enabled():
-            local = local.detach().requires_grad_()
-        return local
-
-    def mirror(self, variable: Any, device: Device) -> torch.Tensor:
-        """The copy of a variable on a device other than its own."""
-        assert self._mirrors is not None
-        raw = keras_compat.raw_value(variable)
-        if raw.device == torch_device(device):
-            return raw  # A virtual CPU shares the memory of the others.
-        return self._mirrors.get(raw, torch_device(device))
+        return self._variables.copy(replica_id, variable)
 
     def connect(
         self,
@@ -158,29 +134,6 @@ class TorchDataParallelCall(DataParallelCall):
             return [float(value) for value in fn()]
 
 
-class Mirrors:
-    """Copies of variables on other devices, brought up to date when they are read.
-
-    Torch counts the in-place changes of a tensor, so that a copy is made after an
-    update, a loaded file or an assignment, and never otherwise.
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.device], tuple[Any, int, torch.Tensor]] = {}
-
-    def get(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor:
-        key = (id(raw), device)
-        entry = self._copies.get(key)
-        if entry is not None and entry[0]() is raw and entry[1] == raw._version:
-            return entry[2].detach()
-        # A new tensor, not a copy in place: an unfinished backward pass may still
-        # need the old values.
-        copy = raw.detach().to(device, non_blocking=True)
-        gone = weakref.ref(raw, lambda _: self._copies.pop(key, None))
-        self._copies[key] = (gone, raw._version, copy)
-        return copy.detach()
-
-
 @dataclass
 class _Source:
     """A tensor outside the replicas that gradients go to.
@@ -197,9 +150,7 @@ class _Source:
     locals: list[torch.Tensor | None]
     by_rows: bool
 
-    def gradient(
-        self, parts: Sequence[torch.Tensor | None]
-    ) -> torch.Tensor | None:
+    def gradient(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The gradient of the tensor, from those of the replicas."""
         device = self.tensor.device
         if self.by_rows and any(part is not None for part in parts):

@@ -37,13 +37,13 @@ class ReplicaThreads:
         self._devices = tuple(devices)
         cpus = sum(device.kind == "cpu" for device in devices)
         kernels = max(1, torch.get_num_threads() // cpus) if cpus else 0
+
+        def prepare() -> None:
+            if kernels:
+                torch.set_num_threads(kernels)
+
         self._pools = [
-            ThreadPoolExecutor(
-                max_workers=1,
-                thread_name_prefix=f"replica-{i}",
-                initializer=torch.set_num_threads if kernels else None,
-                initargs=(kernels,) if kernels else (),
-            )
+            ThreadPoolExecutor(1, f"replica-{i}", initializer=prepare)
             for i in range(len(devices))
         ]
         weakref.finalize(self, _shut_down, self._pools)
@@ -60,7 +60,8 @@ class ReplicaThreads:
         grad = torch.is_grad_enabled()
 
         def replica(task: Callable[[], Any], replica_id: int) -> Any:
-            own = {**state, "torch_device": str(torch_device(self._devices[replica_id]))}
+            device = str(torch_device(self._devices[replica_id]))
+            own = {**state, "torch_device": device}
             try:
                 with keras_compat.with_thread_state(own), torch.set_grad_enabled(grad):
                     return task()
@@ -186,16 +187,20 @@ class ThreadCommunicator(Communicator):
                 "calls; check for a branch on the replica or on its data."
             )
 
+    def merged(self, merge_fn: Callable[[], Any]) -> Any:
+        """Calls the function of a `merge_call`, in the last replica's thread."""
+        return merge_fn()
+
     # Collectives.
 
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        leaves = [keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)]
+        leaves = _tensors(value)
         number = self._next(replica_id)
         reduced = _AllReduce.apply(self, replica_id, number, op, *leaves)
         return keras.tree.pack_sequence_as(value, list(reduced))
 
     def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        leaves = [keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)]
+        leaves = _tensors(value)
         number = self._next(replica_id)
         gathered = _AllGather.apply(self, replica_id, number, axis, *leaves)
         return keras.tree.pack_sequence_as(value, list(gathered))
@@ -214,13 +219,19 @@ class ThreadCommunicator(Communicator):
         def merge(calls: list[tuple[Any, Any]]) -> Any:
             merged_args, merged_kwargs = regroup(calls)
             with context.merged_replicas(strategy):
-                return merge_fn(strategy, *merged_args, **merged_kwargs)
+                return self.merged(
+                    lambda: merge_fn(strategy, *merged_args, **merged_kwargs)
+                )
 
         number = self._next(replica_id)
         result = self.exchange(
             replica_id, number, "merge_call", (tuple(args), dict(kwargs)), merge
         )
         return select_replica(replica_id, result)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)]
 
 
 class _AllReduce(torch.autograd.Function):

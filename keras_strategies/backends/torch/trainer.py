@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
 
-from keras_strategies import keras_compat
+from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import TrainerAdapter, VariableCopy
 from keras_strategies.backends.torch.data_parallel import TorchDataParallelCall
 from keras_strategies.backends.torch.devices import device_of, torch_device
+from keras_strategies.backends.torch.replicas import ReplicaThreads
+from keras_strategies.backends.torch.run import TorchRun, sum_gradients
+from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.devices import Device
+from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -24,8 +28,14 @@ class TorchTrainer(TrainerAdapter):
 
     def __init__(self, strategy: Strategy):
         super().__init__(strategy)
-        single = self.placement.is_single
-        self._call = None if single else TorchDataParallelCall(strategy)
+        self.threads = ReplicaThreads(self.placement.replicas)
+        self._variables = ReplicaVariables(self.placement)
+        self._call = (
+            None
+            if self.placement.is_single
+            else TorchDataParallelCall(strategy, self.threads, self._variables)
+        )
+        self.run = TorchRun(strategy, self.threads, self._variables)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return keras.device(str(torch_device(self.placement.variables)))
@@ -59,13 +69,37 @@ class TorchTrainer(TrainerAdapter):
         nbytes = raw.numel() * raw.element_size()
         lead = self.placement.variables
         found = [VariableCopy(str(_named(raw, lead)), nbytes, "variable", raw)]
-        if not self.placement.mirrored or self._call is None:
-            return found
-        for device in self.placement.replicas:
-            if device != lead:
-                mirror = self._call.mirror(variable, device)
-                found.append(VariableCopy(str(device), nbytes, "variable", mirror))
+        found += [
+            VariableCopy(str(device), nbytes, "variable", mirror)
+            for device, mirror in self._variables.mirrors(variable)
+        ]
         return found
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        self.run.local_values.assigned(variable, value)
+
+    def apply_gradients(
+        self,
+        optimizer: Any,
+        apply: Callable[..., Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> Any:
+        replica = context.current_replica()
+        assert replica is not None
+        lead = torch_device(self.placement.variables)
+
+        def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
+            if aggregate:
+                total = sum_gradients(gradients, lead)
+            else:
+                total = [select_replica(0, gradient) for gradient in gradients]
+            with torch.no_grad():
+                apply(total, variables)
+
+        replica.merge_call(update, args=(list(gradients),))
+        return optimizer.iterations
 
 
 def _named(tensor: torch.Tensor, expected: Device) -> Device:

@@ -1,0 +1,178 @@
+"""The state of one replica in `Strategy.run`: reads, assignments, and what is kept.
+
+In replica context a variable behaves by how it was made, as in `tf.distribute`:
+
+- `synchronization="on_read"` (metrics): each replica has a value of its own, which
+  lives on from run to run; outside, the values are read together.
+- an `aggregation`: an assignment brings the replicas together, and all of them
+  continue with the sum, the mean or the first replica's value. `assign_add` and
+  `assign_sub` aggregate what is added, not the result.
+- neither: replicas keep what they assign until the run ends; then floats are
+  averaged (they agree, where replicas computed the same) and others are the first's.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from keras_strategies.context import ReplicaContext
+from keras_strategies.errors import InvalidArgumentError
+
+
+def is_local(variable: Any) -> bool:
+    """Whether each replica has a value of its own."""
+    return bool(variable.synchronization == "on_read")
+
+
+def is_aggregated(variable: Any) -> bool:
+    """Whether an assignment brings the replicas together."""
+    return not is_local(variable) and variable.aggregation not in (None, "none")
+
+
+class LocalValues(abc.ABC):
+    """The values of on-read variables, one for each replica, kept between runs.
+
+    The variable itself holds what is read outside of `run`; assigning it there
+    gives every replica its part.
+    """
+
+    @abc.abstractmethod
+    def get(self, variable: Any, replica_id: int) -> Any:
+        """The value of one replica."""
+
+    @abc.abstractmethod
+    def commit(self, variable: Any, values: Sequence[Any]) -> None:
+        """Keeps new values, and gives the variable what they are together."""
+
+    @abc.abstractmethod
+    def assigned(self, variable: Any, value: Any) -> None:
+        """The variable was assigned outside of `run`."""
+
+
+def together(variable: Any, values: Sequence[Any]) -> Any:
+    """What an on-read variable is in cross-replica context."""
+    if variable.aggregation == "sum":
+        return sum(values[1:], start=values[0])
+    if variable.aggregation == "mean":
+        total = sum(values[1:], start=values[0])
+        return keras.ops.cast(total / len(values), variable.dtype)
+    return values[0]
+
+
+def parts(variable: Any, value: Any, count: int) -> list[Any]:
+    """The replicas' values of an on-read variable that is assigned as a whole."""
+    if variable.aggregation == "sum":
+        # The first holds the total: exact for integers and floats alike.
+        return [value, *(keras.ops.zeros_like(value) for _ in range(count - 1))]
+    return [value] * count
+
+
+class RunScope(keras.StatelessScope):
+    """The values that one replica sees while `run` is under way.
+
+    Args:
+        replica: the replica's context.
+        copy: gives the value of a variable on this replica's device; None leaves
+            the read to the variable itself.
+        local_values: where on-read values are kept.
+    """
+
+    def __init__(
+        self,
+        replica: ReplicaContext,
+        copy: Callable[[Any], Any],
+        local_values: LocalValues,
+    ):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.replica = replica
+        self._copy = copy
+        self._local_values = local_values
+        self.updates: dict[int, tuple[Any, Any]] = {}
+        self._read: dict[int, Any] = {}
+
+    def variables_read(self) -> list[Any]:
+        """The variables whose values this scope holds."""
+        return list(self._read.values())
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = self.state_mapping.get(id(variable))
+        if value is None:
+            if is_local(variable):
+                value = self._local_values.get(
+                    variable, self.replica.replica_id_in_sync_group
+                )
+            else:
+                value = self._copy(variable)
+            if value is not None:
+                self.state_mapping[id(variable)] = value
+                self._read[id(variable)] = variable
+        return value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if is_aggregated(variable):
+            value = self._aggregate(variable, value)
+        elif variable.synchronization == "on_write" and not is_local(variable):
+            raise InvalidArgumentError(
+                f"Variable {variable.path!r} is synchronized on write and has the "
+                "aggregation 'none', so it is not known what one value to give it "
+                "when replicas assign it. Make it with aggregation='sum', 'mean' or "
+                "'only_first_replica'."
+            )
+        self._set(variable, value)
+
+    def add_delta(self, variable: Any, delta: Any) -> Any:
+        """Adds to a variable; where replicas are brought together, what is added is."""
+        old = keras.ops.convert_to_tensor(variable)
+        delta = keras.ops.cast(keras.ops.convert_to_tensor(delta), variable.dtype)
+        if is_aggregated(variable):
+            delta = self._aggregate(variable, delta)
+            value = old + delta
+            self._set(variable, value)
+        else:
+            value = old + delta
+            self.add_update((variable, value))
+        return value
+
+    def forget(self, variables: Sequence[Any]) -> None:
+        """Reads variables anew, after they were changed outside of the replicas."""
+        for variable in variables:
+            self.state_mapping.pop(id(variable), None)
+            self.updates.pop(id(variable), None)
+
+    def _set(self, variable: Any, value: Any) -> None:
+        self.state_mapping[id(variable)] = value
+        self.updates[id(variable)] = (variable, value)
+
+    def _aggregate(self, variable: Any, value: Any) -> Any:
+        if self.replica.num_replicas_in_sync == 1:
+            return value
+        if variable.aggregation == "sum":
+            return self.replica.all_reduce("SUM", value)
+        if variable.aggregation == "mean":
+            mean = self.replica.all_reduce(
+                "SUM", keras.ops.cast(value, _mean_dtype(variable))
+            )
+            return keras.ops.cast(
+                mean / self.replica.num_replicas_in_sync, variable.dtype
+            )
+        is_first = keras.ops.equal(self.replica.replica_id_in_sync_group, 0)
+        own = keras.ops.where(is_first, value, keras.ops.zeros_like(value))
+        return self.replica.all_reduce("SUM", own)
+
+
+def _mean_dtype(variable: Any) -> str:
+    return variable.dtype if "float" in variable.dtype else "float32"
+
+
+def merged(variable: Any, values: Sequence[Any]) -> Any:
+    """The value that a variable without aggregation has after a run."""
+    first = values[0]
+    if "float" in variable.dtype and not is_aggregated(variable):
+        moves = [(value - first) / len(values) for value in values[1:]]
+        return sum(moves, start=first)
+    return first

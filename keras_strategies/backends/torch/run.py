@@ -1,0 +1,168 @@
+"""`Strategy.run` on Torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from keras_strategies import context, keras_compat
+from keras_strategies.backends import run_scope
+from keras_strategies.backends.run_scope import LocalValues, RunScope
+from keras_strategies.backends.torch.devices import torch_device
+from keras_strategies.backends.torch.replicas import ReplicaThreads, ThreadCommunicator
+from keras_strategies.backends.torch.variables import ReplicaVariables
+from keras_strategies.values import DistributedValues
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TorchLocalValues(LocalValues):
+    """On-read values: tensors on the replicas' devices."""
+
+    def __init__(self, devices: Sequence[torch.device]):
+        self._devices = tuple(devices)
+        self._values = WeakTensorKeyDictionary()
+
+    def _all(self, variable: Any) -> list[torch.Tensor]:
+        raw = keras_compat.raw_value(variable)
+        if raw not in self._values:
+            self._distribute(variable, raw.detach().clone())
+        return self._values[raw]
+
+    def _distribute(self, variable: Any, value: torch.Tensor) -> None:
+        parts = run_scope.parts(variable, value, len(self._devices))
+        self._values[keras_compat.raw_value(variable)] = [
+            part.to(device) for part, device in zip(parts, self._devices, strict=True)
+        ]
+
+    def get(self, variable: Any, replica_id: int) -> torch.Tensor:
+        return self._all(variable)[replica_id]
+
+    def commit(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
+        raw = keras_compat.raw_value(variable)
+        kept = [value.detach() for value in values]
+        lead = [value.to(raw.device) for value in kept]
+        with torch.no_grad():
+            raw.copy_(run_scope.together(variable, lead))
+        self._values[raw] = kept
+
+    def assigned(self, variable: Any, value: Any) -> None:
+        if keras_compat.raw_value(variable) in self._values:
+            self._distribute(
+                variable, keras_compat.raw_value(variable).detach().clone()
+            )
+
+
+class TorchRun:
+    """Runs functions on the replicas of one strategy."""
+
+    def __init__(
+        self, strategy: Strategy, threads: ReplicaThreads, variables: ReplicaVariables
+    ):
+        self.strategy = strategy
+        self._threads = threads
+        self._variables = variables
+        self.placement = strategy.placement
+        self._devices = [torch_device(d) for d in self.placement.replicas]
+        self.local_values = TorchLocalValues(self._devices)
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        communicator = _RunCommunicator(self)
+        scopes: list[RunScope] = []
+        tasks = []
+        for i in range(len(args)):
+            replica = context.ReplicaContext(self.strategy, i, communicator)
+            scope = RunScope(replica, self._copier(i), self.local_values)
+            scopes.append(scope)
+            tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
+        communicator.scopes = scopes
+        results = self._threads.run(tasks, communicator)
+        self.commit(scopes)
+        return results
+
+    def _copier(self, replica_id: int) -> Callable[[Any], Any]:
+        return lambda variable: self._variables.copy(replica_id, variable)
+
+    def commit(self, scopes: Sequence[RunScope]) -> None:
+        """Gives variables the values that the replicas left, and forgets those."""
+        keys = dict.fromkeys(key for scope in scopes for key in scope.updates)
+        for key in keys:
+            having = [scope for scope in scopes if key in scope.updates]
+            variable = having[0].updates[key][0]
+            if run_scope.is_local(variable):
+                self.local_values.commit(
+                    variable, [scope.get_current_value(variable) for scope in scopes]
+                )
+            else:
+                raw = keras_compat.raw_value(variable)
+                found = [scope.updates[key][1].detach() for scope in having]
+                values = [value.to(raw.device) for value in found]
+                variable.assign(run_scope.merged(variable, values))
+            for scope in scopes:
+                scope.forget([variable])
+
+
+def _task(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    replica: context.ReplicaContext,
+    scope: RunScope,
+) -> Callable[[], Any]:
+    def run() -> Any:
+        with context.on_replica(replica), scope:
+            return fn(*args, **kwargs)
+
+    return run
+
+
+class _RunCommunicator(ThreadCommunicator):
+    """Collectives of a run; merged functions see and change the variables."""
+
+    def __init__(self, run: TorchRun):
+        super().__init__(run.placement.replicas)
+        self._run = run
+        self.scopes: list[RunScope] = []
+
+    def merged(self, merge_fn: Callable[[], Any]) -> Any:
+        placement = self._run.placement
+        lead = str(torch_device(placement.variables))
+        with keras_compat.outside_stateless_scopes(), keras.device(lead):
+            self._run.commit(self.scopes)
+            before = {id(v): v for scope in self.scopes for v in scope.variables_read()}
+            versions = {key: _version(v) for key, v in before.items()}
+            try:
+                return merge_fn()
+            finally:
+                changed = [v for k, v in before.items() if _version(v) != versions[k]]
+                for scope in self.scopes:
+                    scope.forget(changed)
+
+
+def _version(variable: Any) -> tuple[int, int]:
+    raw = keras_compat.raw_value(variable)
+    return id(raw), raw._version
+
+
+def sum_gradients(
+    gradients: Sequence[Any], lead: torch.device
+) -> list[torch.Tensor | None]:
+    """Sums each gradient over replicas, on the lead device; None adds nothing."""
+    total: list[torch.Tensor | None] = []
+    for gradient in gradients:
+        parts = (
+            gradient.values if isinstance(gradient, DistributedValues) else [gradient]
+        )
+        present = [part.detach().to(lead) for part in parts if part is not None]
+        total.append(sum(present[1:], start=present[0]) if present else None)
+    return total
