@@ -1,0 +1,75 @@
+# For people and for CI: every target first makes the environment that it needs.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+KERAS ?= stable
+VENV ?= $(if $(filter nightly,$(KERAS)),.venv-nightly,.venv)
+# On a platform without tensorflow-cpu: make test TENSORFLOW=tensorflow
+TENSORFLOW ?= tensorflow-cpu
+BACKENDS = $(subst $(comma), ,$(or $(KS_BACKENDS),jax$(comma)torch$(comma)tensorflow))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+comma := ,
+bin := $(VENV)/bin
+pip := $(bin)/pip --quiet
+stamp := $(VENV)/.installed
+
+ifeq ($(filter stable nightly,$(KERAS)),)
+$(error KERAS is "$(KERAS)"; expected stable or nightly)
+endif
+
+.PHONY: help env demo test lint suites format bench notebooks clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  KS_BACKENDS=jax,torch   only these backends (default: all three)"
+	@echo "  KS_FAST=1               without the tests marked slow"
+	@echo "  KERAS=nightly           with keras-nightly, in .venv-nightly"
+	@echo "  VENV=DIR PYTHON=EXE     another environment, another Python"
+	@echo "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+	@echo "                          torch without its CUDA libraries"
+
+env: $(stamp) ## Make the environment
+
+demo: $(stamp) ## Train the digits example on each backend and print a table
+	$(bin)/python examples/demo.py
+
+test: lint suites ## Lint, check types, and run every test on each backend
+
+lint: $(stamp) ## Check style and types
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+suites: $(stamp) ## Run every test on each backend
+	$(bin)/python tests/run.py
+
+format: $(stamp) ## Format the code and mend what ruff can
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+bench: $(stamp) ## Measure fit against its peers
+	$(bin)/python benchmarks/fit.py
+
+notebooks: $(stamp) ## Execute every notebook on each backend
+	for backend in $(BACKENDS); do \
+	    KERAS_BACKEND=$$backend $(bin)/jupyter execute notebooks/*.ipynb || exit 1; \
+	done
+
+clean: ## Remove the environments, caches and logs
+	rm -rf .venv .venv-nightly .test-logs build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+# keras-hub comes alone: it would bring tensorflow-text and with it another TensorFlow.
+# keras and keras-nightly are the same module, so one has to leave for the other, and
+# keras-hub with it, because each release uses symbols of one Keras.
+$(stamp): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(pip) install -c constraints.txt $(TENSORFLOW) -e '.[jax,torch,test]'
+ifeq ($(KERAS),nightly)
+	$(pip) uninstall -y keras
+	$(pip) install --pre --no-deps --force-reinstall keras-nightly keras-hub-nightly
+else
+	$(pip) install -c constraints.txt --no-deps keras-hub
+endif
+	touch $@

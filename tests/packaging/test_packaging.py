@@ -1,0 +1,69 @@
+"""What an installer sees: extras, requirements, the files in the wheel, the pins."""
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+FRAMEWORKS = {"jax", "jaxlib", "torch", "tensorflow", "tensorflow-cpu"}
+
+
+def requirements(lines: list[str]) -> list[Requirement]:
+    """The requirements on others; an extra may also name extras of this package."""
+    found = [Requirement(line) for line in lines]
+    return [item for item in found if item.name != PROJECT["name"]]
+
+
+def pins() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    matches = [re.fullmatch(r"([\w.-]+)==(\S+)", line) for line in lines]
+    return {canonicalize_name(m[1]): Version(m[2]) for m in matches if m}
+
+
+def test_installed_metadata_is_that_of_this_checkout() -> None:
+    installed = importlib.metadata.metadata("keras-strategies")
+    assert installed["Version"] == PROJECT["version"]
+    assert installed["Requires-Python"] == ">=3.11"
+    assert set(installed.get_all("Provides-Extra", [])) == set(EXTRAS)
+
+
+def test_the_promised_extras_exist() -> None:
+    promised = {"jax", "torch", "tensorflow", "ps", "examples", "test", "all"}
+    assert promised <= set(EXTRAS)
+
+
+def test_the_base_install_brings_no_framework() -> None:
+    names = {item.name for item in requirements(PROJECT["dependencies"])}
+    assert names == {"keras", "numpy"}
+    assert not names & FRAMEWORKS
+
+
+def test_all_names_every_extra_that_a_user_needs() -> None:
+    (everything,) = EXTRAS["all"]
+    assert Requirement(everything).extras == set(EXTRAS) - {"all", "test"}
+
+
+def test_the_type_marker_is_shipped() -> None:
+    assert (ROOT / "keras_strategies" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("extra", ["base", *sorted(set(EXTRAS) - {"ps", "all"})])
+def test_every_requirement_of_the_tests_has_a_pin_in_its_range(extra: str) -> None:
+    # The parameter servers' engine is not tested yet, so "ps" has no pin.
+    lines = PROJECT["dependencies"] if extra == "base" else EXTRAS[extra]
+    for item in requirements(lines):
+        pin = pins().get(canonicalize_name(item.name))
+        assert pin is not None, f"constraints.txt does not pin {item.name}"
+        assert item.specifier.contains(pin), f"{item} excludes the pinned {pin}"
+
+
+def test_both_tensorflow_packages_are_pinned_to_one_version() -> None:
+    assert pins()["tensorflow-cpu"] == pins()["tensorflow"]

@@ -1,0 +1,185 @@
+"""Run every test suite, each in a process of its own, and add up the results.
+
+Keras reads KERAS_BACKEND once per process, so each backend needs its own pytest. What
+does not depend on a backend runs once, as the suite "common".
+
+KS_BACKENDS  backends to test, separated by commas (default: all three)
+KS_FAST      1 leaves out the tests marked slow
+KS_JOBS      suites that run at the same time (default: 2, or 1 on one core)
+KS_TIMEOUT   seconds after which a suite is ended (default: 2400)
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / ".test-logs"
+BACKENDS = ("jax", "torch", "tensorflow")
+COMMON = ("tests/architecture", "tests/packaging")
+
+
+@dataclass(frozen=True)
+class Settings:
+    backends: tuple[str, ...]
+    fast: bool
+    jobs: int
+    timeout: float
+
+    @classmethod
+    def from_environment(cls) -> "Settings":
+        given = os.environ.get("KS_BACKENDS") or ",".join(BACKENDS)
+        backends = tuple(name.strip() for name in given.split(","))
+        if unknown := sorted(set(backends) - set(BACKENDS)):
+            sys.exit(f"KS_BACKENDS is {given!r}: {unknown} not among {BACKENDS}.")
+        return cls(
+            backends=backends,
+            fast=os.environ.get("KS_FAST", "0") not in ("", "0"),
+            jobs=int(os.environ.get("KS_JOBS") or min(2, os.cpu_count() or 1)),
+            timeout=float(os.environ.get("KS_TIMEOUT") or 2400),
+        )
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    backend: str
+    paths: tuple[str, ...]
+
+    @property
+    def log(self) -> Path:
+        return LOGS / f"{self.name}.log"
+
+    @property
+    def report(self) -> Path:
+        return LOGS / f"{self.name}.xml"
+
+
+@dataclass(frozen=True)
+class Result:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    problem: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+    def __add__(self, other: "Result") -> "Result":
+        return Result(
+            self.passed + other.passed,
+            self.failed + other.failed,
+            self.skipped + other.skipped,
+        )
+
+
+def suites(settings: Settings) -> list[Suite]:
+    ignored = tuple(f"--ignore={path}" for path in COMMON)
+    found = [
+        Suite(backend, backend, ("tests", *ignored)) for backend in settings.backends
+    ]
+    return [*found, Suite("common", settings.backends[0], COMMON)]
+
+
+def command(suite: Suite, settings: Settings) -> list[str]:
+    marks = "not gpu and not slow" if settings.fast else "not gpu"
+    options = ["-m", marks, f"--junit-xml={suite.report}", "--durations=20"]
+    paths = [path for path in suite.paths if path[0] == "-" or (ROOT / path).exists()]
+    return [sys.executable, "-m", "pytest", *options, *paths]
+
+
+def environment(suite: Suite, settings: Settings) -> dict[str, str]:
+    # Suites that run side by side share the cores instead of competing for them.
+    threads = max(1, (os.cpu_count() or 1) // settings.jobs)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        **os.environ,
+        "KERAS_BACKEND": suite.backend,
+    }
+
+
+async def run(suite: Suite, settings: Settings, slots: asyncio.Semaphore) -> Result:
+    async with slots:
+        print(f"{suite.name}: started, log in {suite.log.relative_to(ROOT)}")
+        start = time.monotonic()
+        problem = await run_pytest(suite, settings)
+        result = read_report(suite.report, problem)
+        seconds = time.monotonic() - start
+    print(f"{suite.name}: {result} in {seconds:.0f} s")
+    if result.failed:
+        print_log(suite, result)
+    return result
+
+
+async def run_pytest(suite: Suite, settings: Settings) -> str:
+    """Run the suite and return what went wrong, or an empty string."""
+    with suite.log.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command(suite, settings),
+            cwd=ROOT,
+            env=environment(suite, settings),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = await asyncio.wait_for(process.wait(), settings.timeout)
+        return f"pytest ended with exit code {code}" if code else ""
+    except TimeoutError:
+        # pytest's faulthandler answers this signal with a traceback of each thread.
+        process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 10)
+        return f"not finished after {settings.timeout:g} s (KS_TIMEOUT)"
+    finally:
+        # The tests' own processes go too, also when this run is interrupted.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def read_report(report: Path, problem: str) -> Result:
+    """Count a suite's tests; a suite that broke off counts as one failure."""
+    if not report.exists():
+        return Result(failed=1, problem=problem or "pytest wrote no report")
+    tests = failed = skipped = 0
+    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+        tests += int(suite.get("tests", 0))
+        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped += int(suite.get("skipped", 0))
+    passed = tests - failed - skipped
+    if problem and not failed:
+        failed = 1
+    return Result(passed, failed, skipped, problem)
+
+
+def print_log(suite: Suite, result: Result) -> None:
+    print(f"---- log of {suite.name} ----")
+    print(suite.log.read_text(errors="replace").rstrip())
+    print(f"---- end of {suite.name}: {result.problem} ----")
+
+
+async def main() -> int:
+    settings = Settings.from_environment()
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir()
+    slots = asyncio.Semaphore(settings.jobs)
+    results = await asyncio.gather(
+        *(run(suite, settings, slots) for suite in suites(settings))
+    )
+    total = sum(results, Result())
+    print(total)
+    return 1 if total.failed else 0
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.exit(asyncio.run(main()))
