@@ -1,0 +1,71 @@
+"""One process tests one backend, `KERAS_BACKEND`, on four virtual CPU devices."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Otherwise torch.compile starts a pool of threads and processes for the whole run.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import keras
+import pytest
+from harness import leaks
+from harness.fake_backend import FakeBackend, installed
+from harness.strategies import STRATEGIES, StrategyCase
+
+import keras_strategies as ks
+
+keras.config.disable_traceback_filtering()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def four_cpu_devices() -> None:
+    """Before the first test, because a backend in use has fixed its devices."""
+    ks.set_virtual_cpu_devices(4)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    keras.utils.set_random_seed(20240229)
+
+
+@pytest.fixture(autouse=True)
+def leak_police(four_cpu_devices, seeds):
+    """Fails a test that leaves threads, processes, scopes or variables behind."""
+    before = leaks.Snapshot.take()
+    yield
+    found = leaks.leaks(before)
+    if found:
+        leaks.mend(before)
+        pytest.fail("This test left something behind: " + "; ".join(found) + ".")
+
+
+@pytest.fixture(scope="session")
+def backend_name() -> str:
+    return keras.backend.backend()
+
+
+@pytest.fixture(params=STRATEGIES.values(), ids=lambda case: case.name)
+def strategy_case(request) -> StrategyCase:
+    return request.param
+
+
+@pytest.fixture
+def strategy(strategy_case):
+    """Each of the strategies in turn."""
+    return strategy_case.make()
+
+
+@pytest.fixture
+def mirrored():
+    """Two replicas, for tests that would say the same of every strategy."""
+    return STRATEGIES["mirrored_2"].make()
+
+
+@pytest.fixture
+def fake() -> FakeBackend:
+    """Strategies made in this test run on NumPy and pretend devices."""
+    with installed(FakeBackend(cpus=4)) as backend:
+        yield backend

@@ -1,0 +1,113 @@
+"""Leak police: what a test may not leave behind in the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import types
+from dataclasses import dataclass
+
+import keras
+import psutil
+
+import keras_strategies as ks
+from keras_strategies import keras_compat
+
+# A thread that is ending gets this long; one that is not fails the test.
+_GRACE_SECONDS = 5.0
+# A strategy's replicas are kept for its next step, but have to be idle.
+_POOL_THREADS = ("replica-",)
+# What `torch.compile` leaves in a process, with or without a strategy.
+_THREADS_OF_TORCH_COMPILE = ("tqdm_monitor",)
+_ENVIRONMENT_OF_TORCH_COMPILE = ("_TORCHINDUCTOR_", "TORCHINDUCTOR_")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is compared before and after a test."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    environment: dict[str, str]
+    policy: str
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(
+            threads=frozenset(threading.enumerate()),
+            children=frozenset(child.pid for child in psutil.Process().children()),
+            environment=dict(os.environ),
+            policy=keras.config.dtype_policy().name,
+        )
+
+
+def leaks(before: Snapshot) -> list[str]:
+    """What has been left behind since `before`, each as a sentence."""
+    found = [*_threads(before), *_children(before), *_environment(before)]
+    if ks.has_strategy():
+        found.append(f"the scope of {ks.get_strategy()!r} is still open")
+    if keras.distribution.distribution() is not None:
+        found.append("a keras.distribution is still set")
+    if keras_compat.current_stateless_scope() is not None:
+        found.append("a keras.StatelessScope is still open")
+    if keras_compat._route.call is not None:
+        found.append("layer calls of this thread still go to a strategy")
+    policy = keras.config.dtype_policy().name
+    if policy != before.policy:
+        found.append(f"the dtype policy is {policy!r}, and was {before.policy!r}")
+    return found
+
+
+def mend(before: Snapshot) -> None:
+    """Takes back what one test left, so that the next is judged by itself."""
+    if ks.has_strategy():
+        from keras_strategies import context
+
+        context._thread.frames.clear()
+    keras.config.set_dtype_policy(before.policy)
+    keras.distribution.set_distribution(None)
+    keras_compat._route.call = None
+    os.environ.clear()
+    os.environ.update(before.environment)
+
+
+def _threads(before: Snapshot) -> list[str]:
+    found = []
+    for thread in set(threading.enumerate()) - before.threads:
+        if thread is threading.current_thread():
+            continue
+        if thread.name.startswith(_POOL_THREADS):
+            if not _is_idle(thread):
+                found.append(f"the replica thread {thread.name!r} is still busy")
+            continue
+        if thread.name in _THREADS_OF_TORCH_COMPILE:
+            continue
+        thread.join(_GRACE_SECONDS)
+        if thread.is_alive():
+            found.append(f"the thread {thread.name!r} is still running")
+    return found
+
+
+def _is_idle(thread: threading.Thread) -> bool:
+    """Whether a thread of a pool waits for its next task."""
+    frame: types.FrameType | None = sys._current_frames().get(thread.ident or 0)
+    return frame is None or frame.f_code.co_name == "_worker"
+
+
+def _children(before: Snapshot) -> list[str]:
+    new = [c for c in psutil.Process().children() if c.pid not in before.children]
+    _, alive = psutil.wait_procs(new, timeout=_GRACE_SECONDS if new else 0)
+    return [f"the process {child.pid} is still running" for child in alive]
+
+
+def _environment(before: Snapshot) -> list[str]:
+    found = []
+    for name in sorted(before.environment.keys() | os.environ.keys()):
+        # pytest writes the name of the current test itself.
+        if name.startswith(("PYTEST_", *_ENVIRONMENT_OF_TORCH_COMPILE)):
+            continue
+        old, new = before.environment.get(name), os.environ.get(name)
+        if old != new:
+            found.append(f"os.environ[{name!r}] is {new!r}, and was {old!r}")
+    return found

@@ -1,0 +1,254 @@
+"""Tiny models of every kind. Each function makes one anew."""
+
+from __future__ import annotations
+
+import keras
+from keras import layers, ops
+
+
+def dense() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="tanh"),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def unbuilt() -> keras.Model:
+    """A sequential model that gets its variables from the first batch."""
+    return keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(3, "softmax")])
+
+
+def linear() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(2)]
+    )
+
+
+def logistic() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="tanh"),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+
+
+def conv() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 2)),
+            layers.Conv2D(4, 3, strides=2, use_bias=False),
+            layers.BatchNormalization(momentum=0.8),
+            layers.ReLU(),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def dense_bn() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, use_bias=False),
+            layers.BatchNormalization(momentum=0.8),
+            layers.ReLU(),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def two_towers() -> keras.Model:
+    """Two named inputs, two named outputs."""
+    left, right = keras.Input((4,), name="left"), keras.Input((3,), name="right")
+    joined = layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
+    outputs = {
+        "kind": layers.Dense(3, "softmax", name="kind")(joined),
+        "size": layers.Dense(1, name="size")(joined),
+    }
+    return keras.Model({"left": left, "right": right}, outputs)
+
+
+def pair() -> keras.Model:
+    left, right = keras.Input((4,)), keras.Input((3,))
+    joined = layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
+    return keras.Model((left, right), layers.Dense(1)(joined))
+
+
+def nested() -> keras.Model:
+    a, b, c = keras.Input((4,)), keras.Input((3,)), keras.Input((2,))
+    hidden = layers.Dense(5, "tanh")(layers.Concatenate()([a, b, c]))
+    inputs = {"a": {"deep": a}, "b": [b, c]}
+    return keras.Model(inputs, layers.Dense(1)(hidden))
+
+
+def shared_layer() -> keras.Model:
+    """One layer that is called twice."""
+    inputs = keras.Input((6,))
+    twice = layers.Dense(6, "tanh")
+    return keras.Model(inputs, layers.Dense(3, "softmax")(twice(twice(inputs))))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Subclassed(keras.Model):
+    """A model with a call of its own and another model inside."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first = layers.Dense(8, activation="tanh")
+        self.inner = keras.Sequential([layers.Dense(8), layers.BatchNormalization()])
+        self.last = layers.Dense(3, activation="softmax")
+
+    def call(self, inputs, training=False):
+        hidden = self.first(inputs)
+        return self.last(hidden + self.inner(hidden, training=training))
+
+
+def lstm() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(11, 4, mask_zero=True),
+            layers.LSTM(5),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def gru_tagger() -> keras.Model:
+    """A class for each word; the padding's mask reaches the loss."""
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(11, 4, mask_zero=True),
+            layers.GRU(5, return_sequences=True),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def masked_bn() -> keras.Model:
+    """Batch normalization that leaves out the padding."""
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(11, 4, mask_zero=True),
+            layers.BatchNormalization(momentum=0.8),
+            layers.LSTM(5),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def transformer() -> keras.Model:
+    words = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(11, 8, mask_zero=True)(words)
+    x = layers.LayerNormalization()(
+        x + layers.MultiHeadAttention(2, 4, use_bias=False)(x, x)
+    )
+    x = layers.LayerNormalization()(x + layers.Dense(8, "gelu")(x))
+    x = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(words, layers.Dense(3, "softmax")(x))
+
+
+def regularized() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, "tanh", kernel_regularizer="l2", bias_regularizer="l1"),
+            layers.Dense(3, "softmax", kernel_regularizer=keras.regularizers.L1(0.02)),
+        ]
+    )
+
+
+def activity_regularized() -> keras.Model:
+    """Keras divides an activity regularizer's sum by the rows of its batch."""
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(0.1)),
+            layers.ActivityRegularization(l1=0.05),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+@keras.saving.register_keras_serializable("tests")
+class AddsLoss(layers.Layer):
+    """Adds the mean or the sum of its squared input to the model's losses."""
+
+    def __init__(self, reduction, **kwargs):
+        super().__init__(**kwargs)
+        self.reduction = reduction
+
+    def call(self, inputs):
+        squares = 0.05 * ops.square(inputs)
+        if self.reduction == "mean":
+            self.add_loss(ops.mean(squares))
+        else:
+            self.add_loss(ops.sum(squares))
+        return inputs
+
+    def get_config(self):
+        return {**super().get_config(), "reduction": self.reduction}
+
+
+def adds_loss(reduction: str) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, "tanh"),
+            AddsLoss(reduction),
+            layers.Dense(3, "softmax"),
+        ]
+    )
+
+
+def adds_two_losses() -> keras.Model:
+    """A mean, a sum and a weight penalty in one model."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, "tanh", kernel_regularizer="l2")(inputs)
+    x = AddsLoss("sum")(AddsLoss("mean")(x))
+    return keras.Model(inputs, layers.Dense(3, "softmax")(x))
+
+
+def dropout() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(16, "relu"),
+            layers.Dropout(0.5),
+            layers.Dense(3, "softmax"),
+        ]
+    )
+
+
+@keras.saving.register_keras_serializable("tests")
+class CountsCalls(layers.Layer):
+    """Keeps an integer count of calls and a moving average of the input's mean."""
+
+    def build(self, _):
+        self.calls = self.add_weight(
+            shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls"
+        )
+        self.average = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, name="average"
+        )
+
+    def call(self, inputs, training=False):
+        if training:
+            self.calls.assign(self.calls + 1)
+            mean = ops.mean(inputs)
+            self.average.assign(self.average * 0.5 + 0.5 * ops.cast(mean, "float32"))
+        return inputs
+
+
+def counting() -> keras.Model:
+    """A layer with non-trainable state that is no batch normalization."""
+    return keras.Sequential(
+        [keras.Input((6,)), CountsCalls(), layers.Dense(3, "softmax")]
+    )

@@ -1,0 +1,238 @@
+"""Cases, and whether a strategy trains one as a single device does."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from harness import data as datasets
+from harness import models
+from harness.data import Data
+
+# Differences are relative to the largest magnitude of a tensor. Where all of it is
+# nearly zero (a bias after the first steps) rounding is that of the gradients behind
+# it, which are of the order of one, so nothing is held against less than this.
+_SMALLEST_SCALE = 1e-2
+
+SGD_TOLERANCE = 1e-5
+ADAM_TOLERANCE = 1e-4
+
+Results = dict[str, Any]
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that people train, and how close a strategy has to come.
+
+    Args:
+        name: what the test is called.
+        model: makes the model.
+        data: makes the data from a number of rows.
+        feed: in which form `fit` and its siblings get the data.
+        rows, batch, epochs: int; by default the last batch is not a whole one.
+        optimizer, loss, metrics, weighted_metrics: make what `compile` gets.
+        compile: more arguments of `compile`.
+        compile_alone: arguments of `compile` that the run without a strategy
+            cannot have, and what it gets instead.
+        fit: makes more arguments of `fit` from the data.
+        sample_weight: bool, whether the data's weights are given.
+        policy: the dtype policy that the model is made under.
+        tolerance: relative to the largest magnitude of each tensor.
+        script: trains a compiled model and returns what is to be equal.
+        slow: bool, whether the case belongs to the full part.
+        also: names of strategies that it is trained under in the fast part,
+            besides two mirrored replicas.
+    """
+
+    name: str
+    model: Callable[[], keras.Model] = models.dense
+    data: Callable[[int], Data] = datasets.classes
+    feed: datasets.Feed = datasets.arrays
+    rows: int = 22
+    batch: int = 8
+    epochs: int = 2
+    optimizer: Callable[[], Any] = sgd
+    loss: Callable[[], Any] = lambda: "sparse_categorical_crossentropy"
+    metrics: Callable[[], Any] = lambda: None
+    weighted_metrics: Callable[[], Any] = lambda: None
+    compile: dict[str, Any] = field(default_factory=dict)
+    compile_alone: dict[str, Any] = field(default_factory=dict)
+    fit: Callable[[Data], dict[str, Any]] = lambda data: {}
+    sample_weight: bool = False
+    policy: str = "float32"
+    tolerance: float = SGD_TOLERANCE
+    script: Callable[[Case, keras.Model, Data], Results] | None = None
+    slow: bool = False
+    also: tuple[str, ...] = ()
+
+    def make_data(self) -> Data:
+        data = self.data(self.rows)
+        return data if self.sample_weight else Data(data.x, data.y)
+
+
+def compiled(case: Case, **overrides: Any) -> keras.Model:
+    """The case's model, compiled, from pinned seeds."""
+    keras.utils.set_random_seed(7)
+    with dtype_policy(case.policy):
+        model = case.model()
+        model.compile(
+            **{
+                "optimizer": case.optimizer(),
+                "loss": case.loss(),
+                "metrics": case.metrics(),
+                "weighted_metrics": case.weighted_metrics(),
+                **case.compile,
+                **overrides,
+            }
+        )
+    return model
+
+
+@contextlib.contextmanager
+def dtype_policy(name: str) -> Iterator[None]:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def fit_evaluate_predict(case: Case, model: keras.Model, data: Data) -> Results:
+    """What most people do with a model."""
+    given = case.feed(data, case.batch)
+    steps = given.pop("steps", None)
+    extra = {} if steps is None else {"steps_per_epoch": steps}
+    history = model.fit(
+        **{
+            "epochs": case.epochs,
+            "verbose": 0,
+            "shuffle": False,
+            **given,
+            **extra,
+            **case.fit(data),
+        }
+    )
+    scores = model.evaluate(**case.feed(data, case.batch), verbose=0, return_dict=True)
+    inputs = case.feed(Data(data.x, None), case.batch)
+    outputs = model.predict(**inputs, verbose=0)
+    return {"history": history.history, "evaluate": scores, "predict": outputs}
+
+
+def train(case: Case, strategy: Any = None) -> Results:
+    """Trains a case, under a strategy or without one, and says what came out."""
+    if strategy is None:
+        model = compiled(case, **case.compile_alone)
+    else:
+        with strategy.scope():
+            model = compiled(case)
+    results = (case.script or fit_evaluate_predict)(case, model, case.make_data())
+    state = {
+        "weights": {f"{i} {w.path}": w for i, w in enumerate(model.weights)},
+        "optimizer": {
+            f"{i} {v.path}": v for i, v in enumerate(model.optimizer.variables)
+        },
+    }
+    return as_arrays({**results, **state})
+
+
+def as_arrays(results: Any) -> Any:
+    """The same structure with NumPy arrays in it."""
+    if isinstance(results, dict):
+        return {key: as_arrays(value) for key, value in results.items()}
+    if isinstance(results, (list, tuple)):
+        return {i: as_arrays(value) for i, value in enumerate(results)}
+    if isinstance(results, (int, float, np.ndarray, np.generic)):
+        return np.asarray(results)
+    return np.asarray(
+        keras.ops.convert_to_numpy(keras.ops.cast(results, _dtype(results)))
+    )
+
+
+def _dtype(tensor: Any) -> str:
+    name = keras.backend.standardize_dtype(tensor.dtype)
+    return "float32" if name in ("bfloat16", "float16") else name
+
+
+_alone: dict[str, Results] = {}
+
+
+def alone(case: Case) -> Results:
+    """What the case gives without a strategy, trained once per process."""
+    if case.name not in _alone:
+        _alone[case.name] = train(case)
+    return _alone[case.name]
+
+
+def assert_same_training(case: Case, strategy: Any) -> None:
+    """Fails if a strategy does not give what one device gives."""
+    assert_same(alone(case), train(case, strategy), case.tolerance, f"{strategy!r}")
+
+
+def assert_same(expected: Results, found: Results, tolerance: float, who: str) -> None:
+    """Compares two structures of arrays, and lists what differs by how much."""
+    problems = list(differences(expected, found, tolerance))
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise AssertionError(
+            f"{who} differs from one device by more than {tolerance:g} of the largest "
+            f"magnitude, in {len(problems)} places:\n{lines}"
+        )
+
+
+def differences(
+    expected: Any, found: Any, tolerance: float, path: str = ""
+) -> Iterator[str]:
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or _keys(expected) != _keys(found):
+            yield f"{path or 'results'}: {_names(expected)}, found {_names(found)}"
+            return
+        pairs = zip(expected.items(), found.values(), strict=True)
+        for (key, value), other in pairs:
+            yield from differences(value, other, tolerance, f"{path}[{key!r}]")
+        return
+    if expected.shape != found.shape:
+        yield f"{path}: shape {expected.shape}, found {found.shape}"
+        return
+    if expected.size == 0:
+        return
+    a, b = expected.astype("float64"), found.astype("float64")
+    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        yield f"{path}: {_few(expected)}, found {_few(found)}"
+        return
+    finite = np.isfinite(a)
+    if not finite.any():
+        return
+    scale = max(float(np.abs(a[finite]).max()), _SMALLEST_SCALE)
+    gap = float(np.abs(a[finite] - b[finite]).max())
+    if gap > tolerance * scale:
+        yield (
+            f"{path} {list(expected.shape)}: largest difference {gap:.3g}, which is "
+            f"{gap / scale:.2g} of {scale:.3g}; {_few(expected)}, found {_few(found)}"
+        )
+
+
+def _keys(structure: dict[Any, Any]) -> list[Any]:
+    # Names of layers and metrics count up within a process: dense_3, auc_1.
+    return [
+        re.sub(r"_\d+", "", key) if isinstance(key, str) else key for key in structure
+    ]
+
+
+def _names(structure: Any) -> str:
+    return str(list(structure)) if isinstance(structure, dict) else "an array"
+
+
+def _few(array: np.ndarray) -> str:
+    flat = [f"{float(value):.8g}" for value in array.reshape(-1)[:4]]
+    return "[" + ", ".join(flat) + (", ..." if array.size > 4 else "") + "]"
