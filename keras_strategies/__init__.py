@@ -31,7 +31,7 @@ from keras_strategies.strategies.describe import Description
 from keras_strategies.strategies.devices import set_virtual_cpu_devices
 from keras_strategies.strategies.mirrored import MirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
-from keras_strategies.training import hooks as _hooks
+from keras_strategies.training.hooks import gradients_are_aggregated
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -69,6 +69,7 @@ __all__ = [
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
+    "gradients_are_aggregated",
     "has_strategy",
     "in_cross_replica_context",
     "set_virtual_cpu_devices",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 _STRATEGY_ATTRIBUTE = "_keras_strategies_strategy"
@@ -366,3 +366,179 @@ def with_thread_state(state: dict[str, Any]) -> Iterator[None]:
     finally:
         own.clear()
         own.update(saved)
+
+
+# --- JAX ----------------------------------------------------------------------
+
+# What each kind of loop carries from step to step, in the order of its state.
+_STATE_NAMES = {
+    "train": (
+        "trainable_variables",
+        "non_trainable_variables",
+        "optimizer_variables",
+        "metrics_variables",
+    ),
+    "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
+    "predict": ("trainable_variables", "non_trainable_variables"),
+}
+
+
+class BatchPlacer(Protocol):
+    """Puts the batches of JAX's training loops on devices."""
+
+    def place(self, batch: Any) -> Any:
+        """The batch, on the devices."""
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, each on the devices when it is asked for."""
+
+
+class _Input(threading.local):
+    # Places the batches of this thread; None leaves it to Keras.
+    placer: BatchPlacer | None = None
+
+
+_input = _Input()
+
+
+def hook_jax_input() -> None:
+    """Lets a `BatchPlacer` place batches on JAX; later calls do nothing.
+
+    Keras 3.15: `JAXEpochIterator._get_iterator` keeps the layouts of the first
+    batch for all; `_distribute_data` serves `train_on_batch` and `test_on_batch`.
+    """
+    from keras.src.backend.jax import trainer
+
+    def wrap_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _get_iterator(self: Any) -> Any:
+            placer = _input.placer
+            if placer is None:
+                return original(self)
+            return placer.batches(self.data_adapter.get_jax_iterator())
+
+        return _get_iterator
+
+    def wrap_distribute(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if _input.placer is None:
+                return original(data, *args, **kwargs)
+            return _input.placer.place(data)
+
+        return _distribute_data
+
+    if not any(owner is trainer for owner, _, _ in _installed):
+        _replace(trainer, "_distribute_data", wrap_distribute)
+        _replace(trainer.JAXEpochIterator, "_get_iterator", wrap_iterator)
+
+
+@contextlib.contextmanager
+def batches_placed_by(placer: BatchPlacer) -> Iterator[None]:
+    """Makes a placer this thread's own."""
+    previous = _input.placer
+    _input.placer = placer
+    try:
+        yield
+    finally:
+        _input.placer = previous
+
+
+def record_jax_state(model: Any, kind: str, state: Any) -> None:
+    """Says which arrays the variables stand for while a loop is under way.
+
+    Keras 3.15 on JAX takes the values away from the variables for the length of
+    an epoch and notes the current ones in `_jax_state` after each step, which is
+    too late for an exception in a step.
+    """
+    # object.__setattr__: Keras would track the arrays.
+    names = _STATE_NAMES[kind]
+    object.__setattr__(model, "_jax_state", dict(zip(names, state, strict=True)))
+
+
+def sync_jax_state(model: Any) -> None:
+    """Gives the variables of a model in a loop their current values."""
+    model.jax_state_sync()
+
+
+def restore_jax_state(model: Any) -> None:
+    """Gives the variables their values back after a loop ended with an error.
+
+    `fit` of Keras 3.15 does so, `evaluate`, `predict` and `*_on_batch` do not.
+    """
+    state = getattr(model, "_jax_state", None) or {}
+    arrays = [array for group in state.values() for array in group]
+    # A program that failed while it ran has used up what it was given.
+    if not any(array.is_deleted() for array in arrays):
+        model.jax_state_sync()
+
+
+def move_variable(variable: Any, layout: Any) -> None:
+    """Changes the layout that a variable's values have, now and in future.
+
+    Keras 3.15: `JaxVariable._layout` (None, or a `TensorLayout`), which
+    `_direct_assign` applies.
+    """
+    variable._layout = layout
+    if variable._value is not None:
+        variable._direct_assign(variable._value)
+
+
+def layout_of(variable: Any) -> Any:
+    """The layout that a variable's values have on JAX, None without one."""
+    return variable._layout
+
+
+# --- TensorFlow ---------------------------------------------------------------
+
+
+def hook_tensorflow(
+    on_replica: Callable[[], bool], has_several_devices: Callable[[Any], bool]
+) -> None:
+    """Tells Keras what it cannot see of replicas; later calls do nothing.
+
+    Keras 3.15: `scale_loss_for_distribution` and its inverse divide by the number
+    of replicas in a `tf.distribute` strategy; where `on_replica()`, losses are of
+    the replica's rows already. `Trainer._resolve_auto_jit_compile` chooses XLA on
+    accelerators, which cannot compile a program for several of them.
+    """
+    from keras.src.losses import loss
+    from keras.src.trainers.trainer import Trainer
+
+    def wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(value: Any) -> Any:
+            return value if on_replica() else original(value)
+
+        return scale
+
+    def wrap_resolve(original: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(original)
+        def _resolve_auto_jit_compile(self: Any) -> bool:
+            return not has_several_devices(self) and original(self)
+
+        return _resolve_auto_jit_compile
+
+    if not any(owner is loss for owner, _, _ in _installed):
+        _replace(loss, "scale_loss_for_distribution", wrap_scale)
+        _replace(loss, "unscale_loss_for_distribution", wrap_scale)
+        _replace(Trainer, "_resolve_auto_jit_compile", wrap_resolve)
+
+
+def holds_tf_variables(layer: Any) -> bool:
+    """Whether a layer holds variables or modules of TensorFlow, not of Keras.
+
+    Keras 3.15: `Layer._flatten_layers`; Keras's own variables are `keras.Variable`.
+    """
+    import tensorflow as tf
+
+    def is_foreign(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(is_foreign(item) for item in value)
+        return isinstance(value, (tf.Variable, tf.Module))
+
+    return any(
+        is_foreign(value)
+        for sublayer in layer._flatten_layers()
+        for value in vars(sublayer).values()
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -125,6 +125,12 @@ class TrainerAdapter(abc.ABC):
 
     def check_model(self, model: Any) -> None:  # noqa: B027
         """Raises `ModelScopeError` if the model's variables lie elsewhere."""
+
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
+        """Entered around `fit`, `evaluate`, ... and `compile`, inside the scope."""
+        self.check_model(model)
+        yield
 
     def distribution(self) -> Any:
         """The `keras.distribution.Distribution` underneath, None without one."""

@@ -108,9 +108,17 @@ class DataParallelCall(abc.ABC):
 
     @abc.abstractmethod
     def sizes(
-        self, layer: Any, rows: Any, call: Callable[..., Any], tensors: Sequence[Any]
+        self,
+        layer: Any,
+        rows: Any,
+        call_few: Callable[[], int],
+        tensors: Sequence[Any],
     ) -> list[Any] | None:
-        """Rows for each replica that takes part; None to call the layer whole."""
+        """Rows for each replica that takes part; None to call the layer whole.
+
+        `call_few()` calls the layer on a few rows, whose number it returns, and
+        leaves no trace.
+        """
 
     @abc.abstractmethod
     def split(self, tensor: Any, sizes: Sequence[Any]) -> list[Any]:
@@ -172,10 +180,18 @@ class DataParallelCall(abc.ABC):
             if rows is None:
                 return whole(*args, **kwargs)
             tensors = [leaf for leaf in leaves if _has_rows(leaf, rows)]
-            sizes = self.sizes(layer, rows, call, tensors)
+            structure = (args, kwargs)
+
+            def call_few() -> int:
+                few = self._few_rows(structure, leaves, rows, 1)
+                with ReplicaScope(keras_compat.raw_value):
+                    call(*few[0], **few[1])
+                return min(rows, _PROBE_ROWS)
+
+            sizes = self.sizes(layer, rows, call_few, tensors)
             if sizes is None:
                 return whole(*args, **kwargs)
-            result = self._call_split(layer, call, (args, kwargs), leaves, rows, sizes)
+            result = self._call_split(layer, call, structure, leaves, rows, sizes)
             if result is None:
                 self._not_by_rows.add(layer)
                 return whole(*args, **kwargs)
@@ -330,6 +346,19 @@ class DataParallelCall(abc.ABC):
             channels.append(Channel(list(parts), weights))
         return channels
 
+    def _few_rows(
+        self, structure: Any, leaves: list[Any], rows: Any, repeats: int
+    ) -> Any:
+        """The arguments with a few rows, repeated, in place of the batch."""
+
+        def few(leaf: Any) -> Any:
+            if not _has_rows(leaf, rows):
+                return leaf
+            first = self.probe_input(leaf, _PROBE_ROWS)
+            return keras.ops.concatenate([first] * repeats, axis=0)
+
+        return keras.tree.pack_sequence_as(structure, [few(leaf) for leaf in leaves])
+
     def fractions(self, sizes: list[Any], rows: Any) -> list[Any]:
         """The share of each replica in the global batch."""
         return [size / rows for size in sizes]
@@ -353,15 +382,7 @@ class DataParallelCall(abc.ABC):
             return known[key]
 
         def losses(repeats: int) -> list[Any]:
-            def grown(leaf: Any) -> Any:
-                if not _has_rows(leaf, rows):
-                    return leaf
-                few = self.probe_input(leaf, _PROBE_ROWS)
-                return keras.ops.concatenate([few] * repeats, axis=0)
-
-            args, kwargs = keras.tree.pack_sequence_as(
-                structure, [grown(leaf) for leaf in leaves]
-            )
+            args, kwargs = self._few_rows(structure, leaves, rows, repeats)
             scope = ReplicaScope(keras_compat.raw_value)
             with scope:
                 call(*args, **kwargs)

@@ -60,6 +60,8 @@ class Strategy:
         cross_device_ops: how values are combined, or None for the backend's way.
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch.
+        always_split: bool, whether layer calls are split over replicas even where
+            calling them whole is faster.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Strategy:
         placement: Placement,
         cross_device_ops: CrossDeviceOps | None = None,
         sync_batch_norm: bool = True,
+        always_split: bool = False,
     ):
         for callback in _on_first_use:
             callback()
@@ -74,6 +77,7 @@ class Strategy:
         self._placement = placement
         self._cross_device_ops = cross_device_ops
         self._sync_batch_norm = bool(sync_batch_norm)
+        self._always_split = bool(always_split)
         self._trainer = self._backend.trainer(self)
 
     @property
@@ -95,6 +99,11 @@ class Strategy:
     def sync_batch_norm(self) -> bool:
         """bool, whether batch normalization uses the global batch's statistics."""
         return self._sync_batch_norm
+
+    @property
+    def always_split(self) -> bool:
+        """bool, whether layer calls are split even where that is slower."""
+        return self._always_split
 
     @property
     def num_replicas_in_sync(self) -> int:

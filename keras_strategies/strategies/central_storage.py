@@ -24,6 +24,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: str, a device name; None for the compute device if there
             is one, else for `"cpu:0"`.
         sync_batch_norm: bool, as for `MirroredStrategy`.
+        always_split: bool, as for `MirroredStrategy`.
 
     Raises:
         ValueError: for a device that does not exist or is named twice.
@@ -39,6 +40,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: str | None = None,
         *,
         sync_batch_norm: bool = True,
+        always_split: bool = False,
     ):
         backend = get_backend()
         if compute_devices is None:
@@ -52,4 +54,6 @@ class CentralStorageStrategy(Strategy):
         else:
             (home,) = choose_devices(backend, ["cpu:0"], "parameter_device")
         placement = Placement(replicas, home, mirrored=False)
-        super().__init__(placement, sync_batch_norm=sync_batch_norm)
+        super().__init__(
+            placement, sync_batch_norm=sync_batch_norm, always_split=always_split
+        )

@@ -31,6 +31,10 @@ class MirroredStrategy(Strategy):
             the global batch. False uses those of each replica's rows, where
             replicas are separate computations (Torch, TensorFlow); JAX has one
             program for all and always uses the global ones.
+        always_split: bool. On Torch, virtual CPU replicas share one interpreter, and
+            layer calls with little arithmetic per kernel run whole, since that is
+            faster and computes the same. True splits these calls as well, as on
+            devices that are really several.
 
     Raises:
         ValueError: for a device that does not exist or is named twice.
@@ -52,6 +56,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         sync_batch_norm: bool = True,
+        always_split: bool = False,
     ):
         backend = get_backend()
         if devices is None:
@@ -59,4 +64,4 @@ class MirroredStrategy(Strategy):
         else:
             replicas = choose_devices(backend, devices)
         placement = Placement(replicas, replicas[0], mirrored=True)
-        super().__init__(placement, cross_device_ops, sync_batch_norm)
+        super().__init__(placement, cross_device_ops, sync_batch_norm, always_split)

@@ -36,8 +36,7 @@ class StrategyHooks:
                 )
             yield
             return
-        with strategy.scope():
-            strategy.trainer.check_model(model)
+        with strategy.scope(), strategy.trainer.method(model, name):
             yield
 
     def step_function(

@@ -19,6 +19,7 @@ from keras_strategies.backends.data_parallel import (
 from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.replicas import ReplicaThreads, ThreadCommunicator
 from keras_strategies.backends.torch.variables import ReplicaVariables
+from keras_strategies.backends.torch.work import Work, measure
 from keras_strategies.errors import ContextError
 from keras_strategies.input.sharding import split_sizes
 
@@ -38,6 +39,14 @@ class TorchDataParallelCall(DataParallelCall):
         self._threads = threads
         self._variables = variables
         self._communicator: ThreadCommunicator | None = None
+        # On one physical device a small call is faster whole; what it computes is the
+        # same, unless replicas are to have batch statistics of their own.
+        self._may_call_whole = (
+            set(self._devices) == {self._lead}
+            and strategy.sync_batch_norm
+            and not strategy.always_split
+        )
+        self._work: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
             weakref.WeakKeyDictionary()
         )
@@ -48,7 +57,11 @@ class TorchDataParallelCall(DataParallelCall):
         return super().__call__(*args)
 
     def sizes(
-        self, layer: Any, rows: int, call: Callable[..., Any], tensors: Sequence[Any]
+        self,
+        layer: Any,
+        rows: int,
+        call_few: Callable[[], int],
+        tensors: Sequence[Any],
     ) -> list[int] | None:
         if self._has_foreign_modules(layer):
             return None
@@ -56,7 +69,17 @@ class TorchDataParallelCall(DataParallelCall):
         sizes = [size for size in split_sizes(rows, len(self._devices)) if size]
         if not sizes or (len(sizes) == 1 and self._devices[0] == self._lead):
             return None
+        if self._may_call_whole and not self._work_of(layer, call_few).worth_splitting(
+            rows, len(sizes)
+        ):
+            return None
         return sizes
+
+    def _work_of(self, layer: Any, call_few: Callable[[], int]) -> Work:
+        work = self._work.get(layer)
+        if work is None:
+            work = self._work[layer] = measure(call_few)
+        return work
 
     def _has_foreign_modules(self, layer: Any) -> bool:
         """Whether a layer computes with torch modules that Keras does not run."""

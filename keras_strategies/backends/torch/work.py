@@ -1,0 +1,68 @@
+"""How much arithmetic a layer call does, to decide whether to split it.
+
+Replicas that are threads on one device take turns in the Python interpreter, which
+every kernel passes through on its way. A call of many small kernels is therefore
+faster whole: a ten-layer perceptron of 64 units runs at 0.45x the speed of one
+device when it is split over two virtual CPUs, a convolutional network at 1.9x.
+
+The decision depends on shapes alone and never on a clock, so that a seeded run
+draws the same random numbers every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+# Below this, a kernel takes less time than its way through the interpreter (about
+# 20 microseconds, at tens of GFLOP/s for one core).
+MIN_FLOPS_PER_KERNEL = 1_000_000
+
+
+@dataclass(frozen=True)
+class Work:
+    """The forward pass of a layer.
+
+    Args:
+        flops_per_row: float, floating-point operations for one row of the batch.
+        kernels: int, tensor operations that are dispatched, however many rows.
+    """
+
+    flops_per_row: float
+    kernels: int
+
+    def worth_splitting(self, rows: int, replicas: int) -> bool:
+        """Whether each replica's kernels outweigh the interpreter."""
+        flops = self.flops_per_row * rows / replicas
+        return flops / max(1, self.kernels) >= MIN_FLOPS_PER_KERNEL
+
+
+class _KernelCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ) -> Any:
+        self.kernels += 1
+        return func(*args, **(kwargs or {}))
+
+
+def measure(call: Callable[[], int]) -> Work:
+    """Counts what a call on a few rows does.
+
+    Args:
+        call: calls the layer, leaves no trace in its state, and returns the number
+            of rows that it was called on.
+    """
+    counter = _KernelCounter()
+    flops = FlopCounterMode(display=False)
+    with torch.no_grad(), flops, counter:
+        rows = call()
+    return Work(flops.get_total_flops() / rows, counter.kernels)
