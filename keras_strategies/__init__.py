@@ -24,14 +24,20 @@ from keras_strategies.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.base import Strategy, ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
 from keras_strategies.strategies.default import DefaultStrategy
 from keras_strategies.strategies.describe import Description
 from keras_strategies.strategies.devices import set_virtual_cpu_devices
+from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.mirrored import MirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
 from keras_strategies.training.hooks import gradients_are_aggregated
+from keras_strategies.training.losses import (
+    compute_average_loss,
+    scale_regularization_loss,
+)
+from keras_strategies.training.steps import function, value_and_grad
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -61,16 +67,22 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "Strategy",
+    "StrategyExtended",
+    "ValueContext",
     "VariableAggregation",
     "VariableCopy",
     "VariableSynchronization",
+    "compute_average_loss",
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "function",
     "get_replica_context",
     "get_strategy",
     "gradients_are_aggregated",
     "has_strategy",
     "in_cross_replica_context",
+    "scale_regularization_loss",
     "set_virtual_cpu_devices",
+    "value_and_grad",
 ]

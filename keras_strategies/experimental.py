@@ -1,5 +1,6 @@
 """Names of `tf.distribute.experimental`, so that a script only swaps the module."""
 
+from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
 from keras_strategies.types import (
     CommunicationImplementation,
@@ -15,4 +16,5 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "ValueContext",
 ]

@@ -6,7 +6,8 @@ Tested with Keras 3.15 and 3.16. Each function says which symbol it relies on;
 Keras is hooked in these places, all of them installed by the first strategy that
 needs them and none by an import:
 
-- `Trainer.__init__`: a model remembers the strategy that it was made under;
+- `Trainer.__init__`, `Variable.__init__`: models and variables remember the
+  strategy that they were made under;
 - `fit` and its siblings, `compile`: run in that strategy's scope;
 - `make_train_function` and its siblings: the strategy wraps the step;
 - `Layer.__call__`: a thread can route the outermost call of a step;
@@ -37,8 +38,8 @@ _STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 class ModelHooks(Protocol):
     """What is called at the hooked places."""
 
-    def created(self, model: Any) -> None:
-        """A model is being made; its `__init__` has begun."""
+    def created(self, made: Any) -> None:
+        """A model (its `__init__` has begun) or a variable has been made."""
 
     def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[Any]:
         """Entered around `fit`, `evaluate`, ... and `compile`."""
@@ -177,6 +178,7 @@ def install(hooks: ModelHooks) -> None:
     _replace(KerasVariable, "assign", wrap_assign)
     _replace(KerasVariable, "assign_add", wrap_assign_add)
     _replace(KerasVariable, "assign_sub", wrap_assign_sub)
+    _replace(KerasVariable, "__init__", wrap_init)
     _replace(Trainer, "__init__", wrap_init)
     _replace(Trainer, "compile", wrap_method)
     for name in _METHODS:
@@ -212,14 +214,15 @@ def is_installed() -> bool:
 # --- Models -------------------------------------------------------------------
 
 
-def set_strategy(model: Any, strategy: Any) -> None:
+def set_strategy(made: Any, strategy: Any) -> None:
+    """Lets a model or a variable remember the strategy it was made under."""
     # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
-    object.__setattr__(model, _STRATEGY_ATTRIBUTE, strategy)
+    object.__setattr__(made, _STRATEGY_ATTRIBUTE, strategy)
 
 
-def strategy_of(model: Any) -> Any:
-    """The strategy that a model was made under; None without one."""
-    return model.__dict__.get(_STRATEGY_ATTRIBUTE)
+def strategy_of(made: Any) -> Any:
+    """The strategy that a model or variable was made under; None without one."""
+    return made.__dict__.get(_STRATEGY_ATTRIBUTE)
 
 
 def is_built(layer: Any) -> bool:

@@ -77,7 +77,7 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
     return fn(*structures)
 
 
-def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuild_mapping(original: Any, items: dict[Any, Any]) -> Any:
     if hasattr(original, "default_factory"):
         return type(original)(original.default_factory, items)
     return type(original)(items)

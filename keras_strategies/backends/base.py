@@ -200,6 +200,18 @@ class Backend(abc.ABC):
         An exception in one replica stops the others and is raised as it is.
         """
 
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        """See `ks.value_and_grad`."""
+        raise NotImplementedError
+
+    def function(
+        self, fn: Callable[..., Any], jit_compile: bool | None
+    ) -> Callable[..., Any]:
+        """See `ks.function`."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         """How `strategy` trains Keras models."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies import keras_compat
 from keras_strategies.context import ReplicaContext
 from keras_strategies.errors import InvalidArgumentError
 
@@ -102,6 +103,9 @@ class RunScope(keras.StatelessScope):
         value = self.state_mapping.get(id(variable))
         if value is None:
             if is_local(variable):
+                # Made elsewhere: from now on assignments outside concern us.
+                if keras_compat.strategy_of(variable) is None:
+                    keras_compat.set_strategy(variable, self.replica.strategy)
                 value = self._local_values.get(
                     variable, self.replica.replica_id_in_sync_group
                 )

@@ -17,6 +17,7 @@ from keras_strategies.errors import (
 )
 from keras_strategies.strategies import combine
 from keras_strategies.strategies.describe import Description, describe
+from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
     DistributedValues,
@@ -114,6 +115,16 @@ class Strategy:
     def cluster_resolver(self) -> Any:
         """What says who is who in the cluster; None on one machine."""
         return None
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps | None:
+        """How values are combined; None for the backend's own way."""
+        return self._cross_device_ops
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """A view of devices, variables and reductions, as `tf.distribute` has it."""
+        return StrategyExtended(self)
 
     @property
     def distribution(self) -> Any:
@@ -311,6 +322,10 @@ class Strategy:
                 "variables are not this strategy's to describe."
             )
         return describe(self, model)
+
+    def created(self, variable: Any) -> bool:
+        """Whether a `keras.Variable` was made in this strategy's scope."""
+        return keras_compat.strategy_of(variable) is self
 
     def owns(self, model: Any) -> bool:
         """Whether a model was made in this strategy's scope."""

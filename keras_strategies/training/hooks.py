@@ -18,9 +18,9 @@ from keras_strategies.training.batch_norm import replica_moments
 class StrategyHooks:
     """What Keras models do because there are strategies (`ModelHooks`)."""
 
-    def created(self, model: Any) -> None:
+    def created(self, made: Any) -> None:
         if context.has_strategy():
-            keras_compat.set_strategy(model, context.get_strategy())
+            keras_compat.set_strategy(made, context.get_strategy())
 
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
@@ -65,8 +65,9 @@ class StrategyHooks:
         )
 
     def variable_assigned(self, variable: Any, value: Any) -> None:
-        if run_scope.is_local(variable) and context.has_strategy():
-            context.get_strategy().trainer.variable_assigned(variable, value)
+        strategy = keras_compat.strategy_of(variable)
+        if strategy is not None and run_scope.is_local(variable):
+            strategy.trainer.variable_assigned(variable, value)
 
     def variable_added(
         self, variable: Any, original: Callable[..., Any], delta: Any

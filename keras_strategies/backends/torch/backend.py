@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,29 @@ class TorchBackend(Backend):
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         return strategy.trainer.run(fn, args, kwargs)  # type: ignore[attr-defined]
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with torch.enable_grad():
+                result = fn(*args, **kwargs)
+            loss = result[0] if has_aux else result
+            # In a replica, the values are its own copies, which the loss came from.
+            values = [variable.value for variable in variables]
+            wanted = [value for value in values if value.requires_grad]
+            found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+            gradients = [next(found) if v.requires_grad else None for v in values]
+            loss = loss.detach()
+            return ((loss, result[1]) if has_aux else loss), gradients
+
+        return wrapped
+
+    def function(
+        self, fn: Callable[..., Any], jit_compile: bool | None
+    ) -> Callable[..., Any]:
+        return torch.compile(fn) if jit_compile else fn
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         return TorchTrainer(strategy)

@@ -1,0 +1,67 @@
+"""What a portable custom loop is made of: gradients and compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_strategies.backends import get_backend
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool = False
+) -> Callable[..., Any]:
+    """Makes a function that returns a loss and its gradients, on every backend.
+
+    Args:
+        fn: callable that returns a scalar loss, or with `has_aux` a tuple of the
+            loss and anything else. It may call models, update metrics and assign
+            variables.
+        variables: sequence of `keras.Variable`, what to differentiate by.
+        has_aux: bool, whether `fn` returns something beside the loss.
+
+    Returns:
+        A callable of `fn`'s arguments that returns `(loss, gradients)`, or
+        `((loss, aux), gradients)`; gradients are a list in the order of the
+        variables, None where the loss does not depend on one.
+
+    Example:
+
+    >>> def loss_fn(x, y):
+    ...     return keras.ops.mean((model(x, training=True) - y) ** 2)
+    >>> loss, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)(x, y)
+    >>> optimizer.apply(gradients, model.trainable_variables)
+    """
+    return get_backend().value_and_grad(fn, list(variables), has_aux)
+
+
+def function(
+    fn: Callable[..., Any] | None = None, *, jit_compile: bool | None = None
+) -> Callable[..., Any]:
+    """Compiles a step the backend's way; usable as a decorator.
+
+    On TensorFlow it is `tf.function`; on JAX `jax.jit`, with all Keras state that the
+    function reads and assigns passed in and out; on Torch the function runs eagerly
+    unless `jit_compile=True` asks for `torch.compile`.
+
+    Args:
+        fn: callable; a step that calls `strategy.run`, models, optimizers and
+            metrics.
+        jit_compile: bool or None, whether to compile with XLA (TensorFlow) or
+            `torch.compile` (Torch); None for the backend's own choice. JAX always
+            compiles, except with False.
+
+    Returns:
+        A callable with `fn`'s signature, compiled once for each combination of
+        arguments' structure, shapes and dtypes.
+
+    Example:
+
+    >>> @ks.function
+    ... def train_step(batch):
+    ...     losses = strategy.run(replica_step, args=(batch,))
+    ...     return strategy.reduce("SUM", losses)
+    """
+    if fn is None:
+        return lambda fn: function(fn, jit_compile=jit_compile)
+    return get_backend().function(fn, jit_compile=jit_compile)
