@@ -1,0 +1,73 @@
+"""The JAX backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from keras_strategies.backends.base import Backend, TrainerAdapter
+from keras_strategies.backends.jax import collectives, devices
+from keras_strategies.backends.jax.central import CentralStorageTrainer
+from keras_strategies.backends.jax.trainer import MeshTrainer, OneDeviceTrainer
+from keras_strategies.devices import Device
+from keras_strategies.types import ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class JaxBackend(Backend):
+    """JAX on CPU, GPU and TPU devices."""
+
+    name = "jax"
+
+    def local_devices(self) -> tuple[Device, ...]:
+        return devices.local_devices()
+
+    def set_virtual_cpu_devices(self, count: int) -> None:
+        devices.set_virtual_cpu_devices(count)
+
+    def cpu_device_count(self) -> int:
+        return devices.cpu_device_count()
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, jax.Array)
+
+    def to_numpy(self, tensor: Any) -> Any:
+        return np.asarray(tensor)
+
+    def to_device(self, value: Any, device: Device) -> jax.Array:
+        return jax.device_put(value, devices.jax_device(device))
+
+    def device_of(self, tensor: jax.Array) -> Device:
+        # The first one of an array that lies on several.
+        return devices.device_of(tensor.sharding._device_assignment[0])
+
+    def all_reduce(self, op: ReduceOp, tensors: Sequence[jax.Array]) -> list[jax.Array]:
+        return collectives.all_reduce(op, tensors)
+
+    def all_gather(self, tensors: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+        return collectives.all_gather(tensors, axis)
+
+    def broadcast(self, tensor: Any, targets: Sequence[Device]) -> list[jax.Array]:
+        return [self.to_device(tensor, device) for device in targets]
+
+    def run_replicas(
+        self,
+        strategy: Strategy,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        raise NotImplementedError
+
+    def trainer(self, strategy: Strategy) -> TrainerAdapter:
+        placement = strategy.placement
+        if placement.is_single:
+            return OneDeviceTrainer(strategy)
+        if placement.mirrored:
+            return MeshTrainer(strategy)
+        return CentralStorageTrainer(strategy)

@@ -1,0 +1,101 @@
+"""Batches on their way to the devices."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from keras_strategies.backends.jax.distribution import BATCH_AXIS, splits
+
+
+class BatchPlacer(abc.ABC):
+    """Puts batches, structures of arrays, where a strategy computes."""
+
+    @abc.abstractmethod
+    def place(self, batch: Any) -> Any:
+        """The batch on the devices; nothing happens to what is there already."""
+
+    @abc.abstractmethod
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, on the devices when they are asked for."""
+
+
+class MeshPlacer(BatchPlacer):
+    """Splits each array over a mesh by its rows, or copies it to each device.
+
+    Args:
+        mesh: a mesh with one axis.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh):
+        self._size = mesh.size
+        self._split = jax.NamedSharding(mesh, jax.P(BATCH_AXIS))
+        self._whole = jax.NamedSharding(mesh, jax.P())
+        self._ahead = mesh.devices.flat[0].platform != "cpu"
+
+    def place(self, batch: Any) -> Any:
+        # None is no leaf to JAX; a sparse array's parts are leaves.
+        leaves, structure = jax.tree.flatten(batch)
+        leaves = [_as_array(leaf) for leaf in leaves]
+        layouts = [
+            self._split if splits(leaf.shape, self._size) else self._whole
+            for leaf in leaves
+        ]
+        return jax.tree.unflatten(structure, jax.device_put(leaves, layouts))
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        placed = (self.place(batch) for batch in batches)
+        return one_ahead(placed) if self._ahead else placed
+
+
+class DevicePlacer(BatchPlacer):
+    """Puts batches on one device.
+
+    On a CPU, NumPy arrays stay what they are: a compiled program reads them where
+    they lie.
+    """
+
+    def __init__(self, device: jax.Device):
+        self._device = device
+        self._is_cpu = device.platform == "cpu"
+
+    def place(self, batch: Any) -> Any:
+        if self._is_cpu and not _has_jax_arrays(batch):
+            return batch
+        return jax.tree.map(self._place_leaf, batch)
+
+    def _place_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            # To the scope's default device, which this one is.
+            return jax.device_put(leaf)
+        if leaf.devices() == {self._device}:
+            return leaf
+        return jax.device_put(leaf, self._device)
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        placed = (self.place(batch) for batch in batches)
+        return placed if self._is_cpu else one_ahead(placed)
+
+
+def one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Starts the transfer of each batch while the one before it is computed with."""
+    try:
+        current = next(batches)
+    except StopIteration:
+        return
+    for following in batches:
+        yield current
+        current = following
+    yield current
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
+
+
+def _has_jax_arrays(batch: Any) -> bool:
+    return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))

@@ -1,0 +1,210 @@
+"""`Model.fit` and its siblings on JAX: one program describes the global batch."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from keras_strategies import keras_compat
+from keras_strategies.backends.base import TrainerAdapter, VariableCopy
+from keras_strategies.backends.jax import steps
+from keras_strategies.backends.jax.devices import (
+    default_device,
+    device_of,
+    jax_device,
+)
+from keras_strategies.backends.jax.distribution import StrategyDistribution
+from keras_strategies.backends.jax.input import BatchPlacer, DevicePlacer, MeshPlacer
+from keras_strategies.errors import ModelScopeError
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class JaxTrainer(TrainerAdapter):
+    """What training has in common on one device and on many.
+
+    Args:
+        strategy: the strategy.
+        placer: what puts batches on the devices.
+    """
+
+    def __init__(self, strategy: Strategy, placer: BatchPlacer):
+        super().__init__(strategy)
+        keras_compat.hook_jax_input()
+        self.placer = placer
+        self.home = jax_device(self.placement.variables)
+
+    @abc.abstractmethod
+    def step(self, model: Any, kind: str) -> steps.Step:
+        """One step on a batch that has been placed."""
+
+    @abc.abstractmethod
+    def is_in_place(self, array: jax.Array) -> bool:
+        """Whether a variable's array lies where the strategy keeps variables."""
+
+    @abc.abstractmethod
+    def adopt(self, variable: Any) -> None:
+        """Moves a variable that was made outside of the scope to its place."""
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras_compat.batches_placed_by(self.placer))
+            if default_device() != self.home:
+                stack.enter_context(jax.default_device(self.home))
+            distribution = self.distribution()
+            if distribution is not None:
+                stack.enter_context(distribution.scope())
+            yield
+
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
+        # A callback of `fit` may call `evaluate` while the variables are empty.
+        keras_compat.sync_jax_state(model)
+        self.check_model(model)
+        try:
+            yield
+        except BaseException:
+            keras_compat.restore_jax_state(model)
+            raise
+
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> None:
+        name = f"{kind}_function"
+        if getattr(model, name) is not None and not force:
+            return
+        if kind != "predict":
+            self._adopt_compiled(model)
+        step = self.step(model, kind)
+        if kind == "predict":
+            step = self._placing(step)
+        setattr(model, name, steps.loop_function(model, kind, step))
+
+    def _adopt_compiled(self, model: Any) -> None:
+        """Moves what was handed to `compile` ready-made: optimizer and metrics."""
+        optimizer = [] if model.optimizer is None else model.optimizer.variables
+        for variable in (*optimizer, *model.metrics_variables):
+            raw = keras_compat.raw_value(variable)
+            if raw is not None and not self.is_in_place(raw):
+                self.adopt(variable)
+
+    def _placing(self, step: steps.Step) -> steps.Step:
+        # Keras 3.15 hands the input of `predict_on_batch` over as it is.
+        return lambda state, batch: step(state, self.placer.place(batch))
+
+    def check_model(self, model: Any) -> None:
+        for variable in (*model.trainable_variables, *model.non_trainable_variables):
+            raw = keras_compat.raw_value(variable)
+            if raw is not None and not self.is_in_place(raw):
+                raise ModelScopeError(
+                    f"Variable {variable.path!r} of model {model.name!r} lies on "
+                    f"{_names(raw)}, but {self.strategy!r} keeps variables on "
+                    f"{self._place_of_variables()}: it belongs to a layer that was "
+                    "made outside of the strategy's scope. Move the lines that make "
+                    "it into `with strategy.scope():`."
+                )
+
+    def _place_of_variables(self) -> str:
+        if self.placement.mirrored:
+            return ", ".join(str(device) for device in self.placement.replicas)
+        return str(self.placement.variables)
+
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        raw = keras_compat.raw_value(variable)
+        if raw is None:
+            return []
+        role = "variable" if raw.is_fully_replicated else "shard"
+        return [
+            VariableCopy(
+                str(device_of(shard.device)), shard.data.nbytes, role, shard.data
+            )
+            for shard in raw.addressable_shards
+        ]
+
+    def apply_gradients(
+        self,
+        optimizer: Any,
+        apply: Callable[..., Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> Any:
+        raise NotImplementedError
+
+
+def _names(array: jax.Array) -> str:
+    return ", ".join(sorted(str(device_of(device)) for device in array.devices()))
+
+
+class OnDevice(tuple[Any, ...]):
+    """A state that a step returned; its arrays lie on the device already."""
+
+
+class OneDeviceTrainer(JaxTrainer):
+    """Everything on one device, as Keras does it."""
+
+    def __init__(self, strategy: Strategy):
+        device = jax_device(strategy.placement.variables)
+        super().__init__(strategy, DevicePlacer(device))
+
+    def step(self, model: Any, kind: str) -> steps.Step:
+        step = steps.keras_step(model, kind)
+        if not steps.compiles(model):
+            return step
+        program = steps.noting(model, kind, jax.jit(step, donate_argnums=0))
+
+        def on_device(state: Any, batch: Any) -> tuple[Any, Any]:
+            # An array that nothing has bound to a device is another argument to
+            # JAX than one that a program has put there, and would be compiled for
+            # separately.
+            if type(state) is not OnDevice:
+                state = jax.device_put(tuple(state), self.home)
+            outputs, state = program(tuple(state), batch)
+            return outputs, OnDevice(state)
+
+        return on_device
+
+    def is_in_place(self, array: jax.Array) -> bool:
+        # JAX moves what is not bound to a device by itself.
+        return not array.committed or array.devices() == {self.home}
+
+    def adopt(self, variable: Any) -> None:
+        keras_compat.move_variable(variable, None)
+        raw = keras_compat.raw_value(variable)
+        variable.assign(jax.device_put(raw, self.home))
+
+
+class MeshTrainer(JaxTrainer):
+    """A copy of the variables on each device of a mesh, batches split over it."""
+
+    def __init__(self, strategy: Strategy):
+        self._distribution = StrategyDistribution(strategy.placement.replicas)
+        mesh = self._distribution.device_mesh.backend_mesh
+        super().__init__(strategy, MeshPlacer(mesh))
+        self._devices = set(mesh.devices.flat)
+        self._whole = jax.NamedSharding(mesh, jax.P())
+
+    def distribution(self) -> StrategyDistribution:
+        return self._distribution
+
+    def step(self, model: Any, kind: str) -> steps.Step:
+        step = steps.keras_step(model, kind)
+        if not steps.compiles(model):
+            return step
+        # The outputs' layout is left to the compiler; the state's is kept, so that
+        # the next step finds what this one was compiled for.
+        program = jax.jit(step, donate_argnums=0, out_shardings=(None, self._whole))
+        return steps.noting(model, kind, program)
+
+    def is_in_place(self, array: jax.Array) -> bool:
+        return array.sharding.device_set == self._devices
+
+    def adopt(self, variable: Any) -> None:
+        layout = self._distribution.get_variable_layout(None)
+        keras_compat.move_variable(variable, layout)
