@@ -28,7 +28,7 @@ from keras_strategies.backends.jax import steps
 from keras_strategies.backends.jax.distribution import StrategyDistribution
 from keras_strategies.backends.jax.input import MeshPlacer
 from keras_strategies.backends.jax.program import Copies, MeshProgram
-from keras_strategies.backends.jax.trainer import JaxTrainer, OnDevice
+from keras_strategies.backends.jax.trainer import JaxTrainer
 from keras_strategies.errors import ContextError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class CentralStorageTrainer(JaxTrainer):
         mesh = self._distribution.device_mesh.backend_mesh
         super().__init__(strategy, MeshPlacer(mesh))
         self.whole = jax.NamedSharding(mesh, jax.P())
+        self.at_home = jax.sharding.SingleDeviceSharding(self.home)
         self.copies_on_mesh = Copies(self.whole)
 
     def distribution(self) -> StrategyDistribution:
@@ -60,6 +61,10 @@ class CentralStorageTrainer(JaxTrainer):
         if kind == "train":
             return _TrainStep(self, model)
         return _ReadingStep(self, model, kind)
+
+    def prepared(self, state: Any) -> Any:
+        # Bound to the device in the same way as what an update returns.
+        return jax.device_put(steps.unshared(state), self.at_home)
 
     def is_in_place(self, array: jax.Array) -> bool:
         return array.devices() == {self.home}
@@ -104,7 +109,7 @@ class _TrainStep:
     def __init__(self, trainer: CentralStorageTrainer, model: Any):
         self._model = model
         self._copies = trainer.copies_on_mesh
-        self._home = jax.sharding.SingleDeviceSharding(trainer.home)
+        self._home = trainer.at_home
         self._lengths: list[int] = []
         self._program: MeshProgram | None = None
         self._update: Callable[..., Any] = self._apply
@@ -116,13 +121,10 @@ class _TrainStep:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         trainable, non_trainable, optimizer, metrics = state
-        if type(state) is not OnDevice:
-            trainable, optimizer = jax.device_put((trainable, optimizer), self._home)
-        state = (trainable, non_trainable, optimizer, metrics)
         self._lengths = [len(group) for group in state]
         logs, gradients, new = self._compute(_joined(state), batch)
         _, non_trainable, _, metrics = _split(new, self._lengths)
-        state = OnDevice((trainable, non_trainable, optimizer, metrics))
+        state = (trainable, non_trainable, optimizer, metrics)
         if gradients:
             gradients = jax.device_put(gradients, self._home)
             state = self._updated(state, gradients)
@@ -151,7 +153,7 @@ class _TrainStep:
         finally:
             if results:
                 trainable, optimizer = results[0]
-                state = OnDevice((trainable, non_trainable, optimizer, metrics))
+                state = (trainable, non_trainable, optimizer, metrics)
                 keras_compat.record_jax_state(self._model, "train", state)
         return state
 

@@ -41,34 +41,67 @@ def compiles(model: Any) -> bool:
     return bool(model.jit_compile) and not model.run_eagerly
 
 
-def noting(model: Any, kind: str, program: Step) -> Step:
-    """A compiled step whose new state is noted as soon as it exists.
+# What a program may overwrite: the groups of the state that its loop alone holds.
+# Weights are left alone where they do not change, since after a fit with moving
+# averages the optimizer has the same arrays.
+_DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
-    `list.extend` and `map` run in C, and so does a compiled program: an interrupt
-    is raised before the call or when its result is in the list.
+
+def compiled(
+    model: Any, kind: str, step: Step, layout: jax.sharding.Sharding | None = None
+) -> Step:
+    """A compiled step, whose new state is noted as soon as it exists.
+
+    Args:
+        model: the model.
+        kind: str, "train", "test" or "predict".
+        step: the step to compile.
+        layout: the sharding of the groups that the step overwrites, which the next
+            step then finds as it was compiled for; None leaves it to JAX.
     """
+    groups = {"train": 4, "test": 3, "predict": 2}[kind]
+    donated = _DONATED[kind]
+    layouts = tuple(layout if i in donated else None for i in range(groups))
+    program = jax.jit(
+        lambda *args: step(args[:-1], args[-1]),
+        donate_argnums=donated,
+        out_shardings=(None, layouts),
+    )
 
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+    def noting(state: Any, batch: Any) -> tuple[Any, Any]:
         results: list[Any] = []
         try:
-            results.extend(map(program, (state,), (batch,)))
+            # `extend` and `map` run in C, and so does a compiled program: an
+            # interrupt is raised before the call or when its result is in the list.
+            results.extend(map(program, *zip((*state, batch), strict=True)))
         finally:
             if results:
                 keras_compat.record_jax_state(model, kind, results[0][1])
         return results[0]
 
-    return step
+    return noting
 
 
-def loop_function(model: Any, kind: str, step: Step) -> Callable[..., Any]:
-    """What Keras calls for each item of its loop: one step, or several."""
+class Returned(tuple[Any, ...]):
+    """A state that a step returned; Keras hands it to the next one as it is."""
+
+
+def loop_function(
+    model: Any, kind: str, step: Step, prepare: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """What Keras calls for each item of its loop: one step, or several.
+
+    `prepare` is called with a state that comes from the variables.
+    """
     several = model.steps_per_execution
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
+        if type(state) is not Returned:
+            state = prepare(state)
         keras_compat.record_jax_state(model, kind, state)
         outputs, state = step(state, next(batches))
         if several == 1:
-            return outputs, state
+            return outputs, Returned(state)
         every = [outputs]
         for _ in range(several - 1):
             try:
@@ -77,9 +110,26 @@ def loop_function(model: Any, kind: str, step: Step) -> Callable[..., Any]:
                 break
             outputs, state = step(state, batch)
             every.append(outputs)
-        return (concatenated(every) if kind == "predict" else outputs), state
+        return (concatenated(every) if kind == "predict" else outputs), Returned(state)
 
     return function
+
+
+def unshared(state: Any) -> tuple[Any, ...]:
+    """The state, with a copy of each array but the first that variables share.
+
+    A program cannot overwrite one array with two values. Keras 3.15 makes variables
+    share arrays at the end of a `fit` with `use_ema=True`, and cannot fit again.
+    """
+    seen: set[int] = set()
+
+    def own(array: Any) -> Any:
+        if id(array) in seen:
+            return array.copy()
+        seen.add(id(array))
+        return array
+
+    return tuple([own(array) for array in group] for group in state)
 
 
 def concatenated(outputs: list[Any]) -> Any:

@@ -43,6 +43,10 @@ class JaxTrainer(TrainerAdapter):
     def step(self, model: Any, kind: str) -> steps.Step:
         """One step on a batch that has been placed."""
 
+    def prepared(self, state: Any) -> Any:
+        """The state for the first step after the variables had their values."""
+        return steps.unshared(state)
+
     @abc.abstractmethod
     def is_in_place(self, array: jax.Array) -> bool:
         """Whether a variable's array lies where the strategy keeps variables."""
@@ -84,7 +88,8 @@ class JaxTrainer(TrainerAdapter):
         step = self.step(model, kind)
         if kind == "predict":
             step = self._placing(step)
-        setattr(model, name, steps.loop_function(model, kind, step))
+        function = steps.loop_function(model, kind, step, self.prepared)
+        setattr(model, name, function)
 
     def _adopt_compiled(self, model: Any) -> None:
         """Moves what was handed to `compile` ready-made: optimizer and metrics."""
@@ -142,10 +147,6 @@ def _names(array: jax.Array) -> str:
     return ", ".join(sorted(str(device_of(device)) for device in array.devices()))
 
 
-class OnDevice(tuple[Any, ...]):
-    """A state that a step returned; its arrays lie on the device already."""
-
-
 class OneDeviceTrainer(JaxTrainer):
     """Everything on one device, as Keras does it."""
 
@@ -157,18 +158,13 @@ class OneDeviceTrainer(JaxTrainer):
         step = steps.keras_step(model, kind)
         if not steps.compiles(model):
             return step
-        program = steps.noting(model, kind, jax.jit(step, donate_argnums=0))
+        return steps.compiled(model, kind, step)
 
-        def on_device(state: Any, batch: Any) -> tuple[Any, Any]:
-            # An array that nothing has bound to a device is another argument to
-            # JAX than one that a program has put there, and would be compiled for
-            # separately.
-            if type(state) is not OnDevice:
-                state = jax.device_put(tuple(state), self.home)
-            outputs, state = program(tuple(state), batch)
-            return outputs, OnDevice(state)
-
-        return on_device
+    def prepared(self, state: Any) -> Any:
+        # An array that nothing has bound to a device is another argument to JAX
+        # than one that a program has put there, and would be compiled for
+        # separately.
+        return jax.device_put(steps.unshared(state), self.home)
 
     def is_in_place(self, array: jax.Array) -> bool:
         # JAX moves what is not bound to a device by itself.
@@ -197,10 +193,7 @@ class MeshTrainer(JaxTrainer):
         step = steps.keras_step(model, kind)
         if not steps.compiles(model):
             return step
-        # The outputs' layout is left to the compiler; the state's is kept, so that
-        # the next step finds what this one was compiled for.
-        program = jax.jit(step, donate_argnums=0, out_shardings=(None, self._whole))
-        return steps.noting(model, kind, program)
+        return steps.compiled(model, kind, step, self._whole)
 
     def is_in_place(self, array: jax.Array) -> bool:
         return array.sharding.device_set == self._devices
