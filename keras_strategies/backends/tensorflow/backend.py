@@ -1,0 +1,78 @@
+"""The TensorFlow backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_strategies.backends.base import Backend, TrainerAdapter
+from keras_strategies.backends.tensorflow.devices import (
+    cpu_count,
+    device_of,
+    local_devices,
+    set_virtual_cpus,
+    tf_device,
+)
+from keras_strategies.backends.tensorflow.replicas import reduce_tensors
+from keras_strategies.backends.tensorflow.trainer import TensorFlowTrainer
+from keras_strategies.devices import Device
+from keras_strategies.types import ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TensorFlowBackend(Backend):
+    """TensorFlow on CPU and GPU devices."""
+
+    name = "tensorflow"
+
+    def local_devices(self) -> tuple[Device, ...]:
+        return local_devices()
+
+    def set_virtual_cpu_devices(self, count: int) -> None:
+        set_virtual_cpus(count)
+
+    def cpu_device_count(self) -> int:
+        return cpu_count()
+
+    def is_tensor(self, value: Any) -> bool:
+        return bool(tf.is_tensor(value))
+
+    def to_numpy(self, tensor: Any) -> Any:
+        return keras.ops.convert_to_numpy(tensor)
+
+    def to_device(self, value: Any, device: Device) -> Any:
+        with tf.device(tf_device(device)):
+            return tf.identity(keras.ops.convert_to_tensor(value))
+
+    def device_of(self, tensor: Any) -> Device:
+        return device_of(tensor)
+
+    def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
+        with tf.device(tf_device(device_of(tensors[0]))):
+            reduced = reduce_tensors(op, tensors)
+        return self.broadcast(reduced, [device_of(tensor) for tensor in tensors])
+
+    def all_gather(self, tensors: Sequence[Any], axis: int) -> list[Any]:
+        with tf.device(tf_device(device_of(tensors[0]))):
+            gathered = tf.concat(list(tensors), axis)
+        return self.broadcast(gathered, [device_of(tensor) for tensor in tensors])
+
+    def broadcast(self, tensor: Any, devices: Sequence[Device]) -> list[Any]:
+        return [self.to_device(tensor, device) for device in devices]
+
+    def run_replicas(
+        self,
+        strategy: Strategy,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        raise NotImplementedError
+
+    def trainer(self, strategy: Strategy) -> TrainerAdapter:
+        return TensorFlowTrainer(strategy)

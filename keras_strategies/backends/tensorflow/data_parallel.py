@@ -1,0 +1,456 @@
+"""The data-parallel call on TensorFlow: one tape per replica, one boundary."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from keras_strategies import context, keras_compat
+from keras_strategies.backends.data_parallel import (
+    Channel,
+    DataParallelCall,
+    ReplicaResult,
+)
+from keras_strategies.backends.tensorflow.devices import tf_device
+from keras_strategies.backends.tensorflow.replicas import (
+    LockstepCommunicator,
+    NestedCollectiveError,
+    ReplicaEngine,
+)
+from keras_strategies.errors import ContextError
+from keras_strategies.input.sharding import split_sizes
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+# Stands for a dimension that is not known when a layer is called for a trial.
+_PROBE_DIMENSION = 8
+
+
+class TensorFlowDataParallelCall(DataParallelCall):
+    """Calls a layer on the replicas of a strategy."""
+
+    def __init__(self, strategy: Strategy, engine: ReplicaEngine):
+        super().__init__(strategy)
+        self._engine = engine
+        self._devices = [tf_device(d) for d in self.placement.replicas]
+        self._lead = tf_device(self.placement.variables)
+        self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Calls do not nest: none is routed while one is under way.
+        self._job = _Job(self, [])
+
+    def __call__(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        try:
+            return super().__call__(layer, call, args, kwargs)
+        except NestedCollectiveError:
+            warnings.warn(
+                f"Layer {layer.name!r} ({type(layer).__name__}) needs all replicas "
+                "together in a loop or a branch, for batch normalization for example, "
+                "which TensorFlow cannot do there. It is called on one device with "
+                "the whole batch instead, which is exact but not parallel. Call the "
+                "normalization outside of the loop to run it on all replicas.",
+                stacklevel=4,
+            )
+            self._not_by_rows.add(layer)
+        with keras_compat.layer_calls_through(None):
+            return call(*args, **kwargs)
+
+    def sizes(
+        self,
+        layer: Any,
+        rows: Any,
+        call_few: Callable[[], int],
+        tensors: Sequence[Any],
+    ) -> list[Any] | None:
+        if self._has_foreign_variables(layer):
+            return None
+        if any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in tensors):
+            return None
+        if isinstance(rows, int):
+            # Replicas without rows do not take part: they would add nothing.
+            sizes = [size for size in split_sizes(rows, len(self._devices)) if size]
+            if not sizes or (len(sizes) == 1 and self._devices[0] == self._lead):
+                return None
+        else:
+            base, larger = rows // len(self._devices), rows % len(self._devices)
+            sizes = [
+                base + tf.cast(i < larger, base.dtype)
+                for i in range(len(self._devices))
+            ]
+        self._job = _Job(self, sizes)
+        return sizes
+
+    def _has_foreign_variables(self, layer: Any) -> bool:
+        """Whether a layer computes with variables that are not Keras's."""
+        known = self._foreign.get(layer)
+        if known is None:
+            known = self._foreign[layer] = keras_compat.holds_tf_variables(layer)
+            if known:
+                warnings.warn(
+                    f"Layer {layer.name!r} contains variables or modules of "
+                    "TensorFlow. They cannot be replaced by a replica's copies, so "
+                    "the layer is called on one device with the whole batch, which "
+                    "is exact but not parallel. Use `add_weight` and Keras layers to "
+                    "run it on all replicas.",
+                    stacklevel=6,
+                )
+        return known
+
+    def split(self, tensor: Any, sizes: Sequence[Any]) -> list[Any]:
+        parts = []
+        pieces = tf.split(tensor, list(sizes)) if len(sizes) > 1 else [tensor]
+        for i, part in enumerate(pieces):
+            with tf.device(self._devices[i]):
+                # Behind the gradient's boundary, which begins with the slices.
+                parts.append(tf.identity(tf.stop_gradient(part)))
+            self._job.slices[i].append(parts[-1])
+        return parts
+
+    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        self._job.open_tapes()
+        return self._run_tasks(self._job, tasks)
+
+    def _run_tasks(self, job: _Job, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        def in_context(replica_id: int) -> Callable[[], Any]:
+            replica = context.ReplicaContext(
+                self.strategy, replica_id, job.communicator, len(tasks)
+            )
+
+            def run() -> Any:
+                with context.on_replica(replica):
+                    tape = job.tapes[replica_id]
+                    if tape is None or not job.is_forward:
+                        return tasks[replica_id]()
+                    with tape:
+                        tape.watch([s for s in job.slices[replica_id] if _is_float(s)])
+                        return tasks[replica_id]()
+
+            return run
+
+        return self._engine.run(
+            [in_context(i) for i in range(len(tasks))], job.communicator
+        )
+
+    def copy_variable(self, replica_id: int, variable: Any) -> Any:
+        raw = keras_compat.raw_value(variable)
+        if raw is None:
+            return None
+        job = self._job
+        tape = job.tapes[replica_id]
+        with job.outside_control_flow():
+            if tape is None:
+                return self._local(replica_id, variable, raw)
+            with tape.stop_recording():
+                local = self._local(replica_id, variable, raw)
+            if raw.trainable and _is_float(raw):
+                tape.watch(local)
+                job.watched[replica_id].add(id(variable))
+            return local
+
+    def _local(self, replica_id: int, variable: Any, raw: Any) -> Any:
+        value = self._job.read(raw)
+        with tf.device(self._devices[replica_id]):
+            offset = keras_compat.seed_offset(variable, replica_id)
+            if offset:
+                return value + tf.constant([offset, 0], dtype=value.dtype)
+            return tf.identity(tf.stop_gradient(value))
+
+    def connect(
+        self,
+        inputs: Sequence[tuple[Any, list[Any]]],
+        results: Sequence[ReplicaResult],
+        channels: Sequence[Channel],
+    ) -> list[Any]:
+        job = self._job
+        job.check_rows(channels)
+        if job.tapes[0] is None:
+            return [job.combine(channel) for channel in channels]
+        sources = job.sources(inputs, results)
+        differentiable = [c for c in channels if _is_float(c.parts[0])]
+        if not sources or not differentiable:
+            return [job.combine(channel) for channel in channels]
+        connected = iter(_boundary(job, sources, differentiable))
+        return [
+            next(connected) if _is_float(c.parts[0]) else job.combine(c)
+            for c in channels
+        ]
+
+    def fractions(self, sizes: list[Any], rows: Any) -> list[Any]:
+        if isinstance(rows, int):
+            return super().fractions(sizes, rows)
+        count = tf.cast(tf.maximum(rows, 1), "float32")
+        return [tf.cast(size, "float32") / count for size in sizes]
+
+    def to_lead(self, tensor: Any) -> Any:
+        with tf.device(self._lead):
+            return tf.identity(tf.stop_gradient(tensor))
+
+    def probe_input(self, tensor: Any, rows: int) -> Any:
+        if hasattr(tensor, "numpy"):
+            return tensor[:rows]
+        # A graph has no values: something of that shape stands in for them.
+        shape = [d or _PROBE_DIMENSION for d in tensor.shape.as_list()]
+        shape[0] = rows
+        if tensor.dtype.is_floating:
+            values = np.random.default_rng(0).uniform(size=shape)
+            return tf.constant(values, tensor.dtype)
+        return (
+            tf.ones(shape, "bool")
+            if tensor.dtype.is_bool
+            else tf.zeros(shape, tensor.dtype)
+        )
+
+    def probe(self, fn: Callable[[], list[Any]]) -> list[float]:
+        with tf.init_scope(), tf.device(self._lead):
+            return [float(value) for value in fn()]
+
+
+@dataclass
+class _Source:
+    """A tensor outside the replicas that gradients go to.
+
+    Args:
+        tensor: the variable's value, or an input of the layer.
+        locals: what the replicas computed with instead: their copies of the
+            variable (None where a replica did not read it) or their slices.
+        by_rows: bool, whether gradients are concatenated, as for an input, or
+            summed, as for a variable.
+    """
+
+    tensor: Any
+    locals: list[Any]
+    by_rows: bool
+
+
+@dataclass
+class _Job:
+    """One data-parallel call, from its first slice to its backward pass."""
+
+    call: TensorFlowDataParallelCall
+    sizes: list[Any]
+    slices: list[list[Any]] = field(init=False)
+    tapes: list[Any] = field(init=False)
+    # By replica: ids of the Keras variables whose copy the tape watches.
+    watched: list[set[int]] = field(init=False)
+    reads: dict[int, Any] = field(default_factory=dict)
+    is_forward: bool = True
+
+    def __post_init__(self) -> None:
+        count = len(self.sizes)
+        self.slices = [[] for _ in range(count)]
+        self.tapes = [None] * count
+        self.watched = [set() for _ in range(count)]
+        self.lead = self.call._lead
+        placement = self.call.placement
+        self.communicator = LockstepCommunicator(
+            placement.replicas[:count], placement.variables
+        )
+        self.graph = tf.compat.v1.get_default_graph()
+
+    @property
+    def is_static(self) -> bool:
+        return all(isinstance(size, int) for size in self.sizes)
+
+    def open_tapes(self) -> None:
+        """Prepares to record the replicas, unless nobody can ask for a gradient."""
+        if tf.executing_eagerly() and not record.could_possibly_record():
+            return
+        self.tapes = [
+            tf.GradientTape(persistent=True, watch_accessed_variables=False)
+            for _ in self.sizes
+        ]
+
+    def outside_control_flow(self) -> Any:
+        """A copy that is first needed in a loop is made before the loop."""
+        if tf.executing_eagerly():
+            return tf.name_scope("")
+        return self.graph.as_default()
+
+    def read(self, raw: Any) -> Any:
+        """The value of a variable, read once for all replicas."""
+        if id(raw) not in self.reads:
+            with tf.device(self.lead):
+                self.reads[id(raw)] = tf.convert_to_tensor(raw)
+        return self.reads[id(raw)]
+
+    def check_rows(self, channels: Sequence[Channel]) -> None:
+        """In a program for any number of rows, outputs are checked as it runs."""
+        if self.is_static:
+            return
+        for channel in channels:
+            if channel.weights is None:
+                for part, size in zip(channel.parts, self.sizes, strict=True):
+                    tf.debugging.assert_equal(
+                        tf.shape(part)[0],
+                        size,
+                        "A layer that is called on several replicas returned another "
+                        "number of rows than it got, so that its outputs cannot be "
+                        "joined. Return one row per sample.",
+                    )
+
+    def combine(self, channel: Channel) -> Any:
+        with tf.device(self.lead):
+            parts = [tf.stop_gradient(part) for part in channel.parts]
+            if channel.weights is None:
+                return tf.concat(parts, 0) if len(parts) > 1 else tf.identity(parts[0])
+            terms = [
+                _nothing_if_empty(part, size) * tf.cast(weight, part.dtype)
+                for part, weight, size in zip(
+                    parts, channel.weights, self.sizes, strict=True
+                )
+            ]
+            return tf.add_n(terms)
+
+    def sources(
+        self,
+        inputs: Sequence[tuple[Any, list[Any]]],
+        results: Sequence[ReplicaResult],
+    ) -> list[_Source]:
+        found: dict[int, _Source] = {}
+        for replica_id, result in enumerate(results):
+            for key, (variable, local) in result.scope.reads.items():
+                if key not in self.watched[replica_id]:
+                    continue
+                if key not in found:
+                    raw = keras_compat.raw_value(variable)
+                    with tf.device(self.lead):
+                        value = tf.convert_to_tensor(raw)
+                    found[key] = _Source(value, [None] * len(results), by_rows=False)
+                found[key].locals[replica_id] = local
+        sources = list(found.values())
+        for tensor, slices in inputs:
+            if _is_float(tensor):
+                sources.append(_Source(tensor, list(slices), by_rows=True))
+        return sources
+
+    def backward(
+        self,
+        sources: Sequence[_Source],
+        channels: Sequence[Channel],
+        gradients: Sequence[Any],
+    ) -> list[Any]:
+        """Gradients of the sources, from those of the combined channels."""
+        if record.should_record_backprop(
+            [*gradients, *(source.tensor for source in sources)]
+        ):
+            raise ContextError(
+                "A gradient that goes through a layer called on several replicas was "
+                "asked for while another `tf.GradientTape` records it; gradients of "
+                "gradients do not cross replicas. Leave the tape first, compute the "
+                "penalty inside a layer's `call`, or use ks.OneDeviceStrategy for "
+                "this model."
+            )
+        shares = [
+            self._shares(channel, gradient)
+            for channel, gradient in zip(channels, gradients, strict=True)
+        ]
+
+        def task(i: int) -> Callable[[], list[Any]]:
+            def run() -> list[Any]:
+                own = [source.locals[i] for source in sources]
+                found = iter(
+                    self.tapes[i].gradient(
+                        [channel.parts[i] for channel in channels],
+                        [local for local in own if local is not None],
+                        output_gradients=[share[i] for share in shares],
+                    )
+                )
+                return [None if local is None else next(found) for local in own]
+
+            return run
+
+        self.is_forward = False
+        tasks = [task(i) for i in range(len(self.sizes))]
+        per_replica = self.call._run_tasks(self, tasks)
+        with tf.device(self.lead):
+            return [
+                self._together(source, parts)
+                for source, parts in zip(
+                    sources, zip(*per_replica, strict=True), strict=True
+                )
+            ]
+
+    def _shares(self, channel: Channel, gradient: Any) -> list[Any]:
+        """The parts' gradients, from that of the concatenation or weighted sum."""
+        with tf.device(self.lead):
+            if channel.weights is not None:
+                return [gradient * tf.cast(w, gradient.dtype) for w in channel.weights]
+            if len(channel.parts) == 1:
+                return [gradient]
+            sizes = [
+                part.shape[0] if part.shape[0] is not None else tf.shape(part)[0]
+                for part in channel.parts
+            ]
+            return tf.split(gradient, sizes)
+
+    def _together(self, source: _Source, parts: Sequence[Any]) -> Any:
+        if all(part is None for part in parts):
+            return None
+        if source.by_rows:
+            return tf.concat(
+                [
+                    tf.zeros_like(local) if part is None else tf.convert_to_tensor(part)
+                    for part, local in zip(parts, source.locals, strict=True)
+                ],
+                0,
+            )
+        present = [
+            part if self.is_static else _nothing_if_empty(part, size)
+            for part, size in zip(parts, self.sizes, strict=True)
+            if part is not None
+        ]
+        return _sum(present)
+
+
+def _boundary(
+    job: _Job, sources: Sequence[_Source], channels: Sequence[Channel]
+) -> list[Any]:
+    """The edge between the global batch and the replicas, for outer tapes."""
+
+    @tf.custom_gradient
+    def connected(*tensors: Any) -> Any:
+        def grad(*gradients: Any) -> list[Any]:
+            return job.backward(sources, channels, gradients)
+
+        return [job.combine(channel) for channel in channels], grad
+
+    return list(connected(*(source.tensor for source in sources)))
+
+
+def _nothing_if_empty(tensor: Any, size: Any) -> Any:
+    """Zeros in place of what a replica without rows computed: means of nothing."""
+    if isinstance(size, int) or isinstance(tensor, tf.IndexedSlices):
+        return tensor
+    return tf.where(size > 0, tensor, tf.zeros_like(tensor))
+
+
+def _sum(gradients: Sequence[Any]) -> Any:
+    """The sum of gradients; of rows of a table only, as their concatenation."""
+    if len(gradients) == 1:
+        return gradients[0]
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return tf.IndexedSlices(
+            tf.concat([gradient.values for gradient in gradients], 0),
+            tf.concat([gradient.indices for gradient in gradients], 0),
+            gradients[0].dense_shape,
+        )
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)

@@ -1,0 +1,66 @@
+"""TensorFlow's devices under Keras's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategies.devices import KINDS, Device, parse_device
+from keras_strategies.errors import BackendInUseError
+
+
+def tf_device(device: Device) -> str:
+    """The name that TensorFlow gives a device: `/device:CPU:0`."""
+    return f"/device:{device.kind.upper()}:{device.index}"
+
+
+def device_of(tensor: Any) -> Device:
+    """Where a tensor or variable lies; `cpu:0` for a graph's that is not placed."""
+    return parse_device(tensor.device) if tensor.device else Device("cpu", 0)
+
+
+def local_devices() -> tuple[Device, ...]:
+    """All devices, accelerators first.
+
+    Counted from the configuration, because asking for the logical devices fixes
+    them for the life of the process.
+    """
+    counts = {kind: _logical_count(kind) for kind in KINDS}
+    accelerators = [
+        Device(kind, i) for kind in KINDS if kind != "cpu" for i in range(counts[kind])
+    ]
+    cpus = [Device("cpu", i) for i in range(counts["cpu"])]
+    return (*accelerators, *cpus)
+
+
+def cpu_count() -> int:
+    """CPU devices that exist, or will when TensorFlow is first used."""
+    return _logical_count("cpu")
+
+
+def _logical_count(kind: str) -> int:
+    # None: not configured, which makes one logical device.
+    return sum(
+        len(tf.config.get_logical_device_configuration(device) or [None])
+        for device in tf.config.list_physical_devices(kind.upper())
+    )
+
+
+def set_virtual_cpus(count: int) -> None:
+    """Divides the CPU into `count` devices; they share its cores and its memory."""
+    if cpu_count() == count:
+        return
+    configuration = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    try:
+        tf.config.set_logical_device_configuration(cpu, configuration)
+    except RuntimeError as error:
+        if cpu_count() >= count:
+            return
+        raise BackendInUseError(
+            f"{count} CPU devices were asked for, but TensorFlow has already been "
+            f"used in this process and has fixed its devices, {cpu_count()} of them "
+            f"CPUs. Call `ks.set_virtual_cpu_devices({count})` first, right after "
+            "the imports, before any tensor, variable or model is made."
+        ) from error

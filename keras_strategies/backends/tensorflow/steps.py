@@ -1,0 +1,139 @@
+"""The steps of `fit`, `evaluate` and `predict` as TensorFlow programs."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from keras_strategies import keras_compat
+
+if TYPE_CHECKING:
+    from keras_strategies.backends.tensorflow.data_parallel import (
+        TensorFlowDataParallelCall,
+    )
+
+
+class StepFunction:
+    """`model.train_function`, `test_function` or `predict_function`.
+
+    Keras takes batches out of the iterator inside the program. Here they are taken
+    before it, because the number of rows decides which program is right:
+
+    - as many rows as replicas, or more: layers are called on all replicas. It is
+      traced for the first batch's shape, and once more for any number of rows when
+      a batch of another size comes;
+    - fewer rows, as a last batch may have: the step as it is, on one device. A
+      replica without rows would have to compute means of nothing.
+
+    Args:
+        model: a compiled `keras.Model`.
+        kind: str, `"train"`, `"test"` or `"predict"`.
+        call: what calls layers on all replicas.
+    """
+
+    def __init__(self, model: Any, kind: str, call: TensorFlowDataParallelCall):
+        self._model = model
+        self._kind = kind
+        self._replicas = len(call.placement.replicas)
+        self._steps = model.steps_per_execution
+        if model.jit_compile:
+            _warn_of_jit_compile(model)
+        step = getattr(model, f"{kind}_step")
+
+        def routed(data: Any) -> Any:
+            with keras_compat.layer_calls_through(call):
+                return step(data)
+
+        self._parallel = self._program(routed)
+        self._whole = self._program(lambda data: step(data))
+        self._seen_model = False
+
+    def _program(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        if self._model.run_eagerly:
+            return step
+        return tf.function(
+            tf.autograph.experimental.do_not_convert(step), reduce_retracing=True
+        )
+
+    def __call__(self, batches: Iterable[Any]) -> Any:
+        """Runs `steps_per_execution` steps.
+
+        Args:
+            batches: for `"predict"` a list of batches, else an iterator of them.
+
+        Returns:
+            The logs of the last step, or the outputs of all.
+        """
+        if self._kind == "predict":
+            outputs = [self._one_step(batch) for batch in batches]
+            return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
+        logs = None
+        for batch in itertools.islice(batches, self._steps):
+            logs = self._one_step(batch)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    def _one_step(self, batch: Any) -> Any:
+        batch = keras.tree.map_structure(_none_if_optional, batch)
+        if not self._seen_model:
+            self._seen_model = True
+            if not self._build(batch):
+                return self._whole(batch)
+        rows = _rows(batch)
+        if rows is not None and rows < self._replicas:
+            return self._whole(batch)
+        return self._parallel(batch)
+
+    def _build(self, batch: Any) -> bool:
+        """Whether the model has its variables, which replicas cannot create.
+
+        Where they cannot be made from the shapes of a batch, because the model has
+        its own way to call its layers, the first step on one device makes them.
+        """
+        if keras_compat.is_built(self._model):
+            return True
+        if self._kind == "predict":
+            return False
+        try:
+            keras_compat.symbolic_build(self._model, batch)
+        except Exception:
+            # The step itself shows what is wrong, if anything is.
+            return False
+        return True
+
+
+def _warn_of_jit_compile(model: Any) -> None:
+    warnings.warn(
+        f"Model {model.name!r} was compiled with `jit_compile=True`. XLA compiles "
+        "programs for one device and this one is for several, so it runs without "
+        "XLA; its results are the same. Use ks.OneDeviceStrategy for an XLA program.",
+        stacklevel=2,
+    )
+
+
+def _none_if_optional(leaf: Any) -> Any:
+    # Data sets hand over None as an empty optional.
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+
+def _rows(batch: Any) -> int | None:
+    """The rows of the first leaf that has any; None where that is not known."""
+    for leaf in keras.tree.flatten(batch):
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and len(shape) > 0:
+            return None if shape[0] is None else int(shape[0])
+    return None
+
+
+def _concat(parts: Any) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, parts)
+    return tf.stack(parts) if len(parts[0].shape) == 0 else tf.concat(parts, 0)
