@@ -52,6 +52,7 @@ class StepFunction:
         self._parallel = self._program(routed)
         self._whole = self._program(lambda data: step(data))
         self._seen_model = False
+        self._traced: dict[Any, Callable[[Any], Any]] = {}
 
     def _program(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if self._model.run_eagerly:
@@ -73,13 +74,20 @@ class StepFunction:
             outputs = [self._one_step(batch) for batch in batches]
             return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
         logs = None
+        spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
         for batch in itertools.islice(batches, self._steps):
-            logs = self._one_step(batch)
+            logs = self._one_step(batch, spec)
         if logs is None:
             raise StopIteration
         return logs
 
-    def _one_step(self, batch: Any) -> Any:
+    def _one_step(self, batch: Any, spec: Any = None) -> Any:
+        """Runs a step on a batch, of which a data set says that it is like `spec`.
+
+        A program is traced for the specification and not for the batch, as Keras's
+        own is: what is not known there, Keras leaves out, such as the rows by which
+        it weights the losses of several outputs.
+        """
         batch = keras.tree.map_structure(_none_if_optional, batch)
         if not self._seen_model:
             self._seen_model = True
@@ -87,8 +95,16 @@ class StepFunction:
                 return self._whole(batch)
         rows = _rows(batch)
         if rows is not None and rows < self._replicas:
-            return self._whole(batch)
-        return self._parallel(batch)
+            return self._run(self._whole, batch, spec)
+        return self._run(self._parallel, batch, spec)
+
+    def _run(self, program: Callable[[Any], Any], batch: Any, spec: Any) -> Any:
+        if spec is None or self._model.run_eagerly or _has_optionals(spec):
+            return program(batch)
+        key = (program, tuple(keras.tree.flatten(spec)))
+        if key not in self._traced:
+            self._traced[key] = program.get_concrete_function(spec)
+        return self._traced[key](batch)
 
     def _build(self, batch: Any) -> bool:
         """Whether the model has its variables, which replicas cannot create.
@@ -115,6 +131,10 @@ def _warn_of_jit_compile(model: Any) -> None:
         "XLA; its results are the same. Use ks.OneDeviceStrategy for an XLA program.",
         stacklevel=2,
     )
+
+
+def _has_optionals(spec: Any) -> bool:
+    return any(isinstance(leaf, tf.OptionalSpec) for leaf in keras.tree.flatten(spec))
 
 
 def _none_if_optional(leaf: Any) -> Any:
