@@ -1,0 +1,353 @@
+"""`Model.fit`: ours against plain Keras, and two replicas against each backend's peer.
+
+One run measures everything that it compares. For each backend a process pinned to one
+core trains plain Keras and our OneDeviceStrategy in turn, and a process with two cores
+trains our MirroredStrategy on two CPU replicas and the peer in turn:
+
+- JAX: `keras.distribution.DataParallel`;
+- Torch: `DistributedDataParallel` written by hand, two processes, a core each, and
+  Hugging Face Accelerate where it is installed;
+- TensorFlow: `tf.distribute.MirroredStrategy`.
+
+Every number is the median over rounds of the milliseconds per step of an epoch, after
+one that warms up. Rounds alternate between the contestants, so that what the machine
+does besides falls on both. Ratios above 1 mean that ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from models import WORKLOADS, Workload
+
+BACKENDS = ("jax", "torch", "tensorflow")
+HERE = Path(__file__).parent
+Contestants = dict[str, Callable[[], float]]
+
+
+# --- In the measuring processes -----------------------------------------------
+
+
+def keras_contestant(workload: Workload, scope: Any) -> Callable[[], float]:
+    """Milliseconds per step of one epoch of `fit`, each time that it is called."""
+    import keras
+
+    class Timer(keras.callbacks.Callback):
+        seconds = 0.0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.start = time.perf_counter()
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seconds = time.perf_counter() - self.start
+
+    x, y = workload.data()
+    with scope() as _:
+        model = workload.compiled()
+    timer = Timer()
+
+    def epoch() -> float:
+        with scope() as _:
+            model.fit(
+                x,
+                y,
+                batch_size=workload.batch,
+                shuffle=False,
+                verbose=0,
+                callbacks=[timer],
+            )
+        return timer.seconds / workload.steps * 1000
+
+    return epoch
+
+
+def no_scope() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def one_core(workload: Workload) -> Contestants:
+    import keras_strategies as ks
+
+    return {
+        "plain": keras_contestant(workload, no_scope),
+        "one_device": keras_contestant(workload, ks.OneDeviceStrategy("cpu:0").scope),
+    }
+
+
+def two_cores(workload: Workload, backend: str) -> Contestants:
+    import keras_strategies as ks
+
+    mirrored = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    contestants = {"mirrored": keras_contestant(workload, mirrored.scope)}
+    if backend == "jax":
+        import keras
+
+        peer = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
+        contestants["DataParallel"] = keras_contestant(workload, peer.scope)
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        tf_peer = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        contestants["tf.distribute"] = keras_contestant(workload, tf_peer.scope)
+    if backend == "torch":
+        for name in ("DDP", "Accelerate"):
+            peer_processes = TorchPeer(workload, name)
+            if peer_processes.available:
+                contestants[name] = peer_processes
+    return contestants
+
+
+class TorchPeer:
+    """Two processes that train by `DistributedDataParallel`, an epoch at a time."""
+
+    def __init__(self, workload: Workload, kind: str):
+        import socket
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--ddp", kind, "--model", workload.name],
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        answers = [process.stdout.readline().strip() for process in self.processes]
+        self.available = answers == ["ready", "ready"]
+        if not self.available:
+            print(f"{kind}: {answers[0] or 'did not start'}", file=sys.stderr)
+            self.close()
+
+    def __call__(self) -> float:
+        for process in self.processes:
+            process.stdin.write("epoch\n")
+            process.stdin.flush()
+        return max(float(process.stdout.readline()) for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.stdin.close()
+            process.wait(timeout=60)
+
+
+def torch_peer(kind: str, workload: Workload) -> None:
+    """One of the two processes of a `TorchPeer`."""
+    rank = int(os.environ["RANK"])
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    torch.set_num_threads(1)
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = workload.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if kind == "Accelerate":
+        try:
+            from accelerate import Accelerator
+        except ImportError:
+            print("accelerate is not installed", flush=True)
+            return
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward = accelerator.backward
+    else:
+        torch.distributed.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        backward = torch.Tensor.backward
+    x, y = workload.data()
+    half = workload.batch // 2
+    # This process's half of every global batch.
+    shape = (workload.steps, 2, half)
+    x = torch.as_tensor(x.reshape(*shape, *x.shape[1:])[:, rank])
+    y = torch.as_tensor(y.reshape(shape)[:, rank])
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        total = 0.0
+        for rows, labels in zip(x, y, strict=True):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(rows, training=True), labels)
+            backward(loss)
+            optimizer.step()
+            total += loss.item()
+        seconds = time.perf_counter() - start
+        print(seconds / workload.steps * 1000, flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def measure(contestants: Contestants, rounds: int) -> dict[str, float]:
+    for run in contestants.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            times[name].append(run())
+    for run in contestants.values():
+        if isinstance(run, TorchPeer):
+            run.close()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def work(backend: str, cores: int, names: list[str], rounds: int) -> None:
+    """Measures on one or two cores and prints a line of JSON."""
+    os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:cores]))
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        # One core for each replica's kernels.
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(cores)
+    if backend == "torch":
+        import torch
+
+        torch.set_num_threads(cores)
+    import keras_strategies as ks
+
+    ks.set_virtual_cpu_devices(cores)
+    results = {}
+    for name in names:
+        workload = WORKLOADS[name]
+        pair = one_core(workload) if cores == 1 else two_cores(workload, backend)
+        results[name] = measure(pair, rounds)
+    print(json.dumps(results))
+
+
+# --- In the process that a person starts --------------------------------------
+
+
+def run_worker(backend: str, cores: int, names: list[str], rounds: int) -> Any:
+    command = [sys.executable, __file__, "--worker", backend, "--cores", str(cores)]
+    command += ["--models", ",".join(names), "--rounds", str(rounds)]
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": backend,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        # Idle threads of one contestant are not to spin while another is measured.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+    }
+    process = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as a Markdown table."""
+    lines = [
+        "| backend | model | plain Keras, 1 core | OneDevice | overhead "
+        "| Mirrored, 2 cores | speed-up | peer | ours / peer |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for backend, models in results.items():
+        for name, ms in models.items():
+            peers = {k: v for k, v in ms.items() if k not in OURS}
+            for i, (peer, value) in enumerate(peers.items()):
+                overhead = (ms["one_device"] / ms["plain"] - 1) * 100
+                ours = [
+                    f"{ms['plain']:.1f} ms",
+                    f"{ms['one_device']:.1f} ms",
+                    f"{overhead:+.1f} %",
+                    f"{ms['mirrored']:.1f} ms",
+                    f"{ms['plain'] / ms['mirrored']:.2f}x",
+                ]
+                cells = [backend, name, *ours] if i == 0 else [""] * 7
+                cells += [f"{peer}, {value:.1f} ms", f"{value / ms['mirrored']:.2f}"]
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+OURS = ("plain", "one_device", "mirrored")
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 3.6))
+    for axis, (backend, models) in zip(
+        [axes] if len(results) == 1 else axes, results.items(), strict=True
+    ):
+        names = list(models)
+        labels = list(dict.fromkeys(k for ms in models.values() for k in ms))
+        labels = [label for label in labels if label != "plain"]
+        width = 0.8 / len(labels)
+        for i, label in enumerate(labels):
+            speed = [
+                models[n]["plain"] / models[n].get(label, float("nan")) for n in names
+            ]
+            places = [
+                j + (i - (len(labels) - 1) / 2) * width for j in range(len(names))
+            ]
+            axis.bar(places, speed, width, label=label.replace("_", " "))
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(names)), names)
+        axis.set_title(backend)
+        axis.legend(fontsize=7)
+    figure.supylabel("speed, plain Keras on one core = 1", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backends", default=",".join(BACKENDS))
+    parser.add_argument("--models", default=",".join(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round each")
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--ddp", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    names = options.models.split(",")
+    if options.ddp:
+        torch_peer(options.ddp, WORKLOADS[options.model])
+        return
+    if options.worker:
+        work(options.worker, options.cores, names, options.rounds)
+        return
+    rounds = 1 if options.quick else options.rounds
+    results: dict[str, Any] = {}
+    for backend in options.backends.split(","):
+        print(f"measuring {backend} ...", file=sys.stderr, flush=True)
+        one = run_worker(backend, 1, names, rounds)
+        two = run_worker(backend, 2, names, rounds)
+        results[backend] = {name: {**one[name], **two[name]} for name in names}
+    options.output.mkdir(exist_ok=True)
+    (options.output / "fit.json").write_text(json.dumps(results, indent=2) + "\n")
+    plot(results, options.output / "fit.png")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
