@@ -1,0 +1,38 @@
+"""What `import keras_strategies` does to a process: nothing that Keras did not do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, os, sys, threading
+import keras
+before = set(sys.modules), dict(os.environ), threading.active_count()
+import keras_strategies
+print(json.dumps({
+    "modules": sorted({n.split(".")[0] for n in set(sys.modules) - before[0]}),
+    "environment": dict(os.environ) != before[1],
+    "threads": threading.active_count() - before[2],
+}))
+"""
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch", "tensorflow"])
+def test_import_loads_no_framework_and_starts_nothing(backend: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = json.loads(process.stdout.splitlines()[-1])
+    assert not {"jax", "torch", "tensorflow", "ray"} & set(found["modules"])
+    assert not found["environment"]
+    assert found["threads"] == 0

@@ -1,0 +1,642 @@
+"""The JAX backend: what holds there beyond the suites that all backends share."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of the JAX backend", allow_module_level=True)
+
+import jax
+
+from keras_strategies.backends.jax import program as mesh_program
+from keras_strategies.backends.jax.input import MeshPlacer, one_ahead
+from keras_strategies.types import ReduceOp
+
+ks.set_virtual_cpu_devices(4)
+
+STRATEGIES = {
+    "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
+    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
+    "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
+    "central_overlapping": lambda: ks.CentralStorageStrategy(
+        ["cpu:0", "cpu:1"], "cpu:0"
+    ),
+}
+on_each = pytest.mark.parametrize("name", STRATEGIES)
+
+
+def rows(count: int):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(count, 6)).astype("float32")
+    y = (random.uniform(size=(count, 1)) < 0.5).astype("float32")
+    weights = random.uniform(0.5, 2.0, size=count).astype("float32")
+    return x, y, weights
+
+
+class Counting(layers.Layer):
+    """Counts how often it is called, which is once per traced program."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.counts = {True: 0, False: 0}
+
+    def call(self, x, training=False):
+        self.counts[bool(training)] += 1
+        return x
+
+
+def make_model(optimizer=None, **compile_arguments):
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="relu", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            Counting(name="counting"),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    model.compile(
+        optimizer or keras.optimizers.SGD(0.1, momentum=0.9),
+        "binary_crossentropy",
+        metrics=["accuracy"],
+        weighted_metrics=[keras.metrics.AUC(num_thresholds=20, name="auc")],
+        **compile_arguments,
+    )
+    model.get_layer("counting").counts.update({True: 0, False: 0})
+    return model
+
+
+def scope_of(strategy):
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def train(strategy, count=22, optimizer=lambda: None, **compile_arguments):
+    x, y, weights = rows(count)
+    with scope_of(strategy):
+        model = make_model(optimizer(), **compile_arguments)
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weights,
+        validation_data=(x[:9], y[:9], weights[:9]),
+        batch_size=8,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+    )
+    return {
+        "weights": model.get_weights(),
+        "history": [history.history[key] for key in sorted(history.history)],
+        "evaluate": model.evaluate(x, y, 8, 0, sample_weight=weights),
+        "predict": [model.predict(x, 8, 0)],
+        "predict_on_batch": [model.predict_on_batch(x)],
+    }
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    assert found.keys() == expected.keys()
+    for key in expected:
+        for one, other in zip(found[key], expected[key], strict=True):
+            scale = max(np.max(np.abs(other), initial=0.0), 1e-2)
+            np.testing.assert_allclose(
+                one, other, rtol=0, atol=tolerance * scale, err_msg=key
+            )
+
+
+# --- The same numbers -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [22, 23, 25, 3, 1])
+@on_each
+def test_any_number_of_rows(name, count):
+    assert_same(train(STRATEGIES[name](), count), train(None, count))
+
+
+OPTIMIZERS = {
+    "adam_weight_decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "ema": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2
+    ),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=4.0
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["mirrored_2", "central"])
+def test_optimizers(name, optimizer):
+    make = OPTIMIZERS[optimizer]
+    found = train(STRATEGIES[name](), optimizer=make)
+    assert_same(found, train(None, optimizer=make), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"run_eagerly": True}, {"jit_compile": False}, {"steps_per_execution": 2}],
+    ids=str,
+)
+@on_each
+def test_ways_to_run_a_step(name, arguments):
+    assert_same(train(STRATEGIES[name](), **arguments), train(None, **arguments), 1e-4)
+
+
+@on_each
+def test_dropout_has_the_masks_of_one_device(name):
+    def predictions(strategy):
+        with scope_of(strategy):
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential(
+                [keras.Input((6,)), layers.Dropout(0.5), layers.Dense(1)]
+            )
+            model.compile("sgd", "mse")
+        x, y, _ = rows(22)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        return model.predict(x, verbose=0)
+
+    expected = predictions(None)
+    np.testing.assert_allclose(
+        predictions(STRATEGIES[name]()), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+# --- Programs -------------------------------------------------------------------
+
+
+@on_each
+def test_one_program_for_each_shape_of_a_batch(name):
+    x, y, _ = rows(22)
+    with STRATEGIES[name]().scope():
+        model = make_model()
+    counts = model.get_layer("counting").counts
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    built = counts[False]
+    assert counts[True] == 2
+    for _ in range(2):
+        model.evaluate(x, y, batch_size=8, verbose=0)
+    assert counts[False] - built == 2
+    for _ in range(2):
+        model.predict(x, batch_size=8, verbose=0)
+    assert counts[False] - built == 4
+
+
+@on_each
+def test_nothing_is_compiled_again(name):
+    x, y, _ = rows(22)
+    compiled = []
+
+    def listener(event, *args, **kwargs):
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    def once():
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
+        model.predict(x, batch_size=8, verbose=0)
+        model.train_on_batch(x[:8], y[:8])
+
+    with STRATEGIES[name]().scope():
+        model = make_model()
+    once()
+    once()  # Small eager operations after the first fit are compiled here.
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        once()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert not compiled
+
+
+# --- Interrupted loops ----------------------------------------------------------
+
+
+class RaiseAt(keras.callbacks.Callback):
+    """Raises in one of a loop's callbacks."""
+
+    def __init__(self, method, error):
+        super().__init__()
+        self.error = error
+        setattr(self, method, self.fail)
+
+    def fail(self, *args):
+        raise self.error
+
+
+def assert_usable(model, weights):
+    """The model has these weights, and trains, evaluates and predicts."""
+    x, y, _ = rows(22)
+    for found, expected in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    model.fit(x, y, batch_size=8, verbose=0)
+    model.evaluate(x, y, verbose=0)
+    model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine")], ids=repr)
+@on_each
+def test_a_callback_raises(name, error):
+    x, y, _ = rows(22)
+    with STRATEGIES[name]().scope():
+        model = make_model()
+    model.fit(x, y, batch_size=8, verbose=0)
+    weights = model.get_weights()
+    for method, loop in [
+        ("on_train_batch_begin", lambda c: model.fit(x, y, verbose=0, callbacks=c)),
+        ("on_test_batch_end", lambda c: model.evaluate(x, y, verbose=0, callbacks=c)),
+        ("on_predict_batch_end", lambda c: model.predict(x, verbose=0, callbacks=c)),
+    ]:
+        with pytest.raises(type(error)):
+            loop([RaiseAt(method, error)])
+        assert not ks.has_strategy()
+        assert keras.distribution.distribution() is None
+        for found, expected in zip(model.get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    with pytest.raises(type(error)):
+        model.fit(x, y, verbose=0, callbacks=[RaiseAt("on_train_batch_end", error)])
+    assert_usable(model, model.get_weights())
+
+
+@on_each
+def test_bad_data_loses_no_weights(name):
+    x, y, _ = rows(22)
+    with STRATEGIES[name]().scope():
+        model = make_model()
+    model.fit(x, y, batch_size=8, verbose=0)
+    weights = model.get_weights()
+
+    def broken():
+        yield x[:8], y[:8]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk"):
+        model.evaluate(broken(), verbose=0)
+    assert_usable(model, weights)
+
+    weights = model.get_weights()
+    with pytest.raises(Exception):  # noqa: B017
+        model.predict(x[:, :5], verbose=0)
+    with pytest.raises(Exception):  # noqa: B017
+        model.fit(x[:, :5], y, verbose=0)
+    with pytest.raises(Exception):  # noqa: B017
+        model.train_on_batch(x[:, :5], y)
+    assert_usable(model, weights)
+
+
+class Interrupting(layers.Layer):
+    """Presses Ctrl-C while the compiled step runs, after a number of steps."""
+
+    def __init__(self, after, **kwargs):
+        super().__init__(**kwargs)
+        self.after = after
+
+    def call(self, x, training=False):
+        if training:
+            jax.debug.callback(self.count)
+        return x
+
+    def count(self):
+        self.after -= 1
+        if self.after == 0:
+            _thread.interrupt_main()
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_2", "central"])
+def test_ctrl_c_in_a_step(name):
+    x, y, _ = rows(64)
+    with STRATEGIES[name]().scope():
+        model = keras.Sequential([keras.Input((6,)), Interrupting(12), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(1000):
+            model.fit(x, y, batch_size=8, epochs=5, verbose=0)
+    assert_usable(model, model.get_weights())
+
+
+# --- Scopes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mirrored_2", "central_overlapping"])
+def test_a_submodel_from_outside_of_the_scope(name):
+    with jax.default_device(jax.devices()[3]):
+        outer = keras.Sequential([keras.Input((6,)), layers.Dense(2, name="stray")])
+    with STRATEGIES[name]().scope():
+        model = keras.Sequential([keras.Input((6,)), outer, layers.Dense(1)])
+        with pytest.raises(ks.errors.ModelScopeError) as caught:
+            model.compile("sgd", "mse")
+    message = str(caught.value)
+    assert "stray/kernel" in message and "cpu:3" in message
+    assert "strategy.scope()" in message
+
+
+@on_each
+def test_compile_outside_with_objects_from_outside(name):
+    x, y, _ = rows(22)
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model = make_model()
+    optimizer = keras.optimizers.Adam(0.01)
+    model.compile(optimizer, "mse", metrics=[keras.metrics.AUC(num_thresholds=5)])
+    model.fit(x, y, batch_size=8, verbose=0)
+    places = {copy.device for copy in strategy.trainer.copies(model.variables[0])}
+    for variable in (*optimizer.variables, *model.metrics_variables):
+        found = {copy.device for copy in strategy.trainer.copies(variable)}
+        assert found == places
+
+
+def test_one_device_keeps_everything_on_it():
+    x, y, _ = rows(22)
+    strategy = ks.OneDeviceStrategy("cpu:1")
+    with strategy.scope():
+        model = make_model()
+    elsewhere = jax.device_put(x, jax.devices()[2])
+    model.fit(elsewhere, y, batch_size=8, verbose=0)
+    for variable in (*model.variables, *model.optimizer.variables):
+        (copy,) = strategy.trainer.copies(variable)
+        assert copy.device == "cpu:1"
+
+
+@on_each
+def test_callbacks_evaluate_and_save_during_fit(name, tmp_path):
+    x, y, _ = rows(22)
+
+    def fitted(strategy):
+        with scope_of(strategy):
+            model = make_model()
+        seen = []
+
+        def on_batch(batch, logs):
+            seen.append(model.evaluate(x, y, verbose=0)[0])
+
+        file = tmp_path / f"{name}_{strategy is None}_{{epoch}}.weights.h5"
+        model.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[
+                keras.callbacks.ModelCheckpoint(file, save_weights_only=True),
+                # A function of one's own does not go through `callback.model`,
+                # which is why it may only call methods of the strategy's models.
+                keras.callbacks.LambdaCallback(on_train_batch_end=on_batch),
+            ]
+            if strategy is not None
+            else [_Evaluating(seen, x, y)],
+        )
+        return {"seen": seen, "weights": model.get_weights()}
+
+    assert_same(fitted(STRATEGIES[name]()), fitted(None))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+class _Evaluating(keras.callbacks.Callback):
+    def __init__(self, seen, x, y):
+        super().__init__()
+        self.seen, self.x, self.y = seen, x, y
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(self.model.evaluate(self.x, self.y, verbose=0)[0])
+
+
+@on_each
+def test_saved_files_have_no_strategy(name, tmp_path):
+    x, y, _ = rows(22)
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile("adam", "mse")
+    model.fit(x, y, batch_size=8, verbose=0)
+    model.save(tmp_path / "model.keras")
+    expected = model.predict(x, verbose=0)
+    plain = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(plain.predict(x, verbose=0), expected, rtol=1e-5)
+    with strategy.scope():
+        again = keras.saving.load_model(tmp_path / "model.keras")
+    again.fit(x, y, batch_size=8, verbose=0)
+    assert all(
+        {c.device for c in strategy.trainer.copies(v)}
+        == {c.device for c in strategy.trainer.copies(model.variables[0])}
+        for v in (*again.variables, *again.optimizer.variables)
+    )
+
+
+# --- Central storage ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["central", "central_overlapping"])
+def test_central_storage_keeps_one_copy(name):
+    x, y, _ = rows(22)
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model = make_model(keras.optimizers.Adam(0.01))
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            for variable in (*self.model.variables, *self.model.optimizer.variables):
+                (copy,) = strategy.trainer.copies(variable)
+                seen.append((copy.device, copy.role))
+
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[Look()])
+    assert set(seen) == {("cpu:0", "variable")}
+
+
+def transfers(monkeypatch):
+    """The shapes of the arrays that are copied to the mesh from now on."""
+    shapes = []
+    original = jax.device_put
+
+    def device_put(arrays, *args, **kwargs):
+        shapes.extend(np.shape(array) for array in arrays)
+        return original(arrays, *args, **kwargs)
+
+    fake = type("jax", (), {**vars(jax), "device_put": staticmethod(device_put)})
+    monkeypatch.setattr(mesh_program, "jax", fake)
+    return shapes
+
+
+def test_central_storage_moves_what_a_step_needs(monkeypatch):
+    x, y, _ = rows(24)
+    with STRATEGIES["central"]().scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.layers[0].trainable = False
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    shapes = transfers(monkeypatch)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    # The trained kernel in each step and never its slots; the frozen one once.
+    assert shapes.count((3, 1)) == 6
+    assert shapes.count((6, 3)) == 1
+    shapes.clear()
+    for _ in range(2):
+        model.predict(x, batch_size=8, verbose=0)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+    assert shapes.count((3, 1)) == 1
+    assert shapes.count((6, 3)) == 0
+
+
+class Uses(keras.Model):
+    """A step of one's own, with an update that it goes on to use."""
+
+    def __init__(self, use, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(1)
+        self.use = use
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (loss, _), gradients = gradient(
+            trainable, non_trainable, metrics, x, y, weights, training=True
+        )
+        apply = self.optimizer.stateless_apply
+        if self.use == "before":
+            trainable = [value * 0.5 for value in trainable]
+        new, new_optimizer = apply(optimizer, gradients, trainable)
+        logs = {"loss": loss}
+        if self.use == "norm":
+            logs["norm"] = sum(jax.numpy.sum(value) for value in new)
+        if self.use == "times":
+            new = [value * 0.5 for value in new]
+        if self.use == "call":
+            self.stateless_call(new, non_trainable, x)
+        if self.use == "twice":
+            new, new_optimizer = apply(new_optimizer, gradients, new)
+        if self.use == "slots":
+            logs["slots"] = sum(jax.numpy.sum(value) for value in optimizer)
+        return logs, (new, non_trainable, new_optimizer, metrics)
+
+
+@pytest.mark.parametrize("use", ["before", "norm", "times", "call", "twice"])
+def test_central_storage_says_what_a_step_cannot_do(use):
+    x, y, _ = rows(16)
+    with STRATEGIES["central"]().scope():
+        model = Uses(use)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    with pytest.raises(ks.errors.ContextError, match="CentralStorageStrategy"):
+        model.fit(x, y, batch_size=8, verbose=0)
+    model.use = None
+    model.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_central_storage_lets_a_step_read_slots():
+    x, y, _ = rows(16)
+
+    def fitted(strategy):
+        with scope_of(strategy):
+            keras.utils.set_random_seed(1)
+            model = Uses("slots")
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        return {"weights": model.get_weights(), "slots": history.history["slots"]}
+
+    assert_same(fitted(STRATEGIES["central"]()), fitted(None))
+
+
+# --- Input, devices, collectives ------------------------------------------------
+
+
+def test_batches_of_any_structure_are_placed():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
+    placed = MeshPlacer(mesh).place(
+        ({"a": np.ones((8, 2)), "b": (np.ones(7), None)}, 3.0, np.zeros((0, 2)))
+    )
+    structure, number, empty = placed
+    assert structure["b"][1] is None
+    assert structure["a"].sharding.spec == jax.P("batch")
+    assert all(
+        array.is_fully_replicated for array in (structure["b"][0], number, empty)
+    )
+    assert structure["a"].devices() == set(jax.devices()[:2])
+
+
+def test_one_ahead_asks_for_one_batch_more():
+    asked = []
+
+    def source():
+        for i in range(3):
+            asked.append(i)
+            yield i
+
+    ahead = one_ahead(source())
+    assert next(ahead) == 0
+    assert asked == [0, 1]
+    assert list(ahead) == [1, 2]
+    assert list(one_ahead(iter(()))) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("SUM", [9, 12]), ("MEAN", [3, 4]), ("MIN", [1, 2]), ("MAX", [5, 6])],
+)
+@pytest.mark.parametrize("devices", [(0, 1, 2), (0, 0, 1)], ids=str)
+def test_all_reduce(op, expected, devices):
+    places = [jax.devices()[i] for i in devices]
+    values = [
+        jax.device_put(np.array([1.0, 2.0]) + 2 * i, place)
+        for i, place in enumerate(places)
+    ]
+    backend = ks.MirroredStrategy(["cpu:0", "cpu:1"]).backend
+    for reduced, place in zip(
+        backend.all_reduce(ReduceOp.parse(op), values), places, strict=True
+    ):
+        assert reduced.devices() == {place}
+        np.testing.assert_allclose(reduced, expected)
+
+
+def test_all_gather_of_uneven_arrays():
+    values = [jax.device_put(np.full((i + 1, 2), i), jax.devices()[i]) for i in (0, 1)]
+    backend = ks.MirroredStrategy(["cpu:0", "cpu:1"]).backend
+    gathered = backend.all_gather(values, 0)
+    assert [array.devices() for array in gathered] == [
+        {device} for device in jax.devices()[:2]
+    ]
+    np.testing.assert_array_equal(gathered[1], [[0, 0], [1, 1], [1, 1]])
+
+
+def test_more_cpu_devices_than_jax_has():
+    ks.set_virtual_cpu_devices(2)  # Fewer than there are.
+    with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
+        ks.set_virtual_cpu_devices(64)
+    with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
+        ks.MirroredStrategy(["cpu:0", "cpu:63"])
+
+
+def test_a_strategy_makes_the_devices_it_names():
+    script = """
+        import keras_strategies as ks
+        from keras_strategies.backends import get_backend
+        from jax._src import xla_bridge
+        assert get_backend().cpu_device_count() == 1
+        assert not xla_bridge.backends_are_initialized()
+        print(ks.MirroredStrategy(["cpu:0", "cpu:2"]).num_replicas_in_sync)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.stdout.strip() == "2", ended.stderr

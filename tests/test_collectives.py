@@ -1,0 +1,159 @@
+"""`CrossDeviceOps`, packs, and `reduce` and `gather` of a strategy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_strategies as ks
+from keras_strategies.collectives.packs import pack_indices
+
+KINDS = {
+    "one_device": ks.ReductionToOneDevice,
+    "nccl": ks.NcclAllReduce,
+    "hierarchical": ks.HierarchicalCopyAllReduce,
+}
+
+
+def per_replica(strategy, *values):
+    devices = strategy.placement.replicas
+    return ks.PerReplica(
+        [
+            strategy.backend.to_device(np.asarray(value, "float32"), device)
+            for value, device in zip(values, devices, strict=True)
+        ]
+    )
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def cross_device_ops(request):
+    return request.param()
+
+
+@pytest.mark.parametrize(
+    "op, expected", [("sum", 4.0), ("MEAN", 2.0), ("min", 1.0), ("Max", 3.0)]
+)
+def test_reduce(mirrored, cross_device_ops, op, expected) -> None:
+    value = per_replica(mirrored, np.full((2, 3), 1.0), np.full((2, 3), 3.0))
+    result = cross_device_ops.reduce(op, value, "cpu:1")
+    np.testing.assert_allclose(ops.convert_to_numpy(result), np.full((2, 3), expected))
+
+
+def test_reduce_to_several_devices_gives_each_a_copy(mirrored, cross_device_ops):
+    value = per_replica(mirrored, [1.0, 2.0], [3.0, 4.0])
+    result = cross_device_ops.reduce("sum", value, value)
+    assert isinstance(result, ks.Mirrored)
+    for component in result.values:
+        np.testing.assert_allclose(ops.convert_to_numpy(component), [4.0, 6.0])
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 2, 7])
+def test_batch_reduce_in_packs_gives_each_value_its_own(mirrored, num_packs) -> None:
+    shapes = [(3,), (2, 2), (), (5, 1)]
+    values = [
+        per_replica(mirrored, np.full(s, i), np.full(s, 10.0 * i))
+        for i, s in enumerate(shapes)
+    ]
+    kind = ks.NcclAllReduce(num_packs)
+    results = kind.batch_reduce("sum", [(value, "cpu:0") for value in values])
+    for i, (result, shape) in enumerate(zip(results, shapes, strict=True)):
+        np.testing.assert_allclose(
+            ops.convert_to_numpy(result), np.full(shape, 11.0 * i)
+        )
+
+
+@pytest.mark.parametrize(
+    "nbytes, options, packs",
+    [
+        ([4, 4, 4, 4], {}, [[0], [1], [2], [3]]),
+        ([4, 4, 4, 4], {"num_packs": 2}, [[0, 1], [2, 3]]),
+        ([4, 4, 4, 4], {"num_packs": 1}, [[0, 1, 2, 3]]),
+        ([100, 1, 1], {"num_packs": 2}, [[0], [1, 2]]),
+        ([4, 4, 4], {"bytes_per_pack": 8}, [[0, 1], [2]]),
+    ],
+)
+def test_packs(nbytes, options, packs) -> None:
+    assert pack_indices(["float32"] * len(nbytes), nbytes, **options) == packs
+
+
+def test_packs_hold_one_dtype() -> None:
+    dtypes = ["float32", "int32", "int32"]
+    assert pack_indices(dtypes, [4, 4, 4], num_packs=1) == [[0], [1, 2]]
+
+
+def test_accumulation_function_is_used(mirrored) -> None:
+    calls = []
+
+    def accumulate(tensors):
+        calls.append(len(tensors))
+        return sum(tensors[1:], start=tensors[0])
+
+    value = per_replica(mirrored, 1.0, 3.0)
+    kind = ks.ReductionToOneDevice("cpu:0", accumulate)
+    assert float(kind.reduce("mean", value, "cpu:0")) == 2.0
+    assert calls == [2]
+
+
+def test_broadcast(mirrored, cross_device_ops) -> None:
+    result = cross_device_ops.broadcast(ops.ones((2,)), ["cpu:0", "cpu:1"])
+    assert len(result.values) == 2
+
+
+def test_shapes_that_differ_are_an_error(mirrored, cross_device_ops) -> None:
+    value = per_replica(mirrored, [1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match=r"\[\(1,\), \(2,\)\]"):
+        cross_device_ops.reduce("sum", value, "cpu:0")
+
+
+@pytest.mark.parametrize("destinations", [None, [], 5])
+def test_destinations_that_are_none(mirrored, cross_device_ops, destinations) -> None:
+    value = per_replica(mirrored, 1.0, 3.0)
+    with pytest.raises(ValueError, match="destinations"):
+        cross_device_ops.reduce("sum", value, destinations)
+
+
+def test_negative_packs_are_an_error() -> None:
+    with pytest.raises(ValueError, match="num_packs=-1"):
+        ks.NcclAllReduce(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_strategy_reduces_by_its_cross_device_ops(kind) -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=kind())
+    value = per_replica(strategy, [1.0, 2.0], [3.0, 4.0])
+    np.testing.assert_allclose(
+        ops.convert_to_numpy(strategy.reduce("SUM", value)), [4.0, 6.0]
+    )
+
+
+def test_reduce_along_an_axis_has_the_true_denominator(mirrored) -> None:
+    value = per_replica(mirrored, [1.0], [2.0, 2.0])
+    assert float(mirrored.reduce("mean", value, axis=0)) == pytest.approx(5 / 3)
+    assert float(mirrored.reduce("sum", value, axis=0)) == 5.0
+    assert float(mirrored.reduce("max", value, axis=0)) == 2.0
+
+
+def test_reduce_keeps_structures(mirrored) -> None:
+    value = {"a": per_replica(mirrored, 1.0, 2.0), "b": (per_replica(mirrored, 3, 4),)}
+    result = mirrored.reduce("sum", value)
+    assert float(result["a"]) == 3.0
+    assert float(result["b"][0]) == 7.0
+
+
+def test_gather_takes_uneven_lengths(mirrored) -> None:
+    value = per_replica(mirrored, np.ones((1, 2)), np.zeros((3, 2)))
+    assert ops.convert_to_numpy(mirrored.gather(value, 0)).shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "values, match",
+    [
+        ((1.0, 2.0), "scalar"),
+        ((np.ones((1, 2)), np.ones((1, 3))), r"\(1, 3\)"),
+        ((np.ones((1,)), np.ones((1, 3))), "differ along that"),
+    ],
+)
+def test_gather_of_what_does_not_fit(mirrored, values, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        mirrored.gather(per_replica(mirrored, *values), 0)

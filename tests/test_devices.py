@@ -1,0 +1,93 @@
+"""Device names, and which devices a strategy gets."""
+
+from __future__ import annotations
+
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.devices import Device, check_devices, parse_device
+
+AVAILABLE = [Device("gpu", 0), Device("gpu", 1), Device("cpu", 0)]
+
+
+@pytest.mark.parametrize(
+    "name, canonical",
+    [
+        ("gpu:1", "gpu:1"),
+        ("GPU:1", "gpu:1"),
+        ("/gpu:1", "gpu:1"),
+        ("/GPU:1", "gpu:1"),
+        ("gpu", "gpu:0"),
+        ("cuda:1", "gpu:1"),
+        ("cuda", "gpu:0"),
+        ("/device:GPU:1", "gpu:1"),
+        ("/job:localhost/replica:0/task:0/device:GPU:0", "gpu:0"),
+        ("/job:localhost/replica:0/task:0/device:CPU:3", "cpu:3"),
+        ("mps", "mps:0"),
+        ("tpu:7", "tpu:7"),
+        (Device("cpu", 2), "cpu:2"),
+    ],
+)
+def test_names_in_all_spellings(name, canonical) -> None:
+    assert str(parse_device(name)) == canonical
+
+
+@pytest.mark.parametrize("name", ["", "gpu:x", "gpu:-1", "disk:0", "gpu:*", 3, None])
+def test_what_is_no_name_is_an_error_that_shows_one(name) -> None:
+    with pytest.raises(ValueError, match=r"not a device name.*'gpu:0'"):
+        parse_device(name)
+
+
+def test_unknown_device_lists_what_exists() -> None:
+    with pytest.raises(ValueError, match=r"'gpu:5'.*gpu:0, gpu:1, cpu:0"):
+        check_devices(["gpu:0", "gpu:5"], AVAILABLE)
+
+
+def test_duplicates_are_found_in_different_spellings() -> None:
+    with pytest.raises(ks.errors.DuplicateDeviceError, match="'gpu:1' 2 times"):
+        check_devices(["gpu:1", "/GPU:1"], AVAILABLE)
+
+
+def test_no_device_at_all_is_an_error() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        check_devices([], AVAILABLE)
+
+
+def test_a_strategy_takes_names_in_any_spelling() -> None:
+    strategy = ks.MirroredStrategy(["CPU:0", "/cpu:1"])
+    assert strategy.extended.worker_devices == ("cpu:0", "cpu:1")
+    assert strategy.num_replicas_in_sync == 2
+
+
+def test_without_names_all_cpus_are_used() -> None:
+    strategy = ks.MirroredStrategy()
+    assert strategy.extended.worker_devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+
+
+def test_central_storage_puts_variables_on_the_cpu() -> None:
+    strategy = ks.CentralStorageStrategy(["cpu:1", "cpu:2"])
+    assert strategy.extended.parameter_devices == ("cpu:0",)
+    assert ks.CentralStorageStrategy(["cpu:1"]).extended.parameter_devices == ("cpu:1",)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2", True])
+def test_virtual_devices_are_counted(count) -> None:
+    with pytest.raises(ValueError, match="1 or more"):
+        ks.set_virtual_cpu_devices(count)
+
+
+def test_too_late_for_more_virtual_devices(backend_name) -> None:
+    if backend_name == "torch":
+        # Torch fixes nothing, so more can be had at any time.
+        strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(6)])
+        assert strategy.num_replicas_in_sync == 6
+        ks.set_virtual_cpu_devices(4)
+        return
+    ks.MirroredStrategy(["cpu:0"]).backend.local_devices()
+    with pytest.raises(RuntimeError, match=r"set_virtual_cpu_devices\(6\).* first"):
+        ks.MirroredStrategy([f"cpu:{i}" for i in range(6)])
+
+
+def test_an_accelerator_that_is_not_there() -> None:
+    with pytest.raises(ks.errors.UnknownDeviceError, match=r"'gpu:7'.*cpu:0"):
+        ks.OneDeviceStrategy("gpu:7")

@@ -1,0 +1,119 @@
+"""Values with components, and structures of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, namedtuple
+
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.input.sharding import split_sizes
+from keras_strategies.values import map_structure, regroup, select_replica
+
+Point = namedtuple("Point", "x y")
+
+
+def test_identical_results_come_back_bare() -> None:
+    same = object()
+    assert regroup([same, same]) is same
+    assert regroup([(same, 1), (same, 1)]) == (same, 1)
+
+
+def test_different_results_become_per_replica() -> None:
+    result = regroup([{"a": [1.5]}, {"a": [2.5]}])
+    assert isinstance(result["a"][0], ks.PerReplica)
+    assert result["a"][0].values == (1.5, 2.5)
+
+
+def test_one_replica_needs_no_wrapper() -> None:
+    assert regroup([{"a": 1}]) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        [1, (2, 3)],
+        {"b": 1, "a": [2]},
+        Point(1, [2]),
+        OrderedDict(b=1, a=2),
+        defaultdict(list, a=1),
+    ],
+)
+def test_containers_keep_their_type(structure) -> None:
+    mapped = map_structure(lambda leaf: leaf, structure)
+    assert type(mapped) is type(structure)
+    assert mapped == structure
+
+
+def test_structures_that_differ_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"lengths \[1, 2\]"):
+        regroup([[1], [1, 2]])
+
+
+def test_each_replica_gets_its_component() -> None:
+    value = [ks.PerReplica([1, 2]), 3, None]
+    assert select_replica(1, value) == [2, 3, None]
+
+
+def test_values_cannot_be_iterated_by_mistake() -> None:
+    with pytest.raises(RuntimeError, match="experimental_local_results"):
+        list(ks.PerReplica([1, 2]))
+
+
+def test_values_print_their_components() -> None:
+    assert repr(ks.PerReplica([1, 2])) == "PerReplica:{\n  0: 1,\n  1: 2\n}"
+
+
+def test_no_components_is_an_error() -> None:
+    with pytest.raises(ValueError, match="for each replica"):
+        ks.PerReplica([])
+
+
+@pytest.mark.parametrize(
+    "rows, parts, sizes",
+    [
+        (8, 2, [4, 4]),
+        (7, 2, [4, 3]),
+        (1, 4, [1, 0, 0, 0]),
+        (0, 3, [0, 0, 0]),
+        (13, 5, [3, 3, 3, 2, 2]),
+        (3, 1, [3]),
+    ],
+)
+def test_rows_are_split_evenly_and_none_is_lost(rows, parts, sizes) -> None:
+    assert split_sizes(rows, parts) == sizes
+    assert sum(sizes) == rows
+
+
+@pytest.mark.parametrize("rows, parts", [(-1, 2), (3, 0)])
+def test_impossible_splits_are_errors(rows, parts) -> None:
+    with pytest.raises(ValueError, match=f"rows={rows}, parts={parts}"):
+        split_sizes(rows, parts)
+
+
+def test_enumerations_accept_names_in_any_case() -> None:
+    assert ks.ReduceOp.parse("mean") is ks.ReduceOp.MEAN
+    assert ks.ReduceOp.parse(ks.ReduceOp.SUM) is ks.ReduceOp.SUM
+    with pytest.raises(ValueError, match=r"'median' is not a ReduceOp.*'SUM'"):
+        ks.ReduceOp.parse("median")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bytes_per_pack": -1},
+        {"bytes_per_pack": 1.5},
+        {"timeout_seconds": 0},
+        {"implementation": "smoke"},
+    ],
+)
+def test_communication_options_are_validated(options) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        ks.CommunicationOptions(**options)
+
+
+def test_communication_options_are_frozen() -> None:
+    options = ks.CommunicationOptions(timeout_seconds=3, implementation="ring")
+    assert options.implementation is ks.CommunicationImplementation.RING
+    with pytest.raises(AttributeError):
+        options.timeout_seconds = 4
