@@ -12,6 +12,8 @@ needs them and none by an import:
 - `make_train_function` and its siblings: the strategy wraps the step;
 - `Layer.__call__`: a thread can route the outermost call of a step;
 - `BatchNormalization._moments`: statistics over the global batch;
+- `EpochIterator.__init__`, `Trainer._symbolic_build`: input that cannot be split is
+  refused at once;
 - `optimizer.apply`, `variable.assign` and its siblings: replicas in `run`.
 """
 
@@ -43,6 +45,12 @@ class ModelHooks(Protocol):
 
     def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[Any]:
         """Entered around `fit`, `evaluate`, ... and `compile`."""
+
+    def input_made(self, adapter: Any) -> None:
+        """`fit` or one of its siblings has made a data adapter of its input."""
+
+    def building(self, model: Any, batch: Any) -> None:
+        """A model is to be built from the shapes of its first batch."""
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
@@ -89,6 +97,7 @@ def install(hooks: ModelHooks) -> None:
     from keras.src.models.model import Trainer as BackendTrainer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+    from keras.src.trainers.epoch_iterator import EpochIterator
     from keras.src.trainers.trainer import Trainer
 
     def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -173,6 +182,29 @@ def install(hooks: ModelHooks) -> None:
 
         return assign_sub
 
+    def wrap_epochs(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            hooks.input_made(self.data_adapter)
+
+        return __init__
+
+    def wrap_build(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def _symbolic_build(
+            self: Any, iterator: Any = None, data_batch: Any = None
+        ) -> None:
+            if data_batch is None and iterator is not None and _is_unbuilt(self):
+                data_batch = _first_batch(iterator)
+            if data_batch is not None:
+                hooks.building(self, data_batch)
+            original(self, iterator=iterator, data_batch=data_batch)
+
+        return _symbolic_build
+
+    _replace(Trainer, "_symbolic_build", wrap_build)
+    _replace(EpochIterator, "__init__", wrap_epochs)
     _replace(BaseOptimizer, "apply", wrap_apply)
     _replace(LossScaleOptimizer, "apply", wrap_apply)
     _replace(KerasVariable, "assign", wrap_assign)
@@ -231,6 +263,32 @@ def is_built(layer: Any) -> bool:
     Keras 3.15: `Layer._flatten_layers`, as `Trainer._symbolic_build` uses it.
     """
     return all(sublayer.built for sublayer in layer._flatten_layers())
+
+
+def _is_unbuilt(model: Any) -> bool:
+    """Whether `Trainer._symbolic_build` of Keras 3.15 will look at a batch."""
+    parts = (model._compile_metrics, model._compile_loss)
+    unbuilt = [part for part in parts if part is not None and not part.built]
+    return bool(unbuilt) or not is_built(model)
+
+
+def _first_batch(iterator: Any) -> Any:
+    """The first batch of an epoch iterator, which Keras resets after building."""
+    for _, _, batches in iterator:
+        return batches[0] if isinstance(batches, (list, tuple)) else next(batches)
+    return None
+
+
+def element_spec(adapter: Any) -> Any:
+    """The `element_spec` of the tf.data dataset behind an adapter, None without one.
+
+    Keras 3.15: `TFDatasetAdapter._dataset`.
+    """
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+    if isinstance(adapter, TFDatasetAdapter):
+        return adapter._dataset.element_spec
+    return None
 
 
 def symbolic_build(model: Any, batch: Any) -> None:
@@ -369,6 +427,50 @@ def with_thread_state(state: dict[str, Any]) -> Iterator[None]:
     finally:
         own.clear()
         own.update(saved)
+
+
+def set_raw_value(variable: Any, value: Any) -> None:
+    """Gives a variable another array of the same shape, dtype and place.
+
+    Keras 3.15: `KerasVariable._value`; `assign` would convert and place it again.
+    """
+    variable._value = value
+
+
+def has_deferred_variables() -> bool:
+    """Whether variables were made in a stateless scope and wait for their values.
+
+    Keras 3.15: the global attribute "uninitialized_variables". The list is made if
+    there is none, so that threads that take over this one's state share it.
+    """
+    from keras.src.backend.common import global_state
+
+    return bool(
+        global_state.get_global_attribute(
+            "uninitialized_variables", [], set_to_default=True
+        )
+    )
+
+
+def initialize_deferred_variables(scope_of: Callable[[Any], Any]) -> bool:
+    """Gives variables that were made in a stateless scope their values.
+
+    Keras 3.15: as `initialize_all_variables`, by `KerasVariable._deferred_initialize`.
+
+    Args:
+        scope_of: gives the context manager to do it in, or None.
+
+    Returns:
+        Whether there were any.
+    """
+    from keras.src.backend.common import global_state
+
+    waiting = global_state.get_global_attribute("uninitialized_variables", [])
+    global_state.set_global_attribute("uninitialized_variables", [])
+    for variable in waiting:
+        with scope_of(variable) or contextlib.nullcontext():
+            variable._deferred_initialize()
+    return bool(waiting)
 
 
 # --- JAX ----------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from keras_strategies.backends.base import Backend, TrainerAdapter
-from keras_strategies.backends.jax import collectives, devices
+from keras_strategies.backends.jax import collectives, devices, function
 from keras_strategies.backends.jax.central import CentralStorageTrainer
 from keras_strategies.backends.jax.trainer import MeshTrainer, OneDeviceTrainer
 from keras_strategies.devices import Device
@@ -40,6 +40,8 @@ class JaxBackend(Backend):
         return np.asarray(tensor)
 
     def to_device(self, value: Any, device: Device) -> jax.Array:
+        if isinstance(value, jax.core.Tracer):
+            return value  # The compiler decides where it is computed.
         return jax.device_put(value, devices.jax_device(device))
 
     def device_of(self, tensor: jax.Array) -> Device:
@@ -62,7 +64,17 @@ class JaxBackend(Backend):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        raise NotImplementedError
+        return strategy.trainer.run_replicas(fn, args, kwargs)  # type: ignore[attr-defined]
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        return function.value_and_grad(fn, variables, has_aux)
+
+    def function(
+        self, fn: Callable[..., Any], jit_compile: bool | None
+    ) -> Callable[..., Any]:
+        return function.function(fn, jit_compile)
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         placement = strategy.placement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,14 @@ from keras_strategies.backends.jax.devices import (
     jax_device,
 )
 from keras_strategies.backends.jax.distribution import StrategyDistribution
+from keras_strategies.backends.jax.function import RunPrograms, in_trace
 from keras_strategies.backends.jax.input import BatchPlacer, DevicePlacer, MeshPlacer
+from keras_strategies.backends.jax.run import (
+    JaxRun,
+    current_replica_scope,
+    run_alone,
+)
+from keras_strategies.backends.jax.state import Layout, LocalStacks
 from keras_strategies.errors import ModelScopeError
 
 if TYPE_CHECKING:
@@ -132,6 +140,44 @@ class JaxTrainer(TrainerAdapter):
             for shard in raw.addressable_shards
         ]
 
+    @functools.cached_property
+    def run(self) -> JaxRun | None:
+        """What traces replicas; None where there is one that does everything."""
+        return None if self.placement.is_single else JaxRun(self.strategy)
+
+    @functools.cached_property
+    def _run_programs(self) -> RunPrograms:
+        return RunPrograms(self.strategy)
+
+    @property
+    def layout(self) -> Layout:
+        """Where programs run that use this strategy's variables."""
+        if self.run is None:
+            return Layout(jax.sharding.SingleDeviceSharding(self.home))
+        return self.run.layout
+
+    @property
+    def local_stacks(self) -> LocalStacks | None:
+        """The values of on-read variables; None where there is but one."""
+        return None if self.run is None else self.run.local_stacks
+
+    def run_replicas(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        """See `Backend.run_replicas`."""
+        if self.run is None:
+            return [run_alone(self.strategy, fn, args[0], kwargs[0])]
+        if in_trace():
+            return self.run(fn, args, kwargs)
+        return self._run_programs(fn, args, kwargs)
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        if self.local_stacks is not None:
+            self.local_stacks.drop(variable)
+
     def apply_gradients(
         self,
         optimizer: Any,
@@ -140,7 +186,11 @@ class JaxTrainer(TrainerAdapter):
         variables: Sequence[Any] | None,
         aggregate: bool,
     ) -> Any:
-        raise NotImplementedError
+        replicas = current_replica_scope().replicas
+        replicas.apply(
+            list(gradients), aggregate, lambda summed: apply(summed, variables)
+        )
+        return optimizer.iterations
 
 
 def _names(array: jax.Array) -> str:
@@ -153,6 +203,7 @@ class OneDeviceTrainer(JaxTrainer):
     def __init__(self, strategy: Strategy):
         device = jax_device(strategy.placement.variables)
         super().__init__(strategy, DevicePlacer(device))
+        self._at_home = jax.sharding.SingleDeviceSharding(device)
 
     def step(self, model: Any, kind: str) -> steps.Step:
         step = steps.keras_step(model, kind)
@@ -164,7 +215,7 @@ class OneDeviceTrainer(JaxTrainer):
         # An array that nothing has bound to a device is another argument to JAX
         # than one that a program has put there, and would be compiled for
         # separately.
-        return jax.device_put(steps.unshared(state), self.home)
+        return jax.device_put(steps.unshared(state), self._at_home)
 
     def is_in_place(self, array: jax.Array) -> bool:
         # JAX moves what is not bound to a device by itself.

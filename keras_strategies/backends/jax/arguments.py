@@ -1,0 +1,253 @@
+"""Arguments of compiled functions: which are arrays, and what makes two calls alike."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from keras_strategies.values import (
+    DistributedValues,
+    flatten,
+    map_structure,
+)
+
+_SCALARS = (int, float, complex, bool, str, bytes, type(None))
+
+
+class Same:
+    """Equal to another one of the same object only, which it keeps alive."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+
+def static_key(value: Any) -> Any:
+    """Equal for values that a program may take for each other."""
+    if isinstance(value, _SCALARS):
+        return (type(value), value)
+    return Same(value)
+
+
+def function_key(fn: Callable[..., Any], seen: tuple[Any, ...] = ()) -> Any:
+    """Equal for functions that do the same: one code over the same objects.
+
+    A lambda in a loop is a new function each time, and is not to be compiled anew;
+    a function whose global variables have been replaced is.
+
+    Args:
+        fn: a function, or another callable, which equals itself alone.
+        seen: the functions that lead to this one, which may call each other.
+    """
+    if isinstance(fn, types.MethodType):
+        return (function_key(fn.__func__, seen), Same(fn.__self__))
+    if not isinstance(fn, types.FunctionType) or fn in seen:
+        return static_key(fn)
+    seen = (*seen, fn)
+
+    def key(value: Any) -> Any:
+        # A helper that is defined beside the function is made anew with it.
+        if isinstance(value, types.FunctionType) and (
+            value.__globals__ is fn.__globals__
+        ):
+            return function_key(value, seen)
+        return static_key(value)
+
+    def cell_key(cell: Any) -> Any:
+        try:
+            return key(cell.cell_contents)
+        except ValueError:  # Not assigned yet.
+            return Same(cell)
+
+    names = fn.__code__.co_names
+    return (
+        fn.__code__,
+        tuple(map(cell_key, fn.__closure__ or ())),
+        tuple(map(static_key, fn.__defaults__ or ())),
+        tuple((n, static_key(v)) for n, v in (fn.__kwdefaults__ or {}).items()),
+        tuple(key(fn.__globals__[n]) for n in names if n in fn.__globals__),
+        Same(fn.__globals__),
+    )
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is data: JAX's, NumPy's, or another framework's tensor."""
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return True
+    if isinstance(value, (type, keras.Variable, keras.KerasTensor, *_SCALARS)):
+        return False
+    return hasattr(value, "__array__")
+
+
+def as_array(value: Any) -> Any:
+    """JAX's and NumPy's arrays as they are, others as NumPy's."""
+    return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
+
+
+def array_key(array: Any) -> Any:
+    weak = getattr(getattr(array, "aval", None), "weak_type", False)
+    return (tuple(array.shape), array.dtype, weak)
+
+
+def structure_key(structure: Any) -> Any:
+    """Equal for structures of the same containers; their leaves do not matter."""
+    if isinstance(structure, Mapping):
+        items = tuple((k, structure_key(v)) for k, v in structure.items())
+        return (type(structure), items)
+    if isinstance(structure, (list, tuple)):
+        return (type(structure), tuple(map(structure_key, structure)))
+    return None
+
+
+class Packed:
+    """A call's arguments, with the arrays taken out.
+
+    Args:
+        structure: arguments; leaves may be `PerReplica`.
+    """
+
+    def __init__(self, structure: Any):
+        self.plain: list[Any] = []
+        self.parts: list[Sequence[Any]] = []
+        self._structure = structure
+        self._slots: list[tuple[Any, ...]] = []
+        keys: list[Any] = [structure_key(structure)]
+        for leaf in flatten(structure):
+            slot, key = self._take(leaf)
+            self._slots.append(slot)
+            keys.append(key)
+        self.key = tuple(keys)
+
+    def _take(self, leaf: Any) -> tuple[tuple[Any, ...], Any]:
+        if is_array(leaf):
+            array = as_array(leaf)
+            self.plain.append(array)
+            return ("plain", len(self.plain) - 1), ("plain", array_key(array))
+        if not isinstance(leaf, DistributedValues):
+            return ("static", leaf), ("static", static_key(leaf))
+        if not all(map(is_array, leaf.values)):
+            return ("static", leaf), ("parts", *map(static_key, leaf.values))
+        parts = [as_array(value) for value in leaf.values]
+        key = (type(leaf), *map(array_key, parts))
+        if len({(part.shape, part.dtype) for part in parts}) == 1:
+            self.parts.append(parts)
+            stacked = len(parts[0].shape) == 0 or parts[0].shape[0] == 0
+            return ("parts", len(self.parts) - 1, len(parts), stacked, type(leaf)), key
+        start = len(self.plain)
+        self.plain.extend(parts)
+        return ("uneven", start, len(parts), type(leaf)), key
+
+    def build(self, plain: Sequence[Any], joined: Sequence[Any], split: Any) -> Any:
+        """The arguments, with these arrays.
+
+        Args:
+            plain: arrays for those of `self.plain`.
+            joined: one array for each of `self.parts`.
+            split: callable of such an array, the number of its parts and whether
+                they are stacked; returns the parts.
+        """
+        slots = iter(self._slots)
+
+        def leaf(_: Any) -> Any:
+            kind, *rest = next(slots)
+            if kind == "static":
+                return rest[0]
+            if kind == "plain":
+                return plain[rest[0]]
+            if kind == "parts":
+                index, count, stacked, kept_type = rest
+                return kept_type(split(joined[index], count, stacked))
+            start, count, kept_type = rest
+            return kept_type(plain[start : start + count])
+
+        return map_structure(leaf, self._structure)
+
+    def without_arrays(self) -> Packed:
+        """The same, to keep: it does not hold on to the arrays."""
+        self._structure = map_structure(lambda _: None, self._structure)
+        self.plain, self.parts = [], []
+        return self
+
+
+class Columns:
+    """The arguments of all replicas, leaf by leaf.
+
+    Args:
+        rows: for each replica, its arguments and keyword arguments.
+    """
+
+    def __init__(self, rows: list[tuple[Any, Any]]):
+        self.rows = rows
+        self.even = True
+        self.whole: list[Any] = []
+        self.parts: list[Sequence[Any]] = []
+        self._slots: list[tuple[str, Any]] = []
+        keys: list[Any] = [structure_key(rows[0])]
+        leaves = [flatten(row) for row in rows]
+        if len({structure_key(row) for row in rows}) > 1:
+            self.even = False
+            keys += [structure_key(row) for row in rows]
+        else:
+            keys += [self._take(column) for column in zip(*leaves, strict=True)]
+        self.signature = tuple(keys)
+
+    @classmethod
+    def of(cls, args: list[Any], kwargs: list[Any]) -> Columns:
+        return cls(list(zip(args, kwargs, strict=True)))
+
+    def _take(self, column: Sequence[Any]) -> Any:
+        first = column[0]
+        if all(leaf is first for leaf in column):
+            if not is_array(first):
+                self._slots.append(("static", first))
+                return static_key(first)
+            self._slots.append(("whole", len(self.whole)))
+            self.whole.append(as_array(first))
+            return array_key(self.whole[-1])
+        numbers = (int, float)
+        if not all(is_array(leaf) or isinstance(leaf, numbers) for leaf in column):
+            keys = [static_key(leaf) for leaf in column]
+            self.even = self.even and len(set(keys)) == 1
+            self._slots.append(("static", first))
+            return tuple(keys)
+        parts = [_number_or_array(leaf) for leaf in column]
+        self.even = self.even and len({(p.shape, p.dtype) for p in parts}) == 1
+        self._slots.append(("parts", len(self.parts)))
+        self.parts.append(parts)
+        return tuple(map(array_key, parts))
+
+    def build(
+        self, whole: Sequence[Any], parts: Sequence[Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments of the replica that has these arrays."""
+        slots = iter(self._slots)
+
+        def leaf(_: Any) -> Any:
+            kind, value = next(slots)
+            if kind == "static":
+                return value
+            if kind == "whole":
+                return whole[value]
+            part = parts[value]
+            stacked = len(self.parts[value][0].shape) == 0 or (
+                self.parts[value][0].shape[0] == 0
+            )
+            return part[0] if stacked else part
+
+        return map_structure(leaf, self.rows[0])
+
+
+def _number_or_array(leaf: Any) -> Any:
+    if is_array(leaf):
+        return as_array(leaf)
+    return np.asarray(leaf, np.int32 if isinstance(leaf, int) else np.float32)

@@ -1,0 +1,305 @@
+"""`ks.function` and `ks.value_and_grad` on JAX."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+from jax import numpy as jnp
+
+# What is being traced is a thread's own, and no public name leads to it.
+from jax._src import core
+
+from keras_strategies import context, keras_compat
+from keras_strategies.backends.jax.arguments import Packed, Same, function_key
+from keras_strategies.backends.jax.run import ReplicaScope
+from keras_strategies.backends.jax.state import (
+    Given,
+    Layout,
+    Program,
+    ProgramScope,
+    TraceScope,
+    is_stacked,
+)
+from keras_strategies.values import (
+    DistributedValues,
+    PerReplica,
+    map_structure,
+    regroup,
+    select_replica,
+)
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+# Programs that are kept for functions that are no longer called, at most.
+_MAX_PROGRAMS = 128
+
+
+class CompiledFunction:
+    """A function as programs with Keras state, one for each kind of arguments.
+
+    Args:
+        fn: the function.
+        layout: gives the layout of a program for the strategies that were met while
+            it was traced.
+    """
+
+    def __init__(self, fn: Callable[..., Any], layout: Callable[[Any], Layout]):
+        self._fn = fn
+        self._layout = layout
+        self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
+
+    def __call__(self, args: Any, kwargs: dict[str, Any], key: Any = None) -> Any:
+        packed = Packed((list(args), kwargs))
+        key = (key, packed.key)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = _Call(self._fn, packed, self._layout)
+            if len(self._calls) > _MAX_PROGRAMS:
+                self._calls.popitem(last=False)
+        return call(packed)
+
+
+class _Call:
+    """A function for arguments of one kind."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        packed: Packed,
+        layout: Callable[[ProgramScope], Layout],
+    ):
+        self._fn = fn
+        self._packed = packed
+        self._result: Any = None
+        self._program = Program(self._flat, layout)
+
+    def __call__(self, packed: Packed) -> Any:
+        self._packed = packed
+        plain, joined = self._program(packed.plain, packed.parts)
+        layout = self._program.layout
+
+        def leaf(slot: _Slot) -> Any:
+            if slot.kind == "static":
+                return slot.value
+            if slot.kind == "plain":
+                return plain[slot.index]
+            if slot.kind == "uneven":
+                own = plain[slot.index : slot.index + slot.count]
+                return PerReplica(layout.own_shards(own))
+            array = joined[slot.index]
+            return PerReplica(layout.part_shards(array, slot.count, slot.stacked))
+
+        return map_structure(leaf, self._result)
+
+    def _flat(self, plain: list[Any], joined: list[Any]) -> tuple[list[Any], list[Any]]:
+        scope = keras_compat.current_stateless_scope()
+        assert isinstance(scope, ProgramScope)
+        args, kwargs = self._packed.build(plain, joined, scope.split)
+        result = self._fn(*args, **kwargs)
+        results: list[Any] = []
+        split: list[Any] = []
+
+        def place(leaf: Any) -> _Slot:
+            if isinstance(leaf, jax.Array):
+                results.append(leaf)
+                return _Slot("plain", len(results) - 1)
+            if not isinstance(leaf, DistributedValues) or not all(
+                isinstance(part, jax.Array) for part in leaf.values
+            ):
+                return _Slot("static", value=leaf)
+            parts, count = leaf.values, len(leaf.values)
+            if len({(part.shape, part.dtype) for part in parts}) == 1:
+                split.append(scope.joined(parts))
+                return _Slot("parts", len(split) - 1, count, is_stacked(parts[0]))
+            results.extend(parts)
+            return _Slot("uneven", len(results) - count, count)
+
+        self._result = map_structure(place, result)
+        return results, split
+
+
+class _Slot:
+    """Where a leaf of a program's result comes from."""
+
+    def __init__(
+        self,
+        kind: str,
+        index: int = 0,
+        count: int = 0,
+        stacked: bool = False,
+        value: Any = None,
+    ):
+        self.kind = kind
+        self.index = index
+        self.count = count
+        self.stacked = stacked
+        self.value = value
+
+
+def layout_of(scope: ProgramScope) -> Layout:
+    """Where a program runs that uses these strategies and variables."""
+    found = dict(scope.strategies)
+    for cell in (*scope.reads.values(), *scope.written.values()):
+        strategy = keras_compat.strategy_of(cell.variable)
+        if strategy is not None:
+            found.setdefault(id(strategy), strategy)
+    for strategy in found.values():
+        return strategy.trainer.layout  # type: ignore[attr-defined]
+    return Layout()
+
+
+class RunPrograms:
+    """`Strategy.run` outside of `ks.function`: a program for each function."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+        self._compiled: collections.OrderedDict[Any, CompiledFunction] = (
+            collections.OrderedDict()
+        )
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        key = function_key(fn)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = CompiledFunction(self._traced(fn), layout_of)
+            self._compiled[key] = compiled
+            if len(self._compiled) > _MAX_PROGRAMS:
+                self._compiled.popitem(last=False)
+        own_args = regroup([list(own) for own in args])
+        result = compiled(own_args, {"kwargs": regroup(list(kwargs))})
+        return [select_replica(i, result) for i in range(len(args))]
+
+    def _traced(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        run = self._strategy.trainer.run  # type: ignore[attr-defined]
+        replicas = range(self._strategy.num_replicas_in_sync)
+
+        def traced(*args: Any, kwargs: dict[str, Any]) -> Any:
+            own_args = [tuple(select_replica(i, list(args))) for i in replicas]
+            own_kwargs = [select_replica(i, kwargs) for i in replicas]
+            return regroup(run(fn, own_args, own_kwargs))
+
+        return traced
+
+
+def in_trace() -> bool:
+    """Whether this thread is tracing, so that there is nothing to compile."""
+    scope = keras_compat.current_stateless_scope()
+    return scope is not None or not core.trace_state_clean()
+
+
+def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., Any]:
+    """See `ks.function`."""
+    if jit_compile is False:
+        return fn
+    compiled = CompiledFunction(fn, layout_of)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if in_trace():
+            return fn(*args, **kwargs)
+        strategy = context.get_strategy() if context.has_strategy() else None
+        return compiled(args, kwargs, Same(strategy))
+
+    return wrapped
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+) -> Callable[..., Any]:
+    """See `ks.value_and_grad`."""
+    wanted = [
+        v for v in variables if v.trainable and keras.backend.is_float_dtype(v.dtype)
+    ]
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        outer = keras_compat.current_stateless_scope()
+        call = _Differentiated(outer, lambda: fn(*args, **kwargs), wanted, has_aux)
+        loss, aux, found = call()
+        gradients = [found.get(id(variable)) for variable in variables]
+        return ((loss, aux) if has_aux else loss), gradients
+
+    return wrapped
+
+
+class _Differentiated:
+    """One call of a function, as a pure one of the values of variables."""
+
+    def __init__(
+        self,
+        outer: Any,
+        fn: Callable[[], Any],
+        variables: Sequence[Any],
+        has_aux: bool,
+    ):
+        self._outer = outer
+        self._fn = fn
+        self._variables = list({id(v): v for v in variables}.values())
+        self._has_aux = has_aux
+        self._scope: Any = None
+        self._given = Given()
+        self._aux: Any = None
+
+    def __call__(self) -> tuple[Any, Any, dict[int, Any]]:
+        outer = self._outer
+        values = [self._value(variable) for variable in self._variables]
+        if isinstance(outer, ReplicaScope):
+            results = outer.replicas.value_and_grad(self._pure, values)
+        else:
+            results = jax.value_and_grad(self._pure, has_aux=True)(values)
+        (_, (loss, arrays, updates)), gradients = results
+        if isinstance(outer, ReplicaScope):
+            outer.take_over(self._scope, updates)
+        else:
+            self._scope.commit(updates)
+        rest = iter(arrays)
+        aux = map_structure(
+            lambda slot: next(rest) if slot.kind == "plain" else slot.value, self._aux
+        )
+        ids = [id(variable) for variable in self._variables]
+        found = {
+            key: gradient
+            for key, gradient in zip(ids, gradients, strict=True)
+            if key in self._given.read
+        }
+        return loss, aux, found
+
+    def _value(self, variable: Any) -> Any:
+        if self._outer is not None:
+            value = self._outer.get_current_value(variable)
+            if value is not None:
+                return value
+        return jnp.asarray(keras_compat.raw_value(variable))
+
+    def _pure(self, values: list[Any]) -> Any:
+        outer = self._outer
+        self._given = given = Given(self._variables, values)
+        if isinstance(outer, ReplicaScope):
+            self._scope = inner = outer.nested(given)
+        else:
+            self._scope = inner = TraceScope(outer, given)
+        with inner:
+            result = self._fn()
+        loss, aux = result if self._has_aux else (result, None)
+        loss = jnp.asarray(loss)
+        arrays: list[Any] = []
+
+        def place(leaf: Any) -> _Slot:
+            if isinstance(leaf, jax.Array):
+                arrays.append(leaf)
+                return _Slot("plain")
+            return _Slot("static", value=leaf)
+
+        self._aux = map_structure(place, aux)
+        return loss, (loss, arrays, inner.updated_values())
