@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from keras_strategies.errors import InvalidArgumentError
+from typing import Any
+
+from keras_strategies.errors import BatchError, InvalidArgumentError
+from keras_strategies.values import flatten
+
+_PARTS = ("x", "y", "sample_weight")
 
 
 def split_sizes(rows: int, parts: int) -> list[int]:
@@ -28,3 +33,37 @@ def split_sizes(rows: int, parts: int) -> list[int]:
         )
     base, larger = divmod(rows, parts)
     return [base + 1] * larger + [base] * (parts - larger)
+
+
+def check_batch(batch: Any) -> None:
+    """Raises an error if a batch has no rows to split, or parts that do not agree.
+
+    Args:
+        batch: `x`, or a tuple or list of `x`, `y` and `sample_weight`: structures of
+            what has a `shape`, whose first entry is the number of rows or None.
+
+    Raises:
+        ValueError: naming the parts and their shapes.
+    """
+    # Some loaders make a list of the parts; Keras takes it for a tuple.
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    shapes = {
+        f"{name}[{i}]" if i else name: tuple(leaf.shape)
+        for name, part in zip(_PARTS, parts, strict=False)
+        for i, leaf in enumerate(flatten(part))
+        if getattr(leaf, "shape", None) is not None
+    }
+    found = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
+    if any(len(shape) == 0 for shape in shapes.values()):
+        raise BatchError(
+            "A strategy splits batches by their rows, and these have none: the input "
+            f"yields {found}. Batch it first, for example with "
+            "`dataset.batch(batch_size)`; batch_size is the global batch."
+        )
+    lengths = {shape[0] for shape in shapes.values()} - {None}
+    if len(lengths) > 1:
+        raise BatchError(
+            "All parts of a batch have one row per sample, so their first axes are "
+            f"equally long. The input yields {found}. If these are single samples, "
+            "batch them first, for example with `dataset.batch(batch_size)`."
+        )

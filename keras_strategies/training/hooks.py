@@ -11,6 +11,7 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.run_scope import RunScope
 from keras_strategies.errors import ModelScopeError
+from keras_strategies.input.sharding import check_batch
 from keras_strategies.strategies.base import on_first_use
 from keras_strategies.training.batch_norm import replica_moments
 
@@ -38,6 +39,17 @@ class StrategyHooks:
             return
         with strategy.scope(), strategy.trainer.method(model, name):
             yield
+
+    def input_made(self, adapter: Any) -> None:
+        if context.get_strategy().num_replicas_in_sync > 1:
+            spec = keras_compat.element_spec(adapter)
+            if spec is not None:
+                check_batch(spec)
+
+    def building(self, model: Any, batch: Any) -> None:
+        strategy = keras_compat.strategy_of(model)
+        if strategy is not None and strategy.num_replicas_in_sync > 1:
+            check_batch(batch)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool

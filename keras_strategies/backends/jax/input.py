@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from keras_strategies.backends.jax.distribution import BATCH_AXIS, splits
+from keras_strategies.input.sharding import check_batch
 
 
 class BatchPlacer(abc.ABC):
@@ -38,6 +39,7 @@ class MeshPlacer(BatchPlacer):
         self._ahead = mesh.devices.flat[0].platform != "cpu"
 
     def place(self, batch: Any) -> Any:
+        check_batch(batch)
         # None is no leaf to JAX; a sparse array's parts are leaves.
         leaves, structure = jax.tree.flatten(batch)
         leaves = [_as_array(leaf) for leaf in leaves]

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_strategies import keras_compat
+from keras_strategies.input.sharding import check_batch
 
 if TYPE_CHECKING:
     from keras_strategies.backends.tensorflow.data_parallel import (
@@ -89,6 +90,7 @@ class StepFunction:
         it weights the losses of several outputs.
         """
         batch = keras.tree.map_structure(_none_if_optional, batch)
+        check_batch(batch)
         if not self._seen_model:
             self._seen_model = True
             if not self._build(batch):
@@ -98,7 +100,7 @@ class StepFunction:
             return self._run(self._whole, batch, spec)
         return self._run(self._parallel, batch, spec)
 
-    def _run(self, program: Callable[[Any], Any], batch: Any, spec: Any) -> Any:
+    def _run(self, program: Any, batch: Any, spec: Any) -> Any:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
             return program(batch)
         key = (program, tuple(keras.tree.flatten(spec)))

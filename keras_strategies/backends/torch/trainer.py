@@ -17,6 +17,7 @@ from keras_strategies.backends.torch.replicas import ReplicaThreads
 from keras_strategies.backends.torch.run import TorchRun, sum_gradients
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.devices import Device
+from keras_strategies.input.sharding import check_batch
 from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class TorchTrainer(TrainerAdapter):
             return function
 
         def step(data: Any) -> Any:
+            for batch in data:
+                check_batch(batch)
             with keras_compat.layer_calls_through(call):
                 return function(data)
 

@@ -1,0 +1,123 @@
+"""Which rows and elements are a worker's or a replica's, in pure functions.
+
+Nothing here knows what rows are made of. With one worker, everything is its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input.sharding import split_sizes
+from keras_strategies.types import AutoShardPolicy
+
+
+@dataclass(frozen=True)
+class Share:
+    """The replicas of one process among all replicas.
+
+    Args:
+        first: int, the number of the first of them.
+        count: int, how many of them there are.
+        total: int, the replicas of all processes.
+    """
+
+    first: int
+    count: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.first < 0 or self.first + self.count > self.total:
+            raise InvalidArgumentError(
+                "The replicas of a process are some of all replicas. "
+                f"Received: {self!r}"
+            )
+
+    @classmethod
+    def of_worker(cls, replicas: list[int], worker: int) -> Share:
+        """The share of one worker, of workers with so many replicas each.
+
+        >>> Share.of_worker([2, 1, 3], 2)
+        Share(first=3, count=3, total=6)
+        """
+        return cls(sum(replicas[:worker]), replicas[worker], sum(replicas))
+
+
+def replica_ranges(rows: int, share: Share) -> list[tuple[int, int]]:
+    """The rows of a global batch that each local replica takes.
+
+    Args:
+        rows: int, rows of the global batch.
+        share: which replicas are local.
+
+    Returns:
+        list of pairs `(start, stop)`, one for each local replica.
+
+    >>> replica_ranges(7, Share(0, 2, 2))
+    [(0, 4), (4, 7)]
+    >>> replica_ranges(7, Share(2, 2, 4))
+    [(4, 6), (6, 7)]
+    """
+    sizes = split_sizes(rows, share.total)
+    start = sum(sizes[: share.first])
+    ranges = []
+    for size in sizes[share.first : share.first + share.count]:
+        ranges.append((start, start + size))
+        start += size
+    return ranges
+
+
+def worker_range(rows: int, share: Share) -> tuple[int, int]:
+    """The rows of a global batch that all local replicas take together.
+
+    >>> worker_range(7, Share(2, 2, 4))
+    (4, 7)
+    """
+    ranges = replica_ranges(rows, share)
+    return ranges[0][0], ranges[-1][1]
+
+
+def elements_of(count: int | None, num_shards: int, index: int) -> int | None:
+    """How many of `count` elements shard `index` has, when each takes every n-th.
+
+    >>> [elements_of(7, 3, i) for i in range(3)]
+    [3, 2, 2]
+    """
+    if not 0 <= index < num_shards:
+        raise InvalidArgumentError(
+            "A shard is numbered from 0 to the number of shards - 1. "
+            f"Received: num_shards={num_shards}, index={index}"
+        )
+    if count is None:
+        return None
+    return len(range(index, count, num_shards))
+
+
+def resolve_policy(
+    policy: AutoShardPolicy, num_workers: int, num_files: int | None
+) -> AutoShardPolicy:
+    """What a policy comes to.
+
+    Args:
+        policy: what was asked for.
+        num_workers: int, how many workers there are.
+        num_files: int, the files that the dataset reads; None if it reads none.
+
+    Returns:
+        `OFF` for one worker; for `AUTO`, either `FILE` or `DATA`; else the policy.
+
+    Raises:
+        ValueError: for `FILE` without a file for each worker.
+    """
+    if num_workers == 1:
+        return AutoShardPolicy.OFF
+    enough = num_files is not None and num_files >= num_workers
+    if policy is AutoShardPolicy.AUTO:
+        return AutoShardPolicy.FILE if enough else AutoShardPolicy.DATA
+    if policy is AutoShardPolicy.FILE and not enough:
+        raise InvalidArgumentError(
+            f"AutoShardPolicy.FILE gives each of {num_workers} workers files of its "
+            f"own, but the dataset reads {num_files or 'no'} files. Divide the data "
+            "into more files, or use AutoShardPolicy.DATA."
+        )
+    return policy

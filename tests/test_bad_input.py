@@ -1,0 +1,166 @@
+"""Bad input: what the error says, and that everything works afterwards."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.input.sharding import check_batch
+
+X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, 22)
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def fit(model: keras.Model, **options) -> dict:
+    history = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, **options)
+    return history.history
+
+
+@pytest.fixture
+def model(mirrored):
+    with mirrored.scope():
+        return build()
+
+
+def assert_still_exact(model: keras.Model) -> None:
+    """The model trains from here on as one device does."""
+    alone = build()
+    alone.set_weights(model.get_weights())
+    expected, found = fit(alone), fit(model)
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key], values, rtol=1e-5)
+    for mine, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_from_outside_the_scope_is_told_to_move(mirrored) -> None:
+    model = build()
+    with (
+        mirrored.scope(),
+        pytest.raises(
+            ks.errors.ModelScopeError,
+            match=r"made outside of it.*with strategy.scope\(\)",
+        ),
+    ):
+        fit(model)
+    fit(model)
+
+
+def test_two_strategies_nested(model) -> None:
+    other = ks.OneDeviceStrategy("cpu:0")
+    with other.scope(), pytest.raises(RuntimeError, match="Mixing different"):
+        fit(model)
+    assert_still_exact(model)
+
+
+def test_a_dataset_that_is_not_batched(model) -> None:
+    tf = pytest.importorskip("tensorflow")
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y))
+    with pytest.raises(ValueError, match=r"y of shape \(\).*\.batch\(batch_size\)"):
+        model.fit(dataset, verbose=0)
+    assert_still_exact(model)
+
+
+def test_a_batch_whose_parts_have_different_lengths(model) -> None:
+    with pytest.raises(ValueError, match=r"(?s)x of shape \(4, 6\), y of shape \(3,\)"):
+        model.train_on_batch(X[:4], Y[:3])
+    assert_still_exact(model)
+
+
+def test_a_generator_whose_parts_have_different_lengths(model) -> None:
+    def batches():
+        yield X[:8], Y[:8]
+        yield X[:4], Y[:3]
+
+    with pytest.raises(ValueError, match=r"(?s)x of shape \(4, 6\), y of shape \(3,\)"):
+        model.fit(batches(), verbose=0)
+    assert_still_exact(model)
+
+
+def test_arrays_of_different_lengths(model) -> None:
+    with pytest.raises(ValueError, match="22"):
+        model.fit(X, Y[:20], verbose=0)
+    assert_still_exact(model)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (np.ones((4, 2)), np.ones(4)),
+        (np.ones((4, 2)), np.ones(4), np.ones(4)),
+        ({"a": np.ones((4, 2)), "b": np.ones((4, 3, 3))}, None),
+        np.ones((1, 2)),
+    ],
+)
+def test_batches_that_are_right_pass(batch) -> None:
+    check_batch(batch)
+
+
+class Break(keras.callbacks.Callback):
+    """Raises an error at the second batch."""
+
+    def __init__(self, error: BaseException):
+        super().__init__()
+        self.error = error
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt()])
+def test_a_callback_that_raises_and_ctrl_c(model, error) -> None:
+    with pytest.raises(type(error)):
+        fit(model, callbacks=[Break(error)])
+    assert not ks.has_strategy()
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    assert_still_exact(model)
+
+
+class Fails(keras.layers.Layer):
+    """Raises an error when it is told to, in the call that replicas make."""
+
+    broken = False
+
+    def call(self, x):
+        if Fails.broken:
+            raise LookupError("a layer failed")
+        return x
+
+
+def test_a_layer_that_raises_on_the_replicas(mirrored, monkeypatch) -> None:
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((6,)), Fails(), keras.layers.Dense(3)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    target = np.zeros((22, 3), "float32")
+    model.fit(X, target, verbose=0)
+    monkeypatch.setattr(Fails, "broken", True)
+    with pytest.raises(LookupError, match="a layer failed"):
+        model.fit(X, target, verbose=0)
+    monkeypatch.setattr(Fails, "broken", False)
+    history = model.fit(X, target, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+
+
+def test_nan_is_handled_as_keras_does(model) -> None:
+    inputs = X.copy()
+    inputs[3] = np.nan
+    stop = keras.callbacks.TerminateOnNaN()
+    history = model.fit(inputs, Y, batch_size=8, verbose=0, epochs=3, callbacks=[stop])
+    assert len(history.history["loss"]) < 3

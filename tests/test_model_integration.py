@@ -1,0 +1,368 @@
+"""Contract section 3: models, callbacks and files under a strategy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+RANDOM = np.random.default_rng(7)
+X = RANDOM.normal(size=(22, 6)).astype("float32")
+Y = RANDOM.integers(0, 3, 22)
+
+
+def build(compiled: bool = True) -> keras.Model:
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(8, activation="tanh", name="hidden")(inputs)
+    hidden = layers.BatchNormalization(name="norm")(hidden)
+    outputs = layers.Dense(3, activation="softmax", name="out")(hidden)
+    model = keras.Model(inputs, outputs)
+    if compiled:
+        compile_model(model)
+    return model
+
+
+def compile_model(model: keras.Model, rate: float = 0.1) -> None:
+    model.compile(
+        keras.optimizers.SGD(rate, momentum=0.9),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+    )
+
+
+def fit(model: keras.Model, **options) -> dict[str, list[float]]:
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0, **options}
+    return model.fit(X, Y, **options).history
+
+
+def assert_same_weights(a: keras.Model, b: keras.Model) -> None:
+    for one, other in zip(a.get_weights(), b.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_scope_is_remembered_outside_of_it(strategy) -> None:
+    with strategy.scope():
+        model = build()
+    alone = build()
+    found, expected = fit(model), fit(alone)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+    assert_same_weights(model, alone)
+
+
+def test_fit_may_stand_in_the_scope(strategy) -> None:
+    with strategy.scope():
+        model = build()
+        fit(model)
+        inside = model.evaluate(X, Y, verbose=0)
+    np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), inside, rtol=1e-6)
+
+
+def test_compile_outside_of_the_scope(strategy) -> None:
+    with strategy.scope():
+        model = build(compiled=False)
+    compile_model(model)
+    alone = build()
+    fit(model), fit(alone)
+    assert_same_weights(model, alone)
+    homes = set(strategy.extended.parameter_devices)
+    for variable in model.optimizer.variables:
+        devices = {copy.device for copy in strategy.trainer.copies(variable)}
+        assert devices <= homes
+
+
+def test_central_storage_keeps_one_copy_of_everything() -> None:
+    strategy = ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0", always_split=True)
+    with strategy.scope():
+        model = build()
+    fit(model)
+    variables = [*model.variables, *model.optimizer.variables]
+    assert len(model.optimizer.variables) > len(model.trainable_variables)
+    for variable in variables:
+        (copy,) = strategy.trainer.copies(variable)
+        assert copy.device == "cpu:0", variable.path
+        assert (
+            copy.nbytes == int(np.prod(variable.shape)) * 4 or "int" in variable.dtype
+        )
+
+
+def test_describe_adds_up(strategy) -> None:
+    with strategy.scope():
+        model = build()
+    fit(model)
+    table = strategy.describe(model)
+    assert "hidden/kernel" in str(table)
+    assert "6x8" in str(table)
+    assert "<table>" in table._repr_html_() and "hidden/kernel" in table._repr_html_()
+    expected: dict[str, int] = {}
+    for variable in {
+        id(v): v
+        for v in [
+            *model.variables,
+            *model.optimizer.variables,
+            *model.metrics_variables,
+        ]
+    }.values():
+        for copy in strategy.trainer.copies(variable):
+            expected[copy.device] = expected.get(copy.device, 0) + copy.nbytes
+    assert table.totals == expected
+
+
+def test_describe_of_a_model_made_elsewhere(mirrored) -> None:
+    with pytest.raises(RuntimeError, match="not made in the scope"):
+        mirrored.describe(build())
+
+
+def test_callbacks_do_what_they_do_on_one_device(mirrored, tmp_path) -> None:
+    def callbacks(folder):
+        return [
+            keras.callbacks.ModelCheckpoint(str(folder / "best.keras")),
+            keras.callbacks.EarlyStopping(monitor="val_loss", patience=1),
+            keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=1),
+            keras.callbacks.CSVLogger(str(folder / "log.csv")),
+            keras.callbacks.BackupAndRestore(str(folder / "backup")),
+        ]
+
+    histories = []
+    for name in ("alone", "strategy"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "alone":
+            model = build()
+        else:
+            with mirrored.scope():
+                model = build()
+        validation = (X[:7], Y[:7])
+        options = {"epochs": 6, "validation_data": validation}
+        histories.append(fit(model, callbacks=callbacks(folder), **options))
+        assert (folder / "best.keras").exists()
+        lines = (folder / "log.csv").read_text().splitlines()
+        assert len(lines) == len(histories[-1]["loss"]) + 1
+    assert histories[0].keys() == histories[1].keys()
+    for key, values in histories[0].items():
+        np.testing.assert_allclose(histories[1][key], values, rtol=1e-5, err_msg=key)
+
+
+def test_tensorboard_writes_its_events(mirrored, tmp_path) -> None:
+    with mirrored.scope():
+        model = build()
+    fit(model, callbacks=[keras.callbacks.TensorBoard(str(tmp_path))])
+    assert list(tmp_path.rglob("events.*"))
+
+
+def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(
+    mirrored, tmp_path
+) -> None:
+    def train(model):
+        seen = []
+
+        def after_epoch(epoch, logs):
+            seen.append(model.evaluate(X, Y, verbose=0, return_dict=True)["loss"])
+            seen.append(float(model.predict(X[:3], verbose=0).sum()))
+            model.save(tmp_path / "during.keras")
+            model.optimizer.learning_rate = 0.01
+
+        callback = keras.callbacks.LambdaCallback(on_epoch_end=after_epoch)
+        fit(model, epochs=2, callbacks=[callback])
+        return seen
+
+    with mirrored.scope():
+        model = build()
+    alone = build()
+    np.testing.assert_allclose(train(model), train(alone), rtol=1e-5)
+    assert_same_weights(model, alone)
+
+
+def test_a_callback_stops_training(mirrored) -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = True
+
+    with mirrored.scope():
+        model = build()
+    fit(model, epochs=4, callbacks=[Stop()])
+    assert int(model.optimizer.iterations) == 1
+
+
+def test_an_interrupted_run_resumes_from_its_backup(mirrored, tmp_path) -> None:
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise RuntimeError("interrupted")
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+
+    with mirrored.scope():
+        model = build()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        fit(model, epochs=4, callbacks=[backup(), Interrupt()])
+    with mirrored.scope():
+        again = build()
+    history = fit(again, epochs=4, callbacks=[backup()])
+    assert len(history["loss"]) < 4
+    whole = build()
+    fit(whole, epochs=4)
+    assert_same_weights(again, whole)
+
+
+def test_a_saved_model_opens_with_and_without_a_strategy(strategy, tmp_path) -> None:
+    with strategy.scope():
+        model = build()
+    fit(model)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    plain = keras.models.load_model(path)
+    with strategy.scope():
+        distributed = keras.models.load_model(path)
+    assert strategy.owns(distributed)
+    histories = [fit(m) for m in (model, plain, distributed)]
+    for history in histories[1:]:
+        np.testing.assert_allclose(history["loss"], histories[0]["loss"], rtol=1e-5)
+    assert_same_weights(model, plain)
+    assert_same_weights(model, distributed)
+
+
+def test_a_file_saved_in_the_scope_is_an_ordinary_one(mirrored, tmp_path) -> None:
+    with mirrored.scope():
+        model = build()
+        model.save(tmp_path / "inside.keras")
+    build().save(tmp_path / "alone.keras")
+    inside = keras.models.load_model(tmp_path / "inside.keras")
+    alone = keras.models.load_model(tmp_path / "alone.keras")
+    assert_same_weights(inside, alone)
+    assert inside.get_config().keys() == alone.get_config().keys()
+    assert b"keras_strategies" not in (tmp_path / "inside.keras").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_saved_model_opens_on_another_backend(
+    mirrored, tmp_path, backend_name
+) -> None:
+    other = {"jax": "torch", "torch": "jax", "tensorflow": "torch"}[backend_name]
+    with mirrored.scope():
+        model = build()
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    np.save(tmp_path / "x.npy", X)
+    script = (
+        "import sys, keras, numpy as np; folder = sys.argv[1]; "
+        "model = keras.models.load_model(folder + '/model.keras'); "
+        "x = np.load(folder + '/x.npy'); "
+        "np.save(folder + '/y.npy', model.predict(x, verbose=0))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env={**os.environ, "KERAS_BACKEND": other, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    found = np.load(tmp_path / "y.npy")
+    np.testing.assert_allclose(found, model.predict(X, verbose=0), rtol=1e-4, atol=1e-6)
+
+
+def test_freezing_and_unfreezing_between_fits(strategy) -> None:
+    def train(model):
+        fit(model)
+        model.get_layer("hidden").trainable = False
+        model.get_layer("norm").trainable = False
+        compile_model(model)
+        frozen = model.get_layer("hidden").get_weights()
+        fit(model)
+        for before, after in zip(
+            frozen, model.get_layer("hidden").get_weights(), strict=True
+        ):
+            np.testing.assert_array_equal(before, after)
+        model.trainable = True
+        compile_model(model, 0.05)
+        return fit(model)
+
+    with strategy.scope():
+        model = build()
+    alone = build()
+    np.testing.assert_allclose(train(model)["loss"], train(alone)["loss"], rtol=1e-5)
+    assert_same_weights(model, alone)
+
+
+def test_fitting_again_goes_on(strategy) -> None:
+    with strategy.scope():
+        model = build()
+    alone = build()
+    for _ in range(3):
+        fit(model), fit(alone)
+    assert_same_weights(model, alone)
+
+
+def test_two_strategies_one_after_the_other() -> None:
+    alone = build()
+    fit(alone)
+    for devices in (["cpu:0", "cpu:1"], ["cpu:1", "cpu:2", "cpu:3"]):
+        strategy = ks.MirroredStrategy(devices, always_split=True)
+        with strategy.scope():
+            model = build()
+        fit(model)
+        assert_same_weights(model, alone)
+
+
+def test_a_model_evaluated_under_another_number_of_replicas(tmp_path) -> None:
+    two = ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True)
+    four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)], always_split=True)
+    with two.scope():
+        model = build()
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    with four.scope():
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(
+        loaded.evaluate(X, Y, verbose=0, batch_size=8),
+        model.evaluate(X, Y, verbose=0, batch_size=8),
+        rtol=1e-5,
+    )
+
+
+def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
+    with mirrored.scope():
+        model = build()
+        clone = keras.models.clone_model(model)
+    assert mirrored.owns(clone)
+    clone.set_weights(model.get_weights())
+    compile_model(clone)
+    fit(model), fit(clone)
+    assert_same_weights(model, clone)
+
+
+def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
+    mirrored,
+) -> None:
+    def masks():
+        with mirrored.scope():
+            keras.utils.set_random_seed(11)
+            model = keras.Sequential([keras.Input((64,)), layers.Dropout(0.5)])
+            model.compile("sgd", "mse", run_eagerly=True)
+        seen = []
+
+        class Look(keras.callbacks.Callback):
+            def on_test_batch_end(self, batch, logs=None):
+                seen.append(logs)
+
+        class Model(keras.Model):
+            def call(self, x):
+                return model(x, training=True)
+
+        with mirrored.scope():
+            outer = Model()
+            outer.compile("sgd", "mse")
+        return outer.predict(np.ones((4, 64), "float32"), verbose=0)
+
+    first, second = masks(), masks()
+    np.testing.assert_array_equal(first, second)
+    # Rows 0 and 1 are the first replica's, 2 and 3 the second's.
+    assert not np.array_equal(first[:2], first[2:])
