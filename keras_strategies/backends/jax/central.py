@@ -26,9 +26,8 @@ import jax
 from keras_strategies import keras_compat
 from keras_strategies.backends.jax import steps
 from keras_strategies.backends.jax.distribution import StrategyDistribution
-from keras_strategies.backends.jax.input import MeshPlacer
 from keras_strategies.backends.jax.program import Copies, MeshProgram
-from keras_strategies.backends.jax.trainer import JaxTrainer
+from keras_strategies.backends.jax.trainer import DistributionTrainer
 from keras_strategies.errors import ContextError
 
 if TYPE_CHECKING:
@@ -40,22 +39,16 @@ _USE_ANOTHER = (
 )
 
 
-class CentralStorageTrainer(JaxTrainer):
+class CentralStorageTrainer(DistributionTrainer):
     """One copy of the variables on the parameter device, batches over a mesh."""
 
     def __init__(self, strategy: Strategy):
         placement = strategy.placement
-        self._distribution = StrategyDistribution(
-            placement.replicas, placement.variables
+        super().__init__(
+            strategy, StrategyDistribution(placement.replicas, placement.variables)
         )
-        mesh = self._distribution.device_mesh.backend_mesh
-        super().__init__(strategy, MeshPlacer(mesh))
-        self.whole = jax.NamedSharding(mesh, jax.P())
         self.at_home = jax.sharding.SingleDeviceSharding(self.home)
         self.copies_on_mesh = Copies(self.whole)
-
-    def distribution(self) -> StrategyDistribution:
-        return self._distribution
 
     def step(self, model: Any, kind: str) -> steps.Step:
         if kind == "train":
@@ -65,13 +58,6 @@ class CentralStorageTrainer(JaxTrainer):
     def prepared(self, state: Any) -> Any:
         # Bound to the device in the same way as what an update returns.
         return jax.device_put(steps.unshared(state), self.at_home)
-
-    def is_in_place(self, array: jax.Array) -> bool:
-        return array.devices() == {self.home}
-
-    def adopt(self, variable: Any) -> None:
-        layout = self._distribution.get_variable_layout(None)
-        keras_compat.move_variable(variable, layout)
 
 
 class _ReadingStep:
@@ -108,6 +94,7 @@ class _TrainStep:
 
     def __init__(self, trainer: CentralStorageTrainer, model: Any):
         self._model = model
+        self._step = steps.keras_step(model, "train")
         self._copies = trainer.copies_on_mesh
         self._home = trainer.at_home
         self._lengths: list[int] = []
@@ -165,7 +152,7 @@ class _TrainStep:
         state = _split(flat, self._lengths)
         record = _UpdateRecord(state)
         with record.in_place_of_update(self._model.optimizer):
-            logs, new = self._model.train_step(state, batch)
+            logs, new = self._step(state, batch)
         gradients = record.gradients_of(new)
         return logs, gradients, _joined((state[0], new[1], state[2], new[3]))
 
@@ -234,9 +221,7 @@ class NotYetUpdated:
     """What a step on the compute devices gets for a variable after the update."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        _refuse()
-
-    def __jax_array__(self) -> NoReturn:
+        # JAX asks every argument for `__jax_array__`.
         _refuse()
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:

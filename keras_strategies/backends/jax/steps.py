@@ -26,14 +26,20 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 def keras_step(model: Any, kind: str) -> Step:
     """One step as Keras or the user wrote it, a pure function."""
-    if kind != "predict":
-        return getattr(model, f"{kind}_step")
 
     def predict_step(state: Any, batch: Any) -> tuple[Any, Any]:
         outputs, non_trainable = model.predict_step(state, batch)
         return outputs, (state[0], non_trainable)
 
-    return predict_step
+    original = predict_step if kind == "predict" else getattr(model, f"{kind}_step")
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        # Layers of Keras 3.15 know their losses by `id`, also those of an earlier
+        # trace; when a new loss gets the id of one of them, it is forgotten.
+        keras_compat.clear_losses(model)
+        return original(state, batch)
+
+    return step
 
 
 def compiles(model: Any) -> bool:

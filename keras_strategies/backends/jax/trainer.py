@@ -56,8 +56,8 @@ class JaxTrainer(TrainerAdapter):
         return steps.unshared(state)
 
     @abc.abstractmethod
-    def is_in_place(self, array: jax.Array) -> bool:
-        """Whether a variable's array lies where the strategy keeps variables."""
+    def is_in_place(self, variable: Any) -> bool:
+        """Whether a variable is one of those that the strategy keeps."""
 
     @abc.abstractmethod
     def adopt(self, variable: Any) -> None:
@@ -103,8 +103,7 @@ class JaxTrainer(TrainerAdapter):
         """Moves what was handed to `compile` ready-made: optimizer and metrics."""
         optimizer = [] if model.optimizer is None else model.optimizer.variables
         for variable in (*optimizer, *model.metrics_variables):
-            raw = keras_compat.raw_value(variable)
-            if raw is not None and not self.is_in_place(raw):
+            if not self.is_in_place(variable):
                 self.adopt(variable)
 
     def _placing(self, step: steps.Step) -> steps.Step:
@@ -113,11 +112,10 @@ class JaxTrainer(TrainerAdapter):
 
     def check_model(self, model: Any) -> None:
         for variable in (*model.trainable_variables, *model.non_trainable_variables):
-            raw = keras_compat.raw_value(variable)
-            if raw is not None and not self.is_in_place(raw):
+            if not self.is_in_place(variable):
                 raise ModelScopeError(
                     f"Variable {variable.path!r} of model {model.name!r} lies on "
-                    f"{_names(raw)}, but {self.strategy!r} keeps variables on "
+                    f"{_places(variable)}, but {self.strategy!r} keeps variables on "
                     f"{self._place_of_variables()}: it belongs to a layer that was "
                     "made outside of the strategy's scope. Move the lines that make "
                     "it into `with strategy.scope():`."
@@ -193,8 +191,9 @@ class JaxTrainer(TrainerAdapter):
         return optimizer.iterations
 
 
-def _names(array: jax.Array) -> str:
-    return ", ".join(sorted(str(device_of(device)) for device in array.devices()))
+def _places(variable: Any) -> str:
+    raw = keras_compat.raw_value(variable)
+    return ", ".join(sorted(str(device_of(device)) for device in raw.devices()))
 
 
 class OneDeviceTrainer(JaxTrainer):
@@ -217,9 +216,10 @@ class OneDeviceTrainer(JaxTrainer):
         # separately.
         return jax.device_put(steps.unshared(state), self._at_home)
 
-    def is_in_place(self, array: jax.Array) -> bool:
+    def is_in_place(self, variable: Any) -> bool:
         # JAX moves what is not bound to a device by itself.
-        return not array.committed or array.devices() == {self.home}
+        raw = keras_compat.raw_value(variable)
+        return raw is None or not raw.committed or raw.devices() == {self.home}
 
     def adopt(self, variable: Any) -> None:
         keras_compat.move_variable(variable, None)
@@ -227,28 +227,45 @@ class OneDeviceTrainer(JaxTrainer):
         variable.assign(jax.device_put(raw, self.home))
 
 
-class MeshTrainer(JaxTrainer):
-    """A copy of the variables on each device of a mesh, batches split over it."""
+class DistributionTrainer(JaxTrainer):
+    """Batches split over a mesh, variables laid out by a Keras distribution.
 
-    def __init__(self, strategy: Strategy):
-        self._distribution = StrategyDistribution(strategy.placement.replicas)
-        mesh = self._distribution.device_mesh.backend_mesh
+    Args:
+        strategy: the strategy.
+        distribution: says where batches and variables go.
+    """
+
+    def __init__(self, strategy: Strategy, distribution: StrategyDistribution):
+        mesh = distribution.device_mesh.backend_mesh
         super().__init__(strategy, MeshPlacer(mesh))
-        self._devices = set(mesh.devices.flat)
-        self._whole = jax.NamedSharding(mesh, jax.P())
+        self.whole = jax.NamedSharding(mesh, jax.P())
+        self._distribution = distribution
+        self._layout = distribution.get_variable_layout(None)
+        self._devices = self._layout.backend_layout.device_set
 
     def distribution(self) -> StrategyDistribution:
         return self._distribution
+
+    def is_in_place(self, variable: Any) -> bool:
+        raw = keras_compat.raw_value(variable)
+        if raw is None:
+            return True
+        # Without a layout it would not stay where it happens to be.
+        layout = keras_compat.layout_of(variable)
+        return layout is not None and raw.sharding.device_set == self._devices
+
+    def adopt(self, variable: Any) -> None:
+        keras_compat.move_variable(variable, self._layout)
+
+
+class MeshTrainer(DistributionTrainer):
+    """A copy of the variables on each device of a mesh, batches split over it."""
+
+    def __init__(self, strategy: Strategy):
+        super().__init__(strategy, StrategyDistribution(strategy.placement.replicas))
 
     def step(self, model: Any, kind: str) -> steps.Step:
         step = steps.keras_step(model, kind)
         if not steps.compiles(model):
             return step
-        return steps.compiled(model, kind, step, self._whole)
-
-    def is_in_place(self, array: jax.Array) -> bool:
-        return array.sharding.device_set == self._devices
-
-    def adopt(self, variable: Any) -> None:
-        layout = self._distribution.get_variable_layout(None)
-        keras_compat.move_variable(variable, layout)
+        return steps.compiled(model, kind, step, self.whole)
