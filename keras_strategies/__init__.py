@@ -24,6 +24,8 @@ from keras_strategies.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from keras_strategies.input.dataset import DistributedDataset, DistributedIterator
+from keras_strategies.input.model import DatasetCreator
 from keras_strategies.strategies.base import Strategy, ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
 from keras_strategies.strategies.default import DefaultStrategy
@@ -39,8 +41,12 @@ from keras_strategies.training.losses import (
 )
 from keras_strategies.training.steps import function, value_and_grad
 from keras_strategies.types import (
+    AutoShardPolicy,
     CommunicationImplementation,
     CommunicationOptions,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
     ReduceOp,
     VariableAggregation,
     VariableSynchronization,
@@ -50,14 +56,21 @@ from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AutoShardPolicy",
     "CentralStorageStrategy",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",
+    "DatasetCreator",
     "DefaultStrategy",
     "Description",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
     "NcclAllReduce",

@@ -9,6 +9,8 @@ Every class is also a built-in exception, so that code written for
     │   ├── DuplicateDeviceError               a device named twice
     │   ├── BatchError                         input that cannot be split by rows
     │   └── GatherError                        values that cannot be concatenated
+    ├── InputError (RuntimeError)              input that cannot be read again
+    ├── OutOfRangeError (IndexError)           an iterator without another batch
     ├── ContextError (RuntimeError)            a call in the wrong context
     │   ├── MixedStrategyError                 two strategies at once
     │   ├── ModelScopeError                    a model made under another strategy
@@ -43,6 +45,17 @@ class BatchError(InvalidArgumentError):
 
 class GatherError(InvalidArgumentError):
     """Values of the replicas cannot be concatenated or stacked."""
+
+
+class InputError(KerasStrategiesError, RuntimeError):
+    """Input cannot be read, or not once more."""
+
+
+class OutOfRangeError(KerasStrategiesError, IndexError):
+    """An iterator was asked for a batch after the last one.
+
+    On TensorFlow it is also a `tf.errors.OutOfRangeError`.
+    """
 
 
 class ContextError(KerasStrategiesError, RuntimeError):

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -45,6 +47,11 @@ class ModelHooks(Protocol):
 
     def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[Any]:
         """Entered around `fit`, `evaluate`, ... and `compile`."""
+
+    def arguments(
+        self, model: Any, name: str, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Inside of `method`: the arguments by name, to call the original with."""
 
     def input_made(self, adapter: Any) -> None:
         """`fit` or one of its siblings has made a data adapter of its input."""
@@ -110,11 +117,19 @@ def install(hooks: ModelHooks) -> None:
 
     def wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
         name = original.__name__
+        signature = inspect.signature(original)
 
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with hooks.method(self, name):
+            try:
+                bound = signature.bind(self, *args, **kwargs)
+            except TypeError:
+                # The original says what is wrong.
                 return original(self, *args, **kwargs)
+            with hooks.method(self, name):
+                given = hooks.arguments(self, name, bound.arguments)
+                bound.arguments.update(given)
+                return original(*bound.args, **bound.kwargs)
 
         return method
 
@@ -298,6 +313,77 @@ def symbolic_build(model: Any, batch: Any) -> None:
     `dtype` of the leaves only.
     """
     model._symbolic_build(data_batch=batch)
+
+
+# --- Input --------------------------------------------------------------------
+
+
+def py_dataset_batches(dataset: Any) -> Iterator[Any]:
+    """One pass over a `keras.utils.PyDataset`, by its workers.
+
+    Keras 3.15: `PyDatasetAdapter`, whose `on_epoch_begin` and `on_epoch_end` start
+    and stop the workers and call the dataset's methods of the same names.
+    """
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    adapter = PyDatasetAdapter(dataset)
+    adapter.on_epoch_begin()
+    try:
+        yield from adapter.get_numpy_iterator()
+    finally:
+        adapter.on_epoch_end()
+
+
+def batches_adapter(
+    batches: Callable[[], Iterator[Any]],
+    num_batches: int | None,
+    class_weight: dict[int, float] | None = None,
+) -> Any:
+    """What `fit`, `evaluate` and `predict` take as `x`: a function of batches.
+
+    Keras 3.15: `get_data_adapter` returns a `DataAdapter` as it is, without regard to
+    `class_weight`; `GeneratorDataAdapter` turns an iterator into what each backend
+    reads, and knows neither a length nor a second pass.
+
+    Args:
+        batches: starts a pass: an iterator of `x`, `(x, y)` or
+            `(x, y, sample_weight)`.
+        num_batches: int, how many there are; None where it is unknown.
+        class_weight: dict, weights of samples by their class.
+    """
+    from keras.src.trainers.data_adapters import data_adapter_utils
+    from keras.src.trainers.data_adapters.generator_data_adapter import (
+        GeneratorDataAdapter,
+    )
+
+    def weighted() -> Iterator[Any]:
+        for batch in batches():
+            x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+            if sample_weight is not None:
+                raise ValueError(
+                    "You cannot specify `class_weight` and `sample_weight` at the "
+                    "same time."
+                )
+            weights = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+            yield x, y, weights
+
+    class BatchesAdapter(GeneratorDataAdapter):
+        def __init__(self) -> None:
+            self.generator = batches if class_weight is None else weighted
+            self._output_signature = None
+
+        @property
+        def _first_batches(self) -> list[Any]:
+            found = itertools.islice(
+                self.generator(), data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+            )
+            return list(found)
+
+        @property
+        def num_batches(self) -> int | None:
+            return num_batches
+
+    return BatchesAdapter()
 
 
 # --- Layer calls --------------------------------------------------------------

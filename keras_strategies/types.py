@@ -62,6 +62,33 @@ class CommunicationImplementation(_NamedEnum):
     NCCL = "NCCL"
 
 
+class InputReplicationMode(_NamedEnum):
+    """How many input pipelines `distribute_datasets_from_function` makes."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+class AutoShardPolicy(_NamedEnum):
+    """How one dataset is divided between workers; with one worker it never is.
+
+    - `AUTO`: by `FILE` where a `tf.data` dataset reads at least as many files as
+      there are workers, otherwise by `DATA`.
+    - `FILE`: each worker reads files of its own.
+    - `DATA`: each worker takes its rows of every global batch, so that N workers
+      compute what one computes. Arrays, `PyDataset` and map-style loaders always do.
+    - `HINT`: `tf.data.Dataset.shard(tf.data.experimental.SHARD_HINT, ...)` in the
+      pipeline says where.
+    - `OFF`: every worker reads everything; its batches are its own.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
 @dataclass(frozen=True)
 class CommunicationOptions:
     """How collectives between devices and workers are carried out.
@@ -98,3 +125,116 @@ class CommunicationOptions:
             )
         implementation = CommunicationImplementation.parse(self.implementation)
         object.__setattr__(self, "implementation", implementation)
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How the batches of a distributed dataset come to the replicas.
+
+    Args:
+        experimental_fetch_to_device: bool, whether batches are moved to the replicas'
+            devices; False leaves them on the host.
+        experimental_replication_mode: an `InputReplicationMode` or its name. With
+            `PER_REPLICA`, `distribute_datasets_from_function` calls its function once
+            for each replica.
+        experimental_place_dataset_on_device: bool, for `tf.distribute`'s sake, and
+            with `PER_REPLICA` only. Pipelines run on the host on every backend.
+        experimental_per_replica_buffer_size: int, batches that are moved ahead of
+            their use; 0 moves each when it is asked for.
+
+    Raises:
+        ValueError: for a negative size, or a dataset placed on a device without
+            `PER_REPLICA`.
+
+    Example:
+
+    >>> ks.InputOptions(experimental_per_replica_buffer_size=2)
+    """
+
+    experimental_fetch_to_device: bool = True
+    experimental_replication_mode: InputReplicationMode | str = (
+        InputReplicationMode.PER_WORKER
+    )
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode = InputReplicationMode.parse(self.experimental_replication_mode)
+        object.__setattr__(self, "experimental_replication_mode", mode)
+        size = self.experimental_per_replica_buffer_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise InvalidArgumentError(
+                "`experimental_per_replica_buffer_size` is a number of batches, 0 or "
+                f"more. Received: {size!r}"
+            )
+        if (
+            self.experimental_place_dataset_on_device
+            and mode is not InputReplicationMode.PER_REPLICA
+        ):
+            raise InvalidArgumentError(
+                "`experimental_place_dataset_on_device=True` needs a dataset for each "
+                "replica. Set `experimental_replication_mode` to "
+                f"InputReplicationMode.PER_REPLICA. Received: {mode}"
+            )
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Which input pipeline a dataset function makes.
+
+    Args:
+        num_input_pipelines: int, how many pipelines there are, one for each worker.
+        input_pipeline_id: int, the number of this one, from 0.
+        num_replicas_in_sync: int, how many replicas compute one step together.
+
+    Raises:
+        ValueError: for numbers that cannot be.
+
+    Example:
+
+    >>> def dataset_fn(context):
+    ...     batch_size = context.get_per_replica_batch_size(64)
+    ...     dataset = dataset.shard(
+    ...         context.num_input_pipelines, context.input_pipeline_id)
+    ...     return dataset.batch(batch_size)
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        if (
+            self.num_input_pipelines < 1
+            or self.num_replicas_in_sync < 1
+            or not 0 <= self.input_pipeline_id < self.num_input_pipelines
+        ):
+            raise InvalidArgumentError(
+                "Pipelines and replicas are counted from 1, and `input_pipeline_id` "
+                f"from 0 to the number of pipelines - 1. Received: {self!r}"
+            )
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The rows of one replica's batch.
+
+        Args:
+            global_batch_size: int, rows of the global batch.
+
+        Returns:
+            int.
+
+        Raises:
+            ValueError: if the replicas cannot have equal batches.
+
+        >>> InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)
+        2
+        """
+        size, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise InvalidArgumentError(
+                f"A global batch of {global_batch_size} rows cannot be divided evenly "
+                f"by {self.num_replicas_in_sync} replicas. Use a multiple of the "
+                "number of replicas, or `strategy.experimental_distribute_dataset`, "
+                "which splits batches of any size."
+            )
+        return size

@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import keras
+
 from keras_strategies.devices import Device
+from keras_strategies.errors import OutOfRangeError
 from keras_strategies.types import ReduceOp
+from keras_strategies.values import map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -170,6 +174,40 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def device_of(self, tensor: Any) -> Device: ...
+
+    def transfer(
+        self, parts: Sequence[Any], devices: Sequence[Device]
+    ) -> Callable[[], list[Any]]:
+        """Begins to move structures of arrays, each to its device.
+
+        It is called ahead of the use, on a thread of its own.
+
+        Returns:
+            A callable for the thread that uses the tensors, which waits for them as
+            far as the backend needs it and returns the structures.
+        """
+        moved = [
+            map_structure(
+                lambda leaf, device=device: (
+                    None if leaf is None else self.to_device(leaf, device)
+                ),
+                part,
+            )
+            for part, device in zip(parts, devices, strict=True)
+        ]
+        return lambda: moved
+
+    def row_dataset(self, rows: Any) -> Any:
+        """The framework's own dataset of the rows of an `ArrayDataset`, or that."""
+        return rows
+
+    def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
+        """What says the shape and the dtype of the backend's tensors."""
+        return keras.KerasTensor(shape, dtype=dtype)
+
+    def out_of_range(self, message: str) -> Exception:
+        """The error of an iterator that has ended."""
+        return OutOfRangeError(message)
 
     # Collectives, called once for all replicas: a list has one tensor for each.
 

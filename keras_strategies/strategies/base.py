@@ -15,10 +15,13 @@ from keras_strategies.errors import (
     InvalidArgumentError,
     ModelScopeError,
 )
+from keras_strategies.input import distribute
+from keras_strategies.input.arrays import from_arrays
+from keras_strategies.input.workers import Share
 from keras_strategies.strategies import combine
 from keras_strategies.strategies.describe import Description, describe
 from keras_strategies.strategies.extended import StrategyExtended
-from keras_strategies.types import ReduceOp
+from keras_strategies.types import InputContext, InputOptions, ReduceOp
 from keras_strategies.values import (
     DistributedValues,
     PerReplica,
@@ -293,6 +296,117 @@ class Strategy:
         count = self.num_replicas_in_sync
         values = [value_fn(ValueContext(i, count)) for i in range(count)]
         return values[0] if count == 1 else PerReplica(values)
+
+    def experimental_distribute_dataset(
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Splits each global batch of a dataset over the replicas.
+
+        Every row goes to one replica, in order: `range(10).batch(4)` on two replicas
+        ends `[8]`, `[9]`. A replica for which no row is left gets zero rows.
+
+        Args:
+            dataset: a dataset whose batches are global batches: a `tf.data.Dataset`,
+                a torch `DataLoader`, a `keras.utils.PyDataset`, or an iterable of
+                structures of arrays, each of shape `(rows, ...)`. Arrays, tensors
+                and frames of pandas, alone or in tuples and dictionaries, are made
+                into batches first.
+            options: `InputOptions`, or None for the defaults.
+            batch_size: int, rows of the global batch, for arrays; None for 32, as in
+                `fit`.
+
+        Returns:
+            A `DistributedDataset`: an iterable of batches whose leaves are
+            `PerReplica`, with one replica tensors.
+
+        Raises:
+            ValueError: for what is no dataset, for one that is not batched, and,
+                while it is iterated, for a batch whose parts have different lengths.
+            RuntimeError: inside `run`.
+
+        Example:
+
+        >>> dataset = strategy.experimental_distribute_dataset(
+        ...     tf.data.Dataset.from_tensor_slices((x, y)).batch(64))
+        >>> for batch in dataset:
+        ...     strategy.run(train_step, args=(batch,))
+        """
+        self._check_outside_replicas("experimental_distribute_dataset")
+        return distribute.dataset(self, dataset, options, batch_size)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """Gives the replicas batches as a function's datasets make them.
+
+        Args:
+            dataset_fn: callable of an `InputContext` that returns a dataset of any
+                kind, whose batches are for one replica each: consecutive ones go to
+                consecutive replicas, without being split or joined. It is called once
+                for each worker, or once for each replica with
+                `InputReplicationMode.PER_REPLICA`. When the dataset ends amid the
+                replicas, the others get zero rows.
+            options: `InputOptions`, or None for the defaults.
+
+        Returns:
+            A `DistributedDataset`.
+
+        Raises:
+            TypeError: if `dataset_fn` is not callable.
+            ValueError: if it returns no dataset, or one that is not batched.
+            RuntimeError: inside `run`.
+
+        Example:
+
+        >>> def dataset_fn(context):
+        ...     batch_size = context.get_per_replica_batch_size(64)
+        ...     return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+        >>> dataset = strategy.distribute_datasets_from_function(dataset_fn)
+        """
+        self._check_outside_replicas("distribute_datasets_from_function")
+        return distribute.from_function(self, dataset_fn, options)
+
+    # The name it had before it was no longer experimental.
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def make_experimental_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> Any:
+        """A dataset of the rows of arrays, to be batched and then distributed.
+
+        Args:
+            numpy_input: structure of arrays with the same first axis, `(rows, ...)`.
+            session: accepted for `tf.distribute`'s sake; has no effect.
+
+        Returns:
+            On TensorFlow a `tf.data.Dataset`; elsewhere an object with its methods
+            `batch`, `shuffle`, `repeat`, `prefetch` and `cardinality`.
+
+        Raises:
+            ValueError: for scalars and arrays of different lengths.
+
+        Example:
+
+        >>> dataset = strategy.make_experimental_numpy_dataset((x, y)).batch(64)
+        >>> dataset = strategy.experimental_distribute_dataset(dataset)
+        """
+        del session
+        return self._backend.row_dataset(from_arrays(numpy_input))
+
+    def input_context(self) -> InputContext:
+        """Which of the workers' input pipelines this process makes."""
+        return InputContext(1, 0, self.num_replicas_in_sync)
+
+    def input_share(self) -> Share:
+        """Which of all replicas are those of this process."""
+        count = len(self._placement.replicas)
+        return Share(0, count, count)
 
     def _check_outside_replicas(self, method: str) -> None:
         if context.current_replica() is not None:

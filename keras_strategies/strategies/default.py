@@ -11,9 +11,10 @@ from keras_strategies import context
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Communicator, Placement
 from keras_strategies.errors import MixedStrategyError
+from keras_strategies.input import distribute
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import default_devices
-from keras_strategies.types import ReduceOp
+from keras_strategies.types import InputContext, InputOptions, ReduceOp
 
 
 class _Alone(Communicator):
@@ -66,6 +67,36 @@ class DefaultStrategy(Strategy):
     ) -> Any:
         """Calls `fn`."""
         return fn(*args, **(kwargs or {}))
+
+    def experimental_distribute_dataset(
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Returns the dataset as it is.
+
+        What is no iterable of batches by itself, arrays, frames of pandas and
+        `keras.utils.PyDataset`, becomes a `DistributedDataset` of one replica.
+        """
+        if batch_size is None and distribute.iterates_batches(dataset):
+            return dataset
+        return super().experimental_distribute_dataset(
+            dataset, options, batch_size=batch_size
+        )
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """Calls the function, and returns its dataset likewise."""
+        distribute.check_dataset_fn(dataset_fn)
+        dataset = dataset_fn(self.input_context())
+        return self.experimental_distribute_dataset(dataset, options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def _check_outside_replicas(self, method: str) -> None:
         """Outside every scope all code is the one replica's; nothing to check."""

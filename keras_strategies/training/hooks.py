@@ -11,6 +11,7 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.run_scope import RunScope
 from keras_strategies.errors import ModelScopeError
+from keras_strategies.input.model import model_arguments, on_first_dataset
 from keras_strategies.input.sharding import check_batch
 from keras_strategies.strategies.base import on_first_use
 from keras_strategies.training.batch_norm import replica_moments
@@ -50,6 +51,12 @@ class StrategyHooks:
         strategy = keras_compat.strategy_of(model)
         if strategy is not None and strategy.num_replicas_in_sync > 1:
             check_batch(batch)
+
+    def arguments(
+        self, model: Any, name: str, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        strategy = keras_compat.strategy_of(model)
+        return model_arguments(strategy, name, arguments)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
@@ -135,3 +142,4 @@ def gradients_are_aggregated() -> Iterator[None]:
 
 
 on_first_use(lambda: keras_compat.install(StrategyHooks()))
+on_first_dataset(lambda: keras_compat.install(StrategyHooks()))

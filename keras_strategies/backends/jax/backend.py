@@ -44,6 +44,19 @@ class JaxBackend(Backend):
             return value  # The compiler decides where it is computed.
         return jax.device_put(value, devices.jax_device(device))
 
+    def transfer(
+        self, parts: Sequence[Any], targets: Sequence[Device]
+    ) -> Callable[[], list[Any]]:
+        # One call for all; the copies go on while the program does.
+        where = [devices.jax_device(target) for target in targets]
+        moved = jax.device_put(list(parts), where)
+        return lambda: moved
+
+    def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
+        # Without `jax_enable_x64`, JAX makes 64-bit arrays 32-bit ones.
+        canonical = jax.dtypes.canonicalize_dtype(dtype)
+        return super().tensor_spec(shape, canonical.name)
+
     def device_of(self, tensor: jax.Array) -> Device:
         # The first one of an array that lies on several.
         return devices.device_of(tensor.sharding._device_assignment[0])

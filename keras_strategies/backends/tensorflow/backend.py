@@ -19,10 +19,18 @@ from keras_strategies.backends.tensorflow.devices import (
 from keras_strategies.backends.tensorflow.replicas import reduce_tensors
 from keras_strategies.backends.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.devices import Device
+from keras_strategies.errors import OutOfRangeError
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
+
+
+class TensorFlowOutOfRangeError(OutOfRangeError, tf.errors.OutOfRangeError):
+    """What scripts written for TensorFlow catch, and what all others do."""
+
+    def __init__(self, message: str):
+        tf.errors.OutOfRangeError.__init__(self, None, None, message)
 
 
 class TensorFlowBackend(Backend):
@@ -48,6 +56,15 @@ class TensorFlowBackend(Backend):
     def to_device(self, value: Any, device: Device) -> Any:
         with tf.device(tf_device(device)):
             return tf.identity(keras.ops.convert_to_tensor(value))
+
+    def row_dataset(self, rows: Any) -> Any:
+        return tf.data.Dataset.from_tensor_slices(rows.arrays)
+
+    def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
+        return tf.TensorSpec(shape, dtype)
+
+    def out_of_range(self, message: str) -> Exception:
+        return TensorFlowOutOfRangeError(message)
 
     def device_of(self, tensor: Any) -> Device:
         return device_of(tensor)

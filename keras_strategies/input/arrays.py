@@ -1,0 +1,182 @@
+"""A dataset of the rows of arrays: batched, shuffled, repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.errors import BatchError, InvalidArgumentError
+from keras_strategies.input.batches import (
+    as_numpy,
+    is_array,
+    loaded,
+    named_leaves,
+    rows_of,
+    shape_of,
+)
+from keras_strategies.values import map_structure
+
+
+@dataclass(frozen=True)
+class ArrayDataset:
+    """The rows of arrays, with the few methods of `tf.data.Dataset` that they need.
+
+    It is what `strategy.make_experimental_numpy_dataset` returns on JAX and Torch.
+    Each method returns a new dataset; iterating again starts anew.
+
+    Args:
+        arrays: structure of arrays with the same first axis, shape `(rows, ...)`.
+        batch_size: int, rows of a batch; None gives single rows.
+        drop_remainder: bool, whether to leave out a last batch that is smaller.
+        shuffled: bool, whether each pass has an order of its own.
+        seed: int, for the orders; None takes them from NumPy's global generator,
+            which `keras.utils.set_random_seed` seeds.
+        repeats: int, passes over the rows; None for no end.
+
+    Example:
+
+    >>> dataset = strategy.make_experimental_numpy_dataset((x, y))
+    >>> dataset = dataset.shuffle(len(x), seed=1).batch(64)
+    """
+
+    arrays: Any
+    batch_size: int | None = None
+    drop_remainder: bool = False
+    shuffled: bool = False
+    seed: int | None = None
+    repeats: int | None = 1
+    _iterations: Iterator[int] = field(
+        default_factory=itertools.count, init=False, repr=False, compare=False
+    )
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
+        """Batches of so many rows; the last one may have fewer."""
+        if not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+            raise InvalidArgumentError(
+                "`batch_size` is the rows of the global batch, 1 or more. "
+                f"Received: {batch_size!r}"
+            )
+        if self.batch_size is not None:
+            raise InvalidArgumentError(
+                f"This dataset has batches of {self.batch_size} rows already. Call "
+                "`batch` once."
+            )
+        return dataclasses.replace(
+            self, batch_size=int(batch_size), drop_remainder=drop_remainder
+        )
+
+    def shuffle(
+        self, buffer_size: int | None = None, seed: int | None = None
+    ) -> ArrayDataset:
+        """Another order of the rows in each pass.
+
+        Args:
+            buffer_size: accepted for `tf.data`'s sake; all rows are shuffled.
+            seed: int, makes the orders those of every run.
+        """
+        del buffer_size
+        return dataclasses.replace(self, shuffled=True, seed=seed)
+
+    def repeat(self, count: int | None = None) -> ArrayDataset:
+        """So many passes over the rows, one after the other; None for no end."""
+        if count is not None and count < 0:  # As tf.data has it.
+            count = None
+        if self.repeats is None or count is None:
+            return dataclasses.replace(self, repeats=None)
+        return dataclasses.replace(self, repeats=self.repeats * count)
+
+    def prefetch(self, buffer_size: int | None = None) -> ArrayDataset:
+        """Returns the dataset itself: distributed datasets prefetch."""
+        del buffer_size
+        return self
+
+    @property
+    def rows(self) -> int:
+        """int, the rows of the arrays."""
+        return rows_of(self.arrays)
+
+    def cardinality(self) -> int | None:
+        """int, how many elements there are; None without an end."""
+        if self.repeats is None:
+            return None
+        if self.batch_size is None:
+            return self.rows * self.repeats
+        whole, rest = divmod(self.rows, self.batch_size)
+        return (whole + bool(rest and not self.drop_remainder)) * self.repeats
+
+    def __len__(self) -> int:
+        count = self.cardinality()
+        if count is None:
+            raise TypeError("This dataset is repeated without end and has no length.")
+        return count
+
+    def __iter__(self) -> Iterator[Any]:
+        seed = np.random.randint(2**31) if self.seed is None else self.seed
+        random = np.random.default_rng([seed, next(self._iterations)])
+        passes = math.inf if self.repeats is None else self.repeats
+        done = 0
+        while done < passes and self.rows:
+            order = random.permutation(self.rows) if self.shuffled else None
+            yield from self._one_pass(order)
+            done += 1
+
+    def _one_pass(self, order: Any) -> Iterator[Any]:
+        size = self.batch_size or 1
+        last = self.rows - self.rows % size if self.drop_remainder else self.rows
+        for start in range(0, last, size):
+            stop = min(start + size, self.rows)
+            rows = slice(start, stop) if order is None else order[start:stop]
+            index = rows if self.batch_size else _first(rows)
+            yield _at(index, self.arrays)
+
+
+def _at(index: Any, arrays: Any) -> Any:
+    return map_structure(lambda a: None if a is None else a[index], arrays)
+
+
+def _first(rows: Any) -> Any:
+    return rows.start if isinstance(rows, slice) else rows[0]
+
+
+def from_arrays(arrays: Any) -> ArrayDataset:
+    """The rows of a structure of arrays, tensors, frames or nested lists of numbers.
+
+    Raises:
+        ValueError: for scalars, and for arrays of different lengths.
+    """
+    arrays = map_structure(lambda a: None if a is None else as_numpy(a), arrays)
+    shapes = {name: shape_of(a) for name, a in named_leaves(arrays, "data").items()}
+    rows = {shape[:1] for shape in shapes.values()}
+    if len(rows) != 1 or () in rows:
+        found = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
+        raise BatchError(
+            "A dataset is made of the rows of arrays that have equally many. "
+            f"Received: {found or 'no array'}."
+        )
+    return ArrayDataset(arrays)
+
+
+def are_arrays(value: Any) -> bool:
+    """Whether a value is an array, a frame, or a tuple or mapping of these.
+
+    A list is not: it is taken for a sequence of batches.
+    """
+    if is_frame(value) or is_array(value):
+        return True
+    if isinstance(value, tuple):
+        return bool(value) and all(v is None or are_arrays(v) for v in value)
+    if isinstance(value, dict):
+        return bool(value) and all(are_arrays(v) for v in value.values())
+    return False
+
+
+def is_frame(value: Any) -> bool:
+    """Whether a value is a frame or a series of pandas."""
+    pandas = loaded("pandas")
+    return pandas is not None and isinstance(value, (pandas.DataFrame, pandas.Series))

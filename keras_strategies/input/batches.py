@@ -1,0 +1,187 @@
+"""Batches on the host: structures of arrays that agree on their rows.
+
+Leaves are arrays and tensors of any framework, or None. A framework that is not
+loaded made none of them, so none is imported to ask.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.errors import BatchError
+from keras_strategies.values import flatten, map_structure
+
+
+def loaded(name: str) -> Any:
+    """A framework's module if something has imported it, else None."""
+    return sys.modules.get(name)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is one array or tensor, of whatever framework."""
+    if isinstance(value, np.ndarray):
+        return True
+    if isinstance(value, (type, keras.Variable)):
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def named_leaves(structure: Any, name: str = "batch") -> dict[str, Any]:
+    """The leaves of a structure by how one would write them: `batch[0]['left']`.
+
+    >>> named_leaves(({"a": 1}, 2))
+    {"batch[0]['a']": 1, 'batch[1]': 2}
+    """
+    if isinstance(structure, Mapping):
+        items: Any = structure.items()
+    elif isinstance(structure, (list, tuple)):
+        items = enumerate(structure)
+    else:
+        return {} if structure is None else {name: structure}
+    found: dict[str, Any] = {}
+    for key, value in items:
+        found.update(named_leaves(value, f"{name}[{key!r}]"))
+    return found
+
+
+def shape_of(leaf: Any) -> tuple[int | None, ...]:
+    """The shape of an array, a tensor, a specification or a scalar."""
+    shape = getattr(leaf, "shape", None)
+    if shape is None:
+        return () if np.isscalar(leaf) else np.shape(leaf)
+    # TensorFlow's shapes of unknown rank have no length.
+    if getattr(shape, "rank", 0) is None:
+        return (None,)
+    return tuple(None if size is None else int(size) for size in shape)
+
+
+def check_rows(batch: Any, what: str) -> int | None:
+    """How many rows a batch has.
+
+    Args:
+        batch: structure of arrays, or of specifications with a `shape`.
+        what: str, where it came from, for the messages.
+
+    Returns:
+        int; None if specifications do not say.
+
+    Raises:
+        ValueError: for a batch without rows, or parts with different numbers of them.
+    """
+    shapes = {name: shape_of(leaf) for name, leaf in named_leaves(batch).items()}
+    if not shapes:
+        raise BatchError(f"{what} gave a batch without any array: {batch!r}.")
+    found = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
+    hint = (
+        "Batch it by the global batch first, as in `dataset.batch(global_batch_size)`"
+    )
+    if any(len(shape) == 0 for shape in shapes.values()):
+        raise BatchError(
+            "A strategy splits batches by their rows, and scalars have none. "
+            f"{what} is not batched: it gave {found}. {hint}."
+        )
+    rows = {shape[0] for shape in shapes.values()} - {None}
+    if len(rows) > 1:
+        raise BatchError(
+            "All parts of a batch have one row for each sample. "
+            f"{what} gave {found}. Give all parts the same first axis; if these are "
+            f"single samples, the dataset is not batched. {hint}."
+        )
+    return rows.pop() if rows else None
+
+
+def to_host(batch: Any, keep: Any, copy: bool = False) -> Any:
+    """A batch whose leaves are the backend's own tensors or NumPy arrays.
+
+    Args:
+        batch: structure of arrays and tensors of any framework.
+        keep: callable that says whether a leaf is a tensor of the backend.
+        copy: bool, whether NumPy arrays are copied, because their owner may write
+            into them before they are used.
+    """
+
+    def leaf_to_host(leaf: Any) -> Any:
+        if leaf is None or keep(leaf):
+            return leaf
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy() if copy else leaf
+        return as_numpy(leaf)
+
+    return map_structure(leaf_to_host, batch)
+
+
+def as_numpy(leaf: Any) -> Any:
+    """An array, tensor, frame or number as a NumPy array."""
+    torch, tf = loaded("torch"), loaded("tensorflow")
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        return leaf.detach().cpu().numpy()
+    if tf is not None and isinstance(leaf, tf.SparseTensor):
+        return tf.sparse.to_dense(leaf).numpy()
+    if hasattr(leaf, "toarray"):  # SciPy's sparse matrices.
+        return leaf.toarray()
+    return np.asarray(leaf)
+
+
+def take_rows(batch: Any, start: int, stop: int) -> Any:
+    """Some rows of a batch; an empty range gives zero rows."""
+
+    def rows_of(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        tf = loaded("tensorflow")
+        if tf is not None and isinstance(leaf, tf.SparseTensor):
+            rest = leaf.dense_shape[1:]
+            begin = tf.concat([[start], tf.zeros_like(rest)], 0)
+            size = tf.concat([[stop - start], rest], 0)
+            return tf.sparse.slice(leaf, begin, size)
+        return leaf[start:stop]
+
+    return map_structure(rows_of, batch)
+
+
+def join_rows(batches: Sequence[Any]) -> Any:
+    """The rows of several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+
+    def join(*leaves: Any) -> Any:
+        if leaves[0] is None:
+            return None
+        tf = loaded("tensorflow")
+        if tf is not None:
+            if isinstance(leaves[0], tf.SparseTensor):
+                return tf.sparse.concat(0, leaves)
+            if isinstance(leaves[0], (tf.Tensor, tf.RaggedTensor)):
+                return tf.concat(leaves, 0)
+        return np.concatenate([as_numpy(leaf) for leaf in leaves])
+
+    return map_structure(join, *batches)
+
+
+def leaf_specs(batch: Any) -> Any:
+    """Shape and dtype of each leaf, the number of rows left open.
+
+    Returns:
+        The structure, with `keras.KerasTensor` of shape `(None, ...)` for leaves.
+    """
+
+    def spec(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        dtype = keras.backend.standardize_dtype(leaf.dtype)
+        return keras.KerasTensor((None, *shape_of(leaf)[1:]), dtype=dtype)
+
+    return map_structure(spec, batch)
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch that has been checked."""
+    leaf = next(leaf for leaf in flatten(batch) if leaf is not None)
+    rows = shape_of(leaf)[0]
+    assert rows is not None
+    return rows

@@ -1,0 +1,221 @@
+"""Datasets and iterators whose batches are spread over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras_strategies.backends.base import Backend
+from keras_strategies.devices import Device
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input.feeds import Feed
+from keras_strategies.input.prefetch import Prefetcher
+from keras_strategies.types import InputOptions
+from keras_strategies.values import PerReplica, map_structure, regroup
+
+
+class DistributedDataset:
+    """Batches with a component for each replica, on the replica's device.
+
+    It is made by `strategy.experimental_distribute_dataset` and
+    `strategy.distribute_datasets_from_function`. Iterating again starts anew; `fit`,
+    `evaluate` and `predict` take it too.
+
+    Args:
+        backend: the engine.
+        devices: the local replicas' devices.
+        feed: what the replicas get.
+        options: an `InputOptions`.
+
+    Example:
+
+    >>> dataset = strategy.experimental_distribute_dataset(dataset)
+    >>> for batch in dataset:
+    ...     strategy.run(train_step, args=(batch,))
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        devices: Sequence[Device],
+        feed: Feed,
+        options: InputOptions,
+    ):
+        self._backend = backend
+        self._devices = tuple(devices)
+        self._feed = feed
+        self._options = options
+
+    @property
+    def feed(self) -> Feed:
+        """What the replicas get, still on the host."""
+        return self._feed
+
+    @property
+    def element_spec(self) -> Any:
+        """What the batches are: a structure of specifications, the rows open.
+
+        `tf.TensorSpec` on TensorFlow and `keras.KerasTensor` elsewhere, in a
+        `PerReplica` where there are several replicas. A dataset that does not say
+        what its batches are is asked for the first one.
+        """
+
+        def leaf(spec: Any) -> Any:
+            if spec is None:
+                return None
+            native = self._backend.tensor_spec(tuple(spec.shape), spec.dtype)
+            count = len(self._devices)
+            return native if count == 1 else PerReplica([native] * count)
+
+        return map_structure(leaf, self._feed.spec())
+
+    @property
+    def cardinality(self) -> int | None:
+        """int, the number of steps; None where it is unknown or without end."""
+        return self._feed.cardinality
+
+    def __len__(self) -> int:
+        if self.cardinality is None:
+            raise TypeError(
+                "The number of batches of this dataset is unknown or without end."
+            )
+        return self.cardinality
+
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self, self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        size = self._options.experimental_per_replica_buffer_size
+        begin = _Placing(self._backend, self._feed, self._where(), bool(size))
+        return Prefetcher(begin, size) if size else begin()
+
+    def _where(self) -> tuple[Device, ...]:
+        if self._options.experimental_fetch_to_device:
+            return self._devices
+        return (Device("cpu", 0),) * len(self._devices)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(device) for device in self._devices)
+        return f"<{type(self).__name__} on {devices}>"
+
+
+class _Placing:
+    """Starts a pass over batches on their way to the devices.
+
+    It is not a method of a dataset or an iterator, so that the thread that calls it
+    does not keep these alive.
+    """
+
+    def __init__(
+        self, backend: Backend, feed: Feed, devices: Sequence[Device], ahead: bool
+    ):
+        self._backend = backend
+        self._feed = feed
+        self._devices = devices
+        self._ahead = ahead
+
+    def __call__(self) -> Iterator[Callable[[], list[Any]]]:
+        for parts in self._feed.steps(self._backend.is_tensor, self._ahead):
+            yield self._backend.transfer(parts, self._devices)
+
+
+class DistributedIterator:
+    """An iterator over the batches of a `DistributedDataset`.
+
+    Batches are moved to the devices ahead of their use by a thread, which ends with
+    the batches, at an error, at `close`, and when the iterator is no longer used.
+
+    Args:
+        dataset: the dataset.
+        batches: transfers that have begun.
+    """
+
+    def __init__(self, dataset: DistributedDataset, batches: Iterator[Any]):
+        self._dataset = dataset
+        self._batches = batches
+        self._is_done = False
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_done:
+            raise StopIteration
+        try:
+            parts = next(self._batches)()
+        except BaseException:
+            self.close()
+            raise
+        return regroup(parts)
+
+    def get_next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            IndexError: when there is none, as `ks.errors.OutOfRangeError`; on
+                TensorFlow it is a `tf.errors.OutOfRangeError` as well.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise self._dataset._backend.out_of_range(
+                "The iterator has no more batches. Make a new one with "
+                "`iter(dataset)`, or use a `for` loop or `get_next_as_optional`."
+            ) from None
+
+    def get_next_as_optional(self) -> OptionalBatch:
+        """The next batch or nothing, as something that says which.
+
+        Returns:
+            An `OptionalBatch`.
+
+        Example:
+
+        >>> optional = iterator.get_next_as_optional()
+        >>> while optional.has_value():
+        ...     strategy.run(train_step, args=(optional.get_value(),))
+        ...     optional = iterator.get_next_as_optional()
+        """
+        try:
+            return OptionalBatch([next(self)])
+        except StopIteration:
+            return OptionalBatch([])
+
+    @property
+    def element_spec(self) -> Any:
+        """What the batches are; see `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
+
+    def close(self) -> None:
+        """Ends the iterator and its thread."""
+        self._is_done = True
+        close = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
+
+
+class OptionalBatch:
+    """A batch, or nothing.
+
+    Args:
+        batches: a list of one batch or none.
+    """
+
+    def __init__(self, batches: list[Any]):
+        self._batches = batches
+
+    def has_value(self) -> bool:
+        """Whether there is a batch."""
+        return bool(self._batches)
+
+    def get_value(self) -> Any:
+        """The batch.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if not self._batches:
+            raise InvalidArgumentError(
+                "There is no batch: the dataset has ended. Ask `has_value()` first."
+            )
+        return self._batches[0]

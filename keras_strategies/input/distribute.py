@@ -1,0 +1,94 @@
+"""The strategies' methods that distribute datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input.arrays import ArrayDataset, are_arrays
+from keras_strategies.input.dataset import DistributedDataset
+from keras_strategies.input.feeds import Feed, PerReplicaFeed, SplitFeed
+from keras_strategies.input.sources import source_of
+from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+def dataset(
+    strategy: Strategy,
+    given: Any,
+    options: InputOptions | None,
+    batch_size: int | None,
+) -> DistributedDataset:
+    """See `Strategy.experimental_distribute_dataset`."""
+    options = _checked(options)
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise InvalidArgumentError(
+            "`experimental_distribute_dataset` splits one dataset over all replicas. "
+            "InputReplicationMode.PER_REPLICA makes one for each: use it with "
+            "`distribute_datasets_from_function`."
+        )
+    if isinstance(given, DistributedDataset):
+        given = given.feed.source()
+    source = source_of(given, batch_size)
+    return _distributed(strategy, SplitFeed(source, strategy.input_share()), options)
+
+
+def from_function(
+    strategy: Strategy,
+    dataset_fn: Callable[[InputContext], Any],
+    options: InputOptions | None,
+) -> DistributedDataset:
+    """See `Strategy.distribute_datasets_from_function`."""
+    options = _checked(options)
+    check_dataset_fn(dataset_fn)
+    pipelines = strategy.input_context()
+    count = strategy.input_share().count
+    calls = 1
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        calls = count
+    sources = [source_of(dataset_fn(pipelines)) for _ in range(calls)]
+    return _distributed(strategy, PerReplicaFeed(sources, count), options)
+
+
+def check_dataset_fn(dataset_fn: Any) -> None:
+    if not callable(dataset_fn):
+        raise TypeError(
+            "`dataset_fn` is a function of an InputContext that returns a dataset. "
+            f"Received: {dataset_fn!r} of type {type(dataset_fn).__name__}. Use "
+            "`experimental_distribute_dataset` for a dataset."
+        )
+
+
+def iterates_batches(given: Any) -> bool:
+    """Whether a `for` loop over a dataset gives its batches."""
+    if isinstance(given, (keras.utils.PyDataset, str, bytes, dict)):
+        return False
+    return isinstance(given, (Iterable, ArrayDataset)) and not are_arrays(given)
+
+
+def _checked(options: InputOptions | None) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if isinstance(options, InputOptions):
+        return options
+    # Those of tf.distribute have the same fields.
+    names = InputOptions.__dataclass_fields__
+    if all(hasattr(options, name) for name in names):
+        return InputOptions(**{name: getattr(options, name) for name in names})
+    raise InvalidArgumentError(
+        "`options` is a ks.InputOptions. "
+        f"Received: {options!r} of type {type(options).__name__}"
+    )
+
+
+def _distributed(
+    strategy: Strategy, feed: Feed, options: InputOptions
+) -> DistributedDataset:
+    return DistributedDataset(
+        strategy.backend, strategy.placement.replicas, feed, options
+    )

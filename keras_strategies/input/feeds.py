@@ -1,0 +1,134 @@
+"""What the replicas of this process get, step by step, still on the host."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras_strategies.input.batches import join_rows, rows_of, take_rows, to_host
+from keras_strategies.input.sources import JoinedSource, Source
+from keras_strategies.input.workers import Share, replica_ranges
+
+
+class Feed(abc.ABC):
+    """A batch for each local replica and step, and the global batches for `fit`."""
+
+    @abc.abstractmethod
+    def source(self) -> Source:
+        """The global batches of this worker."""
+
+    @abc.abstractmethod
+    def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
+        """A pass: for each step, a list of one batch for each local replica.
+
+        Args:
+            keep: callable that says whether a leaf is a tensor of the backend.
+            copy: bool, whether batches are used later than the next one is made.
+        """
+
+    @property
+    @abc.abstractmethod
+    def cardinality(self) -> int | None:
+        """The number of steps; None where it is unknown or without end."""
+
+    @abc.abstractmethod
+    def spec(self) -> Any:
+        """Shapes and dtypes of a batch, the rows open."""
+
+
+class SplitFeed(Feed):
+    """Splits each global batch over the replicas by its rows.
+
+    Args:
+        source: the global batches.
+        share: which replicas are local.
+    """
+
+    def __init__(self, source: Source, share: Share):
+        self._source = source
+        self._share = share
+
+    def source(self) -> Source:
+        return self._source
+
+    def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
+        copy = copy and self._source.may_reuse_memory
+        for batch in self._source.batches():
+            local = to_host(batch, keep, copy)
+            ranges = replica_ranges(rows_of(batch), self._share)
+            if len(ranges) == self._share.total == 1:
+                yield [local]
+                continue
+            yield [take_rows(local, start, stop) for start, stop in ranges]
+
+    @property
+    def cardinality(self) -> int | None:
+        return self._source.cardinality
+
+    def spec(self) -> Any:
+        return self._source.spec()
+
+
+class PerReplicaFeed(Feed):
+    """Gives the replicas whole batches, as the user's pipelines make them.
+
+    Args:
+        sources: one pipeline, whose batches go to the replicas in turn, or one for
+            each local replica.
+        count: int, the local replicas.
+    """
+
+    def __init__(self, sources: Sequence[Source], count: int):
+        self._sources = list(sources)
+        self._count = count
+
+    def source(self) -> Source:
+        if len(self._sources) == self._count == 1:
+            return self._sources[0]
+        return JoinedSource(
+            self._sources[0].given, self._global_batches, self.cardinality, self.spec
+        )
+
+    def _global_batches(self) -> Iterator[Any]:
+        for rounds in self._rounds():
+            yield join_rows(rounds)
+
+    def _rounds(self) -> Iterator[list[Any]]:
+        """The batches of each step, fewer than replicas in the last one."""
+        if len(self._sources) == 1:
+            batches = self._sources[0].batches()
+            while found := list(itertools.islice(batches, self._count)):
+                yield found
+            return
+        pipelines = [source.batches() for source in self._sources]
+        nothing = object()
+        while True:
+            found = [next(batches, nothing) for batches in pipelines]
+            present = [batch for batch in found if batch is not nothing]
+            if not present:
+                return
+            empty = take_rows(present[0], 0, 0)
+            yield [empty if batch is nothing else batch for batch in found]
+
+    def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
+        # Batches of one step are made one after the other, also without prefetching.
+        several = self._count > len(self._sources)
+        for found in self._rounds():
+            reuses = self._sources[0].may_reuse_memory and (copy or several)
+            parts = [to_host(batch, keep, reuses) for batch in found]
+            missing = self._count - len(parts)
+            yield parts + [take_rows(parts[0], 0, 0) for _ in range(missing)]
+
+    @property
+    def cardinality(self) -> int | None:
+        counts = [source.cardinality for source in self._sources]
+        if any(count is None for count in counts):
+            return None
+        if len(counts) == 1:
+            return -(-counts[0] // self._count)  # type: ignore[operator]
+        return max(counts)  # type: ignore[type-var]
+
+    def spec(self) -> Any:
+        return self._sources[0].spec()

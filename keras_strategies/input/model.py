@@ -1,0 +1,169 @@
+"""Distributed input of `Model.fit`, `evaluate` and `predict`.
+
+Strategies train on global batches, so a dataset that was distributed is given to
+Keras as the global batches that it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_strategies import context
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input.arrays import ArrayDataset
+from keras_strategies.input.dataset import DistributedDataset
+from keras_strategies.input.feeds import PerReplicaFeed
+from keras_strategies.input.sources import Source, source_of
+from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
+
+# Called with the first creator; the room of training sets it, which stands below.
+_on_first_dataset: list[Callable[[], None]] = []
+
+
+def on_first_dataset(callback: Callable[[], None]) -> None:
+    """Calls `callback` before the first `DatasetCreator` is made."""
+    _on_first_dataset.append(callback)
+
+
+class DatasetCreator:
+    """A function that makes the dataset of `fit`, `evaluate` or `predict`.
+
+    The function is called once for each worker when the method begins. If it asks its
+    context about replicas, by `get_per_replica_batch_size` or `num_replicas_in_sync`,
+    its batches are for one replica each, and those of all replicas make a global
+    batch. If it does not, its batches are this worker's part of the global batch,
+    which with one worker is all of it. Either way `fit` computes what one device
+    computes on these global batches.
+
+    Args:
+        dataset_fn: callable of an `InputContext` that returns a batched dataset of
+            any kind.
+        input_options: `InputOptions`, or None for the defaults.
+
+    Raises:
+        TypeError: if `dataset_fn` is not callable, or `input_options` is something
+            else.
+
+    Example:
+
+    >>> def dataset_fn(context):
+    ...     batch_size = context.get_per_replica_batch_size(64)
+    ...     dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    ...     dataset = dataset.shard(
+    ...         context.num_input_pipelines, context.input_pipeline_id)
+    ...     return dataset.batch(batch_size)
+    >>> model.fit(ks.DatasetCreator(dataset_fn), epochs=5)
+    """
+
+    def __init__(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        input_options: InputOptions | None = None,
+    ):
+        if not callable(dataset_fn):
+            raise TypeError(
+                "`dataset_fn` is a function of an InputContext that returns a dataset. "
+                f"Received: {dataset_fn!r} of type {type(dataset_fn).__name__}. Write "
+                "`DatasetCreator(lambda context: dataset)` for a dataset."
+            )
+        if input_options is not None and not isinstance(input_options, InputOptions):
+            raise TypeError(
+                "`input_options` is a ks.InputOptions. "
+                f"Received: {input_options!r} of type {type(input_options).__name__}"
+            )
+        for callback in _on_first_dataset:
+            callback()
+        self.dataset_fn = dataset_fn
+        self.input_options = input_options
+
+    def source(self, pipelines: InputContext, local_replicas: int) -> Source:
+        """Calls the function, and finds the global batches of this worker.
+
+        Args:
+            pipelines: which of the workers this is.
+            local_replicas: int, the replicas of this worker.
+        """
+        options = self.input_options or InputOptions()
+        mode = options.experimental_replication_mode
+        if mode is InputReplicationMode.PER_REPLICA:
+            made = [
+                source_of(self.dataset_fn(pipelines)) for _ in range(local_replicas)
+            ]
+            return PerReplicaFeed(made, local_replicas).source()
+        asked = _AskedContext(
+            pipelines.num_input_pipelines,
+            pipelines.input_pipeline_id,
+            pipelines.num_replicas_in_sync,
+        )
+        source = source_of(self.dataset_fn(asked))
+        if not asked.about_replicas:
+            return source
+        return PerReplicaFeed([source], local_replicas).source()
+
+
+class _AskedContext(InputContext):
+    """A context that notices when it is asked how many replicas there are."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("num_replicas_in_sync", "get_per_replica_batch_size"):
+            self.__dict__["about_replicas"] = True
+        return super().__getattribute__(name)
+
+    @property
+    def about_replicas(self) -> bool:
+        return bool(self.__dict__.get("about_replicas", False))
+
+
+def model_arguments(
+    strategy: Any, name: str, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """What to change in the arguments of `fit`, `evaluate` or `predict`.
+
+    Args:
+        strategy: the model's strategy; None for the default one.
+        name: str, the method.
+        arguments: dict, what was given, by name.
+
+    Returns:
+        dict of the arguments that are others: `x` and `validation_data`.
+
+    Raises:
+        ValueError: for targets or weights beside a dataset that contains them.
+    """
+    if name not in ("fit", "evaluate", "predict"):
+        return {}
+    changed = {}
+    class_weight = arguments.get("class_weight")
+    x = arguments.get("x")
+    if is_distributed_input(x):
+        for other in ("y", "sample_weight"):
+            if arguments.get(other) is not None:
+                raise InvalidArgumentError(
+                    f"`{other}` was given beside `x`, a {type(x).__name__}, whose "
+                    "batches contain it. Leave it out."
+                )
+        changed["x"] = _model_input(strategy, x, class_weight)
+    validation = arguments.get("validation_data")
+    if is_distributed_input(validation):
+        changed["validation_data"] = _model_input(strategy, validation, None)
+    return changed
+
+
+def is_distributed_input(value: Any) -> bool:
+    """Whether Keras does not know what a value is, and this package does."""
+    return isinstance(value, (ArrayDataset, DatasetCreator, DistributedDataset))
+
+
+def _model_input(
+    strategy: Any, value: Any, class_weight: dict[int, float] | None
+) -> Any:
+    if isinstance(value, DistributedDataset):
+        source = value.feed.source()
+    elif isinstance(value, DatasetCreator):
+        strategy = strategy or context.get_strategy()
+        local_replicas = len(strategy.placement.replicas)
+        source = value.source(strategy.input_context(), local_replicas)
+    else:
+        source = source_of(value)
+    return source.model_input(class_weight)

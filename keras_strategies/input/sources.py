@@ -1,0 +1,280 @@
+"""Where global batches come from: one small class for each kind of dataset."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+from keras_strategies import keras_compat
+from keras_strategies.errors import InputError, InvalidArgumentError
+from keras_strategies.input.arrays import ArrayDataset, are_arrays, from_arrays
+from keras_strategies.input.batches import check_rows, leaf_specs, loaded
+
+# What `Model.fit` takes when it is not told.
+_DEFAULT_BATCH_SIZE = 32
+
+
+class Source(abc.ABC):
+    """Batches, which can be asked for again from the start.
+
+    Args:
+        given: what the user gave.
+    """
+
+    #: Whether NumPy arrays may be written over once the next batch is asked for.
+    may_reuse_memory = False
+
+    def __init__(self, given: Any):
+        self.given = given
+        self.what = f"The dataset, a {type(given).__name__},"
+
+    def batches(self) -> Iterator[Any]:
+        """A pass over the batches, each of them checked."""
+        for batch in self.read():
+            check_rows(batch, self.what)
+            yield batch
+
+    @abc.abstractmethod
+    def read(self) -> Iterator[Any]:
+        """A pass over the batches as they are."""
+
+    @property
+    def cardinality(self) -> int | None:
+        """The number of batches; None where it is unknown or without end."""
+        return None
+
+    def spec(self) -> Any:
+        """Shapes and dtypes, the rows open; reads a batch where nothing says them."""
+        batch = next(self.batches(), None)
+        if batch is None:
+            raise InputError(
+                f"{self.what} is empty, so it is not known what its batches are."
+            )
+        return leaf_specs(batch)
+
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        """What Keras's `fit`, `evaluate` and `predict` take for it.
+
+        Args:
+            class_weight: dict, as for `fit`, which Keras applies itself to what the
+                user gave, and not to what is made here.
+        """
+        return self.given
+
+
+class TfDataSource(Source):
+    """A `tf.data.Dataset`."""
+
+    def __init__(self, given: Any):
+        super().__init__(given)
+        # Known before anything is read.
+        check_rows(given.element_spec, self.what)
+
+    def read(self) -> Iterator[Any]:
+        return iter(self.given)
+
+    @property
+    def cardinality(self) -> int | None:
+        count = int(self.given.cardinality())
+        return count if count >= 0 else None  # Unknown, or without end.
+
+    def spec(self) -> Any:
+        return leaf_specs(self.given.element_spec)
+
+
+class LoaderSource(Source):
+    """A `torch.utils.data.DataLoader`, with its workers."""
+
+    def read(self) -> Iterator[Any]:
+        return iter(self.given)
+
+    @property
+    def cardinality(self) -> int | None:
+        return length_of(self.given)
+
+
+class PyDatasetSource(Source):
+    """A `keras.utils.PyDataset`, with its workers, its threads or processes."""
+
+    may_reuse_memory = True
+
+    def read(self) -> Iterator[Any]:
+        return keras_compat.py_dataset_batches(self.given)
+
+    @property
+    def cardinality(self) -> int | None:
+        return self.given.num_batches
+
+
+class ArraySource(Source):
+    """The rows of arrays, in batches."""
+
+    def __init__(self, given: ArrayDataset):
+        super().__init__(given)
+        if given.batch_size is None:
+            # A single row has no batch axis: this raises, and says so.
+            check_rows(next(iter(given), None), self.what)
+            raise InvalidArgumentError(
+                f"{self.what} gives single rows. Batch it by the global batch first: "
+                "`dataset.batch(global_batch_size)`."
+            )
+
+    def read(self) -> Iterator[Any]:
+        return iter(self.given)
+
+    @property
+    def cardinality(self) -> int | None:
+        return self.given.cardinality()
+
+    def spec(self) -> Any:
+        return leaf_specs(self.given.arrays)
+
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        return keras_compat.batches_adapter(
+            self.batches, self.cardinality, class_weight
+        )
+
+
+class IterableSource(Source):
+    """Any iterable of batches, which starts anew each time if it can."""
+
+    may_reuse_memory = True
+
+    def __init__(self, given: Iterable[Any]):
+        super().__init__(given)
+        # An iterator is its own; a list, a class with `__iter__` are not.
+        self._remaining: Iterator[Any] | None = None
+        self._is_used = False
+        if isinstance(given, Iterator):
+            self._remaining = given
+
+    def read(self) -> Iterator[Any]:
+        if self._remaining is None:
+            return iter(self.given)
+        if self._is_used:
+            raise InputError(
+                f"{self.what} can be read once, and has been. Give a list, a dataset, "
+                "or an object whose `__iter__` starts anew, to iterate again."
+            )
+        self._is_used = True
+        return self._remaining
+
+    @property
+    def cardinality(self) -> int | None:
+        return length_of(self.given)
+
+    def spec(self) -> Any:
+        if self._remaining is None:
+            return super().spec()
+        # Looked at, and put back.
+        first = list(itertools.islice(self.batches(), 1))
+        self._is_used = False
+        self._remaining = itertools.chain(first, self._remaining)
+        if not first:
+            return super().spec()
+        return leaf_specs(first[0])
+
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        if self._remaining is None:
+            return keras_compat.batches_adapter(
+                self.batches, self.cardinality, class_weight
+            )
+        # Keras goes on with a generator from epoch to epoch, and so does this one.
+        rest = self._remaining
+
+        def checked() -> Iterator[Any]:
+            for batch in rest:
+                check_rows(batch, self.what)
+                yield batch
+
+        return checked()
+
+
+class JoinedSource(Source):
+    """The global batches of a dataset that has a part for each replica."""
+
+    def __init__(
+        self,
+        given: Any,
+        read: Callable[[], Iterator[Any]],
+        cardinality: int | None,
+        spec: Callable[[], Any],
+    ):
+        super().__init__(given)
+        self._read = read
+        self._cardinality = cardinality
+        self._spec = spec
+
+    def read(self) -> Iterator[Any]:
+        return self._read()
+
+    @property
+    def cardinality(self) -> int | None:
+        return self._cardinality
+
+    def spec(self) -> Any:
+        return self._spec()
+
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        return keras_compat.batches_adapter(
+            self.batches, self.cardinality, class_weight
+        )
+
+
+def source_of(dataset: Any, batch_size: int | None = None) -> Source:
+    """Finds out what kind of dataset a value is.
+
+    Args:
+        dataset: any kind of batched dataset, or arrays.
+        batch_size: int, for arrays.
+
+    Raises:
+        ValueError: for anything else, a dataset that is not batched, or a batch size
+            where there are batches already.
+    """
+    if are_arrays(dataset):
+        return ArraySource(
+            from_arrays(dataset).batch(batch_size or _DEFAULT_BATCH_SIZE)
+        )
+    if isinstance(dataset, ArrayDataset) and dataset.batch_size is None and batch_size:
+        return ArraySource(dataset.batch(batch_size))
+    if batch_size is not None:
+        raise InvalidArgumentError(
+            "`batch_size` is for arrays. The dataset, a "
+            f"{type(dataset).__name__}, has batches of its own. Leave it out."
+        )
+    if isinstance(dataset, Source):
+        return dataset
+    if isinstance(dataset, ArrayDataset):
+        return ArraySource(dataset)
+    if isinstance(dataset, keras.utils.PyDataset):
+        return PyDatasetSource(dataset)
+    if is_tf_data(dataset):
+        return TfDataSource(dataset)
+    torch = loaded("torch")
+    if torch is not None and isinstance(dataset, torch.utils.data.DataLoader):
+        return LoaderSource(dataset)
+    if isinstance(dataset, Iterable) and not isinstance(dataset, (str, bytes, dict)):
+        return IterableSource(dataset)
+    raise InvalidArgumentError(
+        f"{dataset!r} (of type {type(dataset).__name__}) is not a dataset. Give a "
+        "tf.data.Dataset, a torch DataLoader, a keras.utils.PyDataset, arrays, frames "
+        "of pandas, or an iterable of batches."
+    )
+
+
+def is_tf_data(value: Any) -> bool:
+    tf = loaded("tensorflow")
+    return tf is not None and isinstance(value, tf.data.Dataset)
+
+
+def length_of(value: Any) -> int | None:
+    """The length of a dataset, None where it has none."""
+    try:
+        return len(value)
+    except TypeError:
+        return None
