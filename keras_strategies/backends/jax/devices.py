@@ -71,6 +71,7 @@ def set_virtual_cpu_devices(count: int) -> None:
     """Makes `count` CPU devices exist; fewer than there are is no error."""
     if not devices_are_fixed():
         jax.config.update("jax_num_cpu_devices", count)
+        _ask_for_threads(count)
         return
     existing = cpu_device_count()
     if existing < count:
@@ -81,3 +82,15 @@ def set_virtual_cpu_devices(count: int) -> None:
             "program, before any array or model is made, or set the environment "
             f"variable JAX_NUM_CPU_DEVICES={count}."
         )
+
+
+def _ask_for_threads(count: int) -> None:
+    """Lets XLA make enough threads for programs that wait for each other.
+
+    XLA 0.10 runs the programs of all CPU devices on one pool, by default with one
+    thread per core. A program that waits in an all-reduce keeps its thread, and when
+    the next step's programs take the others, the device that everybody waits for
+    gets none: after 40 seconds XLA ends the process. NPROC is where XLA reads the
+    size of the pool, when it makes its client.
+    """
+    os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 2 * count))
