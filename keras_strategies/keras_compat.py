@@ -105,7 +105,8 @@ def install(hooks: ModelHooks) -> None:
     from keras.src.optimizers.base_optimizer import BaseOptimizer
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
     from keras.src.trainers.epoch_iterator import EpochIterator
-    from keras.src.trainers.trainer import Trainer
+
+    Trainer = _base_trainer()
 
     def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -236,6 +237,13 @@ def install(hooks: ModelHooks) -> None:
     _replace(BatchNormalization, "_moments", wrap_moments)
 
 
+def _base_trainer() -> Any:
+    """`Trainer` of Keras 3.15, which 3.16 calls `BaseTrainer`."""
+    from keras.src.trainers import trainer
+
+    return getattr(trainer, "BaseTrainer", None) or trainer.Trainer
+
+
 def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     """Replaces one attribute of a Keras class for as long as hooks are installed."""
     _replace(owner, name, wrap)
@@ -356,8 +364,13 @@ def batches_adapter(
         GeneratorDataAdapter,
     )
 
-    def weighted() -> Iterator[Any]:
+    def standard() -> Iterator[Any]:
         for batch in batches():
+            # A list, as loaders make it, is one array to TensorFlow.
+            yield tuple(batch) if isinstance(batch, list) else batch
+
+    def weighted() -> Iterator[Any]:
+        for batch in standard():
             x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
             if sample_weight is not None:
                 raise ValueError(
@@ -369,7 +382,7 @@ def batches_adapter(
 
     class BatchesAdapter(GeneratorDataAdapter):
         def __init__(self) -> None:
-            self.generator = batches if class_weight is None else weighted
+            self.generator = standard if class_weight is None else weighted
             self._output_signature = None
 
         @property
@@ -448,6 +461,38 @@ def raw_value(variable: Any) -> Any:
     Keras 3.15: `KerasVariable._value`.
     """
     return variable._value
+
+
+def guard_value(variable: Any, check: Callable[[Any], None]) -> None:
+    """Calls `check(variable)` whenever the variable's value is asked for.
+
+    Keras 3.15: `KerasVariable.value`, which everything reads that does not assign;
+    `_direct_assign` reads it too on Torch.
+    """
+    variable.__class__ = _guarded(type(variable), check)
+
+
+@functools.cache
+def _guarded(kind: type, check: Callable[[Any], None]) -> type:
+    class Guarded(kind):  # type: ignore[misc, valid-type]
+        _is_assigned = False
+
+        @property
+        def value(self) -> Any:
+            if not self._is_assigned:
+                check(self)
+            return super().value
+
+        def _direct_assign(self, value: Any) -> None:
+            self._is_assigned = True
+            try:
+                super()._direct_assign(value)
+            finally:
+                self._is_assigned = False
+
+    Guarded.__name__ = kind.__name__
+    Guarded.__qualname__ = kind.__qualname__
+    return Guarded
 
 
 def seed_offset(variable: Any, replica_id: int) -> int:
@@ -694,7 +739,8 @@ def hook_tensorflow(
     accelerators, which cannot compile a program for several of them.
     """
     from keras.src.losses import loss
-    from keras.src.trainers.trainer import Trainer
+
+    Trainer = _base_trainer()
 
     def wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
