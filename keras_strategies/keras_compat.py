@@ -469,12 +469,13 @@ def guard_value(variable: Any, check: Callable[[Any], None]) -> None:
     Keras 3.15: `KerasVariable.value`, which everything reads that does not assign;
     `_direct_assign` reads it too on Torch.
     """
-    variable.__class__ = _guarded(type(variable), check)
+    kind: Any = type(variable)
+    variable.__class__ = _guarded(kind, check)
 
 
 @functools.cache
-def _guarded(kind: type, check: Callable[[Any], None]) -> type:
-    class Guarded(kind):  # type: ignore[misc, valid-type]
+def _guarded(kind: Any, check: Callable[[Any], None]) -> Any:
+    class Guarded(kind):
         _is_assigned = False
 
         @property

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.run_scope import RunScope
-from keras_strategies.errors import ModelScopeError
+from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.model import model_arguments, on_first_dataset
 from keras_strategies.input.sharding import check_batch
 from keras_strategies.strategies.base import on_first_use
@@ -21,8 +23,17 @@ class StrategyHooks:
     """What Keras models do because there are strategies (`ModelHooks`)."""
 
     def created(self, made: Any) -> None:
-        if context.has_strategy():
-            keras_compat.set_strategy(made, context.get_strategy())
+        if not context.has_strategy():
+            return
+        strategy = context.get_strategy()
+        keras_compat.set_strategy(made, strategy)
+        if (
+            isinstance(made, keras.Variable)
+            and run_scope.is_local(made)
+            and made.aggregation in (None, "none")
+            and strategy.num_replicas_in_sync > 1
+        ):
+            keras_compat.guard_value(made, _check_read_on_replica)
 
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
@@ -107,6 +118,16 @@ class StrategyHooks:
         ):
             return original(inputs, mask)
         return replica_moments(replica, layer, inputs, mask)
+
+
+def _check_read_on_replica(variable: Any) -> None:
+    if context.current_replica() is None:
+        raise InvalidArgumentError(
+            f"Variable {variable.path!r} has a value of each replica's own and the "
+            "aggregation 'none', so that there is no one value to read outside of "
+            "`run`. Read it in the function that you pass to `run`, or make it with "
+            "aggregation='sum', 'mean' or 'only_first_replica'."
+        )
 
 
 class _Aggregation(threading.local):

@@ -10,7 +10,7 @@ import keras_strategies as ks
 def test_per_replica_batch_size() -> None:
     context = ks.InputContext(num_replicas_in_sync=6)
     assert context.get_per_replica_batch_size(12) == 2
-    with pytest.raises(ValueError, match="13 rows.*evenly.*6 replicas"):
+    with pytest.raises(ValueError, match=r"13 rows.*evenly.*6 replicas"):
         context.get_per_replica_batch_size(13)
 
 

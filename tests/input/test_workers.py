@@ -80,7 +80,7 @@ def test_resolve_policy(policy, workers, files, expected) -> None:
 
 
 def test_too_few_files() -> None:
-    with pytest.raises(ValueError, match="each of 3 workers.*reads 2 files"):
+    with pytest.raises(ValueError, match=r"each of 3 workers.*reads 2 files"):
         resolve_policy(FILE, 3, 2)
 
 

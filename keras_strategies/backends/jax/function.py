@@ -280,6 +280,9 @@ class _Differentiated:
             value = self._outer.get_current_value(variable)
             if value is not None:
                 return value
+        if keras_compat.raw_value(variable) is None:
+            # Made in this trace; it has the initializer's value until the next one.
+            return jnp.asarray(variable.value, variable.dtype)
         return jnp.asarray(keras_compat.raw_value(variable))
 
     def _pure(self, values: list[Any]) -> Any:

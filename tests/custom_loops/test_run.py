@@ -1,0 +1,482 @@
+"""`run`, `reduce`, `gather` and replica contexts: one test per promise."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def replica_id():
+    return ks.get_replica_context().replica_id_in_sync_group
+
+
+def numbers(value):
+    """The replicas' values, as floats or lists of them."""
+    return [np.asarray(ops.convert_to_numpy(part)).tolist() for part in value.values]
+
+
+def per_replica(*parts):
+    return ks.PerReplica(
+        [ops.convert_to_tensor(np.asarray(p, "float32")) for p in parts]
+    )
+
+
+def values_of(strategy, fn):
+    """A value of each replica, which Python on the host has made."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: ops.convert_to_tensor(fn(context.replica_id_in_sync_group))
+    )
+
+
+# Arguments and results.
+
+
+@pytest.mark.parametrize("args", [{"x": 1}, 5, "abc", {1}])
+def test_args_that_are_no_list_or_tuple_are_refused(mirrored, args):
+    with pytest.raises(ValueError, match="list or tuple"):
+        mirrored.run(lambda x: x, args=args)
+
+
+def test_each_replica_gets_its_component(mirrored):
+    x = per_replica([1.0, 2.0], [3.0, 4.0])
+    assert numbers(mirrored.run(lambda x: x * 2, args=(x,))) == [[2, 4], [6, 8]]
+
+
+def test_nested_arguments_and_keyword_arguments_are_taken_apart(mirrored):
+    x, y = per_replica(1.0, 2.0), per_replica(10.0, 20.0)
+
+    def fn(batch, *, weight, offset):
+        return batch["x"][0] * weight[0] + offset
+
+    found = mirrored.run(fn, args=({"x": [x]},), kwargs={"weight": (y,), "offset": 3.0})
+    assert numbers(found) == [13, 43]
+
+
+def test_the_identical_object_on_all_replicas_comes_back_bare(mirrored):
+    thing = object()
+    assert mirrored.run(lambda: thing) is thing
+    assert mirrored.run(lambda: 5) == 5
+    assert mirrored.run(lambda: None) is None
+
+
+def test_tensors_come_back_per_replica(mirrored):
+    x = per_replica(1.0, 2.0)
+    assert isinstance(mirrored.run(lambda x: x + 1, args=(x,)), ks.PerReplica)
+
+
+def test_containers_keep_their_type(mirrored):
+    x = per_replica(1.0, 2.0)
+
+    def fn(x):
+        ordered = collections.OrderedDict(a=x + 1)
+        return {"point": Point(x + 1, 3), "list": [x + 2], "ordered": ordered}
+
+    found = mirrored.run(fn, args=(x,))
+    assert type(found["point"]) is Point and found["point"].y == 3
+    assert type(found["list"]) is list
+    assert type(found["ordered"]) is collections.OrderedDict
+    assert numbers(found["point"].x) == [2, 3]
+    assert numbers(found["list"][0]) == [3, 4]
+
+
+def test_with_one_replica_there_is_no_wrapper():
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    found = strategy.run(lambda x: x + 1, args=(ops.ones(()),))
+    assert not isinstance(found, ks.PerReplica)
+    assert float(found) == 2
+
+
+def test_run_and_reduce_inside_a_replica_are_refused(mirrored):
+    with pytest.raises(RuntimeError, match="inside a replica function"):
+        mirrored.run(lambda: mirrored.run(lambda: 1))
+    with pytest.raises(RuntimeError, match="inside a replica function"):
+        mirrored.run(lambda: mirrored.reduce("SUM", ops.ones(()), axis=None))
+
+
+def test_an_exception_in_the_function_keeps_its_type(mirrored):
+    def fn():
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError, match="boom"):
+        mirrored.run(fn)
+    # And the strategy can be used again.
+    assert numbers(mirrored.run(lambda x: x + 1, args=(per_replica(1, 2),))) == [2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:The Python of")
+def test_an_exception_in_one_replica_reaches_the_caller(mirrored):
+    if keras.backend.backend() == "tensorflow":
+        pytest.skip("covered with tf.distribute's own errors")
+
+    def fn():
+        if replica_id() == 1:
+            raise KeyError("boom")
+        ks.get_replica_context().all_reduce("SUM", ops.ones(()))
+
+    with pytest.raises(KeyError, match="boom"):
+        mirrored.run(fn)
+    assert numbers(mirrored.run(lambda x: x + 1, args=(per_replica(1, 2),))) == [2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:The Python of")
+def test_replicas_that_disagree_on_merge_calls_are_an_error(mirrored):
+    def fn():
+        context = ks.get_replica_context()
+        for _ in range(context.replica_id_in_sync_group):
+            context.merge_call(lambda strategy: None)
+
+    with pytest.raises(RuntimeError):
+        mirrored.run(fn)
+    assert numbers(mirrored.run(lambda x: x + 1, args=(per_replica(1, 2),))) == [2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:The Python of")
+def test_python_may_branch_on_the_replica(mirrored):
+    if keras.backend.backend() == "tensorflow":
+        pytest.skip("tf.distribute gives the replica as a tensor in a graph")
+    found = mirrored.run(lambda: ops.ones((replica_id() + 1,)))
+    assert numbers(found) == [[1], [1, 1]]
+
+
+def test_what_replicas_have_alike_is_one_program(mirrored):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = mirrored.run(lambda: ops.cast(replica_id(), "float32") * 2)
+    assert numbers(found) == [0, 2]
+
+
+def test_a_lambda_sees_the_values_that_its_names_have_now(mirrored):
+    x = per_replica(1.0, 2.0)
+    for factor in (2, 3):
+        found = mirrored.run(lambda x: x * factor, args=(x,))  # noqa: B023
+        assert numbers(found) == [factor, 2 * factor]
+
+
+# Replica contexts.
+
+
+def test_a_replica_knows_its_number_and_its_strategy(mirrored):
+    def fn():
+        context = ks.get_replica_context()
+        assert context.strategy is mirrored
+        assert context.num_replicas_in_sync == 2
+        assert not ks.in_cross_replica_context()
+        return ops.convert_to_tensor(context.replica_id_in_sync_group) + 0
+
+    assert numbers(mirrored.run(fn)) == [0, 1]
+    with mirrored.scope():
+        assert ks.get_replica_context() is None
+
+
+def test_merge_call_runs_once_in_cross_replica_context(mirrored):
+    def merge(strategy, value, same):
+        assert ks.in_cross_replica_context()
+        assert strategy is mirrored
+        assert isinstance(value, ks.PerReplica) and same == 7
+        return strategy.reduce("SUM", value, axis=None)
+
+    def fn(x):
+        found = ks.get_replica_context().merge_call(merge, args=(x, 7))
+        assert not ks.in_cross_replica_context()
+        return found + 0
+
+    assert numbers(mirrored.run(fn, args=(per_replica(1.0, 2.0),))) == [3, 3]
+
+
+def test_components_of_a_merged_result_go_back_to_their_replicas(mirrored):
+    def merge(strategy, value):
+        first, second = strategy.experimental_local_results(value)
+        return ks.PerReplica([second, first])
+
+    def fn(x):
+        return ks.get_replica_context().merge_call(merge, args=(x,)) + 0
+
+    assert numbers(mirrored.run(fn, args=(per_replica(1.0, 2.0),))) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "op, expected", [("SUM", 5), ("mean", 2.5), ("MIN", 1), (ks.ReduceOp.MAX, 4)]
+)
+def test_all_reduce(mirrored, op, expected):
+    def fn(x):
+        context = ks.get_replica_context()
+        found = context.all_reduce(op, {"a": x, "b": [x * 10]})
+        return found["a"] + 0, found["b"][0] + 0
+
+    once, ten_times = mirrored.run(fn, args=(per_replica(1.0, 4.0),))
+    assert numbers(once) == [expected] * 2
+    assert numbers(ten_times) == [expected * 10] * 2
+
+
+def test_all_gather(mirrored):
+    def fn(x):
+        return ks.get_replica_context().all_gather(x, axis=0) + 0
+
+    found = mirrored.run(fn, args=(per_replica([1, 2], [3, 4]),))
+    assert numbers(found) == [[1, 2, 3, 4]] * 2
+
+
+def test_all_gather_of_uneven_lengths(mirrored):
+    def fn(x):
+        return ks.get_replica_context().all_gather(x, axis=0) + 0
+
+    found = mirrored.run(fn, args=(per_replica([1, 2, 3], [4]),))
+    assert numbers(found) == [[1, 2, 3, 4]] * 2
+
+
+def _gradient(strategy, parts, loss_of):
+    with strategy.scope():
+        weight = keras.Variable(np.float32(2))
+
+    def fn(x):
+        return ks.value_and_grad(lambda: loss_of(weight, x), [weight])()
+
+    loss, (gradient,) = strategy.run(fn, args=(per_replica(*parts),))
+    return numbers(loss), numbers(gradient)
+
+
+@pytest.mark.parametrize("parts", [([1.0], [3.0]), ([1.0, 0.0], [3.0])])
+def test_the_gradient_of_an_all_reduce_is_the_same_all_reduce(mirrored, parts):
+    def loss_of(weight, x):
+        context = ks.get_replica_context()
+        factor = ops.cast(context.replica_id_in_sync_group, "float32") + 1
+        return factor * context.all_reduce("SUM", weight * ops.sum(x)) ** 2
+
+    # The total is y = 2 (1 + 3) = 8; the gradients of 1 y^2 and 2 y^2 by y are 16
+    # and 32, and their sum goes to both replicas.
+    loss, gradient = _gradient(mirrored, parts, loss_of)
+    assert loss == [64, 128]
+    assert gradient == [48 * 1, 48 * 3]
+
+
+@pytest.mark.parametrize("parts", [([1.0], [3.0]), ([1.0, 1.0], [3.0])])
+def test_the_gradient_of_an_all_gather_is_the_sum_of_the_parts(mirrored, parts):
+    def loss_of(weight, x):
+        every = ks.get_replica_context().all_gather(weight * x, axis=0)
+        return ops.sum(every**2)
+
+    # Each of two losses is 4 * sum(x^2), whose gradient is 2 * 2 * x^2 per element.
+    _, gradient = _gradient(mirrored, parts, loss_of)
+    squares = [sum(value**2 for value in part) for part in parts]
+    assert gradient == [2 * 4 * square for square in squares]
+
+
+# Reduce and gather.
+
+
+@pytest.mark.parametrize(
+    "op, expected", [("SUM", 5), ("Mean", 2.5), ("min", 1), (ks.ReduceOp.MAX, 4)]
+)
+def test_reduce_over_replicas(mirrored, op, expected):
+    assert float(mirrored.reduce(op, per_replica(1.0, 4.0), axis=None)) == expected
+
+
+@pytest.mark.parametrize(
+    "op, expected", [("SUM", 10), ("MEAN", 2.5), ("MIN", 1), ("MAX", 4)]
+)
+@pytest.mark.parametrize("parts", [([1, 2, 3], [4]), ([1, 2, 3, 4], [])])
+def test_reduce_along_an_axis_has_the_true_denominator(mirrored, op, expected, parts):
+    value = ks.PerReplica(
+        [ops.convert_to_tensor(np.array(part, "float32")) for part in parts]
+    )
+    assert float(mirrored.reduce(op, value, axis=0)) == expected
+
+
+def test_reduce_of_a_structure_and_of_what_is_the_same_everywhere(mirrored):
+    found = mirrored.reduce("SUM", {"a": per_replica(1, 2), "b": 3.0}, axis=None)
+    assert float(found["a"]) == 3
+    assert float(found["b"]) == 6
+
+
+def test_reduce_with_an_unknown_operation_is_refused(mirrored):
+    with pytest.raises(ValueError, match="ReduceOp"):
+        mirrored.reduce("product", per_replica(1, 2), axis=None)
+
+
+def test_gather_takes_uneven_lengths(mirrored):
+    value = per_replica(np.ones((3, 2)), np.zeros((1, 2)))
+    assert tuple(mirrored.gather(value, axis=0).shape) == (4, 2)
+    value = per_replica(np.ones((2, 3)), np.zeros((2, 1)))
+    assert tuple(mirrored.gather(value, axis=1).shape) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "parts", [(1.0, 2.0), (np.ones((2, 3)), np.ones((2, 4))), ([1.0], np.ones((1, 1)))]
+)
+def test_gather_of_scalars_or_of_other_shapes_is_refused(mirrored, parts):
+    with pytest.raises(ValueError, match="gather"):
+        mirrored.gather(per_replica(*parts), axis=0)
+
+
+def test_run_reduce_and_gather_inside_a_function(mirrored):
+    @ks.function
+    def step(x):
+        y = mirrored.run(lambda x: x * 2, args=(x,))
+        total = mirrored.reduce("SUM", y, axis=0)
+        return total, mirrored.gather(y, axis=0), y
+
+    for parts in (([1, 2], [3, 4]), ([1, 2, 3], [4]), ([5, 6], [7, 8])):
+        total, gathered, y = step(per_replica(*parts))
+        every = [2 * value for part in parts for value in part]
+        assert float(total) == sum(every)
+        assert np.asarray(ops.convert_to_numpy(gathered)).tolist() == every
+        assert numbers(y) == [[2 * value for value in part] for part in parts]
+
+
+# Variables.
+
+
+def _variable(strategy, synchronization, aggregation):
+    with strategy.scope():
+        return keras.Variable(
+            np.float32(10),
+            trainable=False,
+            synchronization=synchronization,
+            aggregation=aggregation,
+        )
+
+
+def _number(strategy):
+    return values_of(strategy, lambda i: np.float32(i + 1))
+
+
+@pytest.mark.parametrize(
+    "aggregation, assigned, added",
+    [("sum", 3, 13), ("mean", 1.5, 11.5), ("only_first_replica", 1, 11)],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_write_variables_are_brought_together_when_assigned(
+    mirrored, aggregation, assigned, added, compiled
+):
+    v = _variable(mirrored, "on_write", aggregation)
+    w = _variable(mirrored, "on_write", aggregation)
+
+    def fn(number):
+        v.assign(number)
+        w.assign_add(number)
+        return v.value + 0, w.value + 0
+
+    def step(number):
+        return mirrored.run(fn, args=(number,))
+
+    seen = (ks.function(step) if compiled else step)(_number(mirrored))
+    assert [numbers(value) for value in seen] == [[assigned] * 2, [added] * 2]
+    assert (float(v.numpy()), float(w.numpy())) == (assigned, added)
+
+
+@pytest.mark.parametrize(
+    "aggregation, together", [("sum", 3), ("mean", 1.5), ("only_first_replica", 1)]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_read_variables_are_brought_together_when_read(
+    mirrored, aggregation, together, compiled
+):
+    v = _variable(mirrored, "on_read", aggregation)
+
+    def assign(number):
+        v.assign(number)
+
+    def run(fn, *args):
+        def step(*args):
+            return mirrored.run(fn, args=args)
+
+        return (ks.function(step) if compiled else step)(*args)
+
+    run(assign, _number(mirrored))
+    assert numbers(run(lambda: v.value + 0)) == [1, 2]
+    assert float(v.numpy()) == together
+
+
+def test_an_on_read_variable_without_aggregation_cannot_be_read_together(mirrored):
+    v = _variable(mirrored, "on_read", "none")
+    mirrored.run(lambda number: v.assign(number), args=(_number(mirrored),))
+    assert numbers(mirrored.run(lambda: v.value + 0)) == [1, 2]
+    with pytest.raises(ValueError, match="aggregation"):
+        v.numpy()
+    with pytest.raises(ValueError, match="aggregation"), mirrored.scope():
+        ops.convert_to_tensor(v)
+
+
+def test_an_on_write_variable_without_aggregation_cannot_be_assigned(mirrored):
+    v = _variable(mirrored, "on_write", "none")
+    with pytest.raises(ValueError, match="aggregation"):
+        mirrored.run(lambda: v.assign(1.0))
+
+
+def test_assigning_an_on_read_sum_outside_gives_replicas_their_parts(mirrored):
+    v = _variable(mirrored, "on_read", "sum")
+    mirrored.run(lambda number: v.assign(number), args=(_number(mirrored),))
+    v.assign(8.0)
+    parts = numbers(mirrored.run(lambda: v.value + 0))
+    assert sum(parts) == 8
+    mirrored.run(lambda number: v.assign_add(number), args=(_number(mirrored),))
+    assert float(v.numpy()) == 11
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_metrics_count_on_all_replicas(mirrored, compiled):
+    with mirrored.scope():
+        metric = keras.metrics.Mean()
+
+    def step(x):
+        mirrored.run(lambda x: metric.update_state(x), args=(x,))
+        return metric.result()
+
+    step = ks.function(step) if compiled else step
+    assert float(step(per_replica([1, 2, 3], [4]))) == 2.5
+    assert float(step(per_replica([1, 2], [3, 4]))) == 2.5
+    metric.reset_state()
+    assert float(step(per_replica([5, 6], [7, 8]))) == 6.5
+    assert float(metric.result()) == 6.5
+
+
+def test_initial_values_are_the_same_on_all_replicas(mirrored):
+    with mirrored.scope():
+        layer = layers.Dense(3)
+        layer.build((None, 2))
+    found = mirrored.run(lambda: ops.sum(layer.kernel * 1))
+    assert len(set(numbers(found))) == 1
+
+
+def test_random_layers_draw_a_mask_of_each_replicas_own(mirrored):
+    x = per_replica(np.ones((1, 64)), np.ones((1, 64)))
+
+    def draw():
+        keras.utils.set_random_seed(3)
+        with mirrored.scope():
+            dropout = layers.Dropout(0.5, seed=1)
+        first = mirrored.run(lambda x: dropout(x, training=True), args=(x,))
+        second = mirrored.run(lambda x: dropout(x, training=True), args=(x,))
+        return [*numbers(first), *numbers(second)]
+
+    masks = draw()
+    assert len({str(mask) for mask in masks}) == 4
+    assert draw() == masks
+
+
+# Losses.
+
+
+def test_compute_average_loss_divides_by_the_global_batch():
+    found = ks.compute_average_loss([1.0, 2.0, 3.0, 4.0, 5.0], global_batch_size=10)
+    assert float(found) == 1.5
+
+
+@pytest.mark.parametrize("parts", [([1, 2], [3, 4]), ([1, 2, 3], [4])])
+def test_compute_average_loss_counts_the_rows_of_all_replicas(mirrored, parts):
+    found = mirrored.run(ks.compute_average_loss, args=(per_replica(*parts),))
+    assert float(mirrored.reduce("SUM", found, axis=None)) == 2.5
+
+
+def test_scale_regularization_loss_adds_up_to_the_loss(mirrored):
+    found = mirrored.run(lambda: ks.scale_regularization_loss(ops.ones((3,))))
+    assert float(mirrored.reduce("SUM", found, axis=None)) == 3

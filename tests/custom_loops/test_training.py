@@ -1,0 +1,320 @@
+"""Custom training loops: the same numbers as on one device."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+from keras_strategies.input.sharding import split_sizes
+
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(
+    from_logits=True, reduction=None
+)
+
+
+def data(rows):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 6)).astype("float32")
+    return x, random.integers(0, 3, rows).astype("int32")
+
+
+def classifier():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="relu"),
+            layers.BatchNormalization(momentum=0.8),
+            layers.Dense(3),
+        ]
+    )
+
+
+def batches(strategy, arrays, size):
+    """Batches of the arrays, as `strategy` gives them to its replicas."""
+    count = strategy.num_replicas_in_sync
+    for start in range(0, len(arrays[0]), size):
+        batch = [array[start : start + size] for array in arrays]
+        if count == 1:
+            yield tuple(ops.convert_to_tensor(array) for array in batch)
+            continue
+        ends = np.cumsum(split_sizes(len(batch[0]), count))[:-1]
+        yield tuple(
+            ks.PerReplica([ops.convert_to_tensor(p) for p in np.split(array, ends)])
+            for array in batch
+        )
+
+
+def assert_alike(found, expected, tolerance=1e-4):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def loop(strategy, rows, epochs=2, build=True):
+    """The portable loop: what `ks` offers, and nothing of a backend's own."""
+    x, y = data(rows)
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = classifier()
+        optimizer = keras.optimizers.Adam(0.01, clipnorm=0.5, weight_decay=0.01)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+        if build:
+            optimizer.build(model.trainable_variables)
+
+    def replica_step(batch):
+        x, y = batch
+
+        def loss_fn():
+            scores = model(x, training=True)
+            accuracy.update_state(y, scores)
+            return ks.compute_average_loss(CROSS_ENTROPY(y, scores))
+
+        loss, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    @ks.function
+    def step(batch):
+        losses = strategy.run(replica_step, args=(batch,))
+        return strategy.reduce("SUM", losses, axis=None)
+
+    logs = []
+    for _ in range(epochs):
+        accuracy.reset_state()
+        for batch in batches(strategy, (x, y), 32):
+            logs.append(float(step(batch)))
+        logs.append(float(accuracy.result()))
+    iterations = float(ops.convert_to_numpy(optimizer.iterations))
+    return [np.array([*logs, iterations]), *model.get_weights()]
+
+
+@pytest.mark.parametrize("rows", [66, 67, 65])
+def test_the_portable_loop_equals_one_device(strategy, rows):
+    assert_alike(loop(strategy, rows), loop(ks.get_strategy(), rows))
+
+
+def test_the_optimizer_may_be_built_in_the_first_step(strategy):
+    expected = loop(ks.get_strategy(), 66, build=False)
+    assert_alike(loop(strategy, 66, build=False), expected)
+
+
+def test_a_loop_without_function_equals_one_device(mirrored):
+    x, y = data(35)
+
+    def train(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = classifier()
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+
+        def step(x, y):
+            def loss_fn(x, y):
+                scores = model(x, training=True)
+                return ks.compute_average_loss(CROSS_ENTROPY(y, scores)), scores
+
+            differentiated = ks.value_and_grad(
+                loss_fn, model.trainable_variables, has_aux=True
+            )
+            (loss, scores), gradients = differentiated(x, y)
+            optimizer.apply(gradients, model.trainable_variables)
+            return loss, ops.shape(scores)[0]
+
+        losses = []
+        for x_part, y_part in batches(strategy, (x, y), 16):
+            loss, _ = strategy.run(step, args=(x_part, y_part))
+            losses.append(float(strategy.reduce("SUM", loss, axis=None)))
+        return [np.array(losses), *model.get_weights()]
+
+    assert_alike(train(mirrored), train(ks.get_strategy()))
+
+
+def test_a_model_may_be_built_in_the_first_step(mirrored):
+    x, y = data(16)
+
+    def train(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(3)])
+            optimizer = keras.optimizers.SGD(0.1)
+
+        def replica_step(x, y):
+            if not model.built:
+                model.build(x.shape)
+
+            def loss_fn():
+                return ks.compute_average_loss(CROSS_ENTROPY(y, model(x)))
+
+            variables = model.trainable_variables
+            loss, gradients = ks.value_and_grad(loss_fn, variables)()
+            optimizer.apply(gradients, variables)
+            return loss
+
+        @ks.function
+        def step(x, y):
+            return strategy.run(replica_step, args=(x, y))
+
+        for _ in range(2):
+            for batch in batches(strategy, (x, y), 8):
+                step(*batch)
+        return model.get_weights()
+
+    if keras.backend.backend() != "jax":
+        pytest.skip("layers are built outside of `run` there")
+    assert_alike(train(mirrored), train(ks.get_strategy()))
+
+
+def test_two_optimizers_as_in_a_gan(mirrored):
+    x, _ = data(20)
+
+    def train(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            generator = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+            judge = keras.Sequential(
+                [keras.Input((2,)), layers.Dense(4, "tanh"), layers.Dense(1)]
+            )
+            optimizers = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1)
+
+        def replica_step(x):
+            def fooled():
+                return ks.compute_average_loss(ops.softplus(-judge(generator(x))))
+
+            def caught():
+                made = ops.softplus(judge(generator(x)))
+                real = ops.softplus(-judge(x[:, :2]))
+                return ks.compute_average_loss(made + real)
+
+            losses = []
+            for loss_fn, player, optimizer in zip(
+                (fooled, caught), (generator, judge), optimizers, strict=True
+            ):
+                variables = player.trainable_variables
+                loss, gradients = ks.value_and_grad(loss_fn, variables)()
+                optimizer.apply(gradients, variables)
+                losses.append(loss)
+            return losses
+
+        step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
+        for _ in range(2):
+            for (batch,) in batches(strategy, (x,), 7):
+                step(batch)
+        return generator.get_weights() + judge.get_weights()
+
+    assert_alike(train(mirrored), train(ks.get_strategy()))
+
+
+def test_gradients_that_are_accumulated_by_hand(mirrored):
+    x, y = data(24)
+
+    def train(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = classifier()
+            optimizer = keras.optimizers.SGD(0.1)
+            optimizer.build(model.trainable_variables)
+            sums = [
+                keras.Variable(
+                    np.zeros(v.shape, "float32"),
+                    trainable=False,
+                    synchronization="on_read",
+                    aggregation="sum",
+                )
+                for v in model.trainable_variables
+            ]
+
+        def accumulate(x, y):
+            def loss_fn():
+                scores = model(x, training=True)
+                return ks.compute_average_loss(CROSS_ENTROPY(y, scores))
+
+            _, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
+            for total, gradient in zip(sums, gradients, strict=True):
+                total.assign_add(gradient)
+
+        def update():
+            gradients = [ops.convert_to_tensor(total) / 2 for total in sums]
+            optimizer.apply(gradients, model.trainable_variables)
+            for total in sums:
+                total.assign(ops.zeros(total.shape))
+
+        for i, batch in enumerate(batches(strategy, (x, y), 6)):
+            strategy.run(accumulate, args=batch)
+            if i % 2:
+                strategy.run(update)
+        return model.get_weights()
+
+    assert_alike(train(mirrored), train(ks.get_strategy()))
+
+
+def test_frozen_parts_stay_as_they_are_and_none_is_no_gradient(mirrored):
+    with mirrored.scope():
+        used, unused = keras.Variable(np.ones(2, "float32")), keras.Variable(3.0)
+        optimizer = keras.optimizers.SGD(0.5)
+        optimizer.build([used, unused])
+
+    def step(x):
+        def loss_fn():
+            return ops.sum(used * x)
+
+        _, gradients = ks.value_and_grad(loss_fn, [used, unused])()
+        assert gradients[1] is None
+        optimizer.apply(gradients, [used, unused])
+
+    x = ks.PerReplica([ops.ones((2,)), ops.ones((2,))])
+    mirrored.run(step, args=(x,))
+    np.testing.assert_allclose(ops.convert_to_numpy(used), [0, 0])
+    assert float(unused.numpy()) == 3
+
+
+def test_several_runs_in_one_step_as_in_reinforcement_learning(mirrored):
+    def train(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            policy = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+            optimizer = keras.optimizers.SGD(0.1)
+            optimizer.build(policy.trainable_variables)
+        x, _ = data(10)
+
+        def act(x):
+            return ops.argmax(policy(x), axis=-1)
+
+        def learn(x, actions):
+            def loss_fn():
+                return ks.compute_average_loss(CROSS_ENTROPY(actions, policy(x)))
+
+            variables = policy.trainable_variables
+            loss, gradients = ks.value_and_grad(loss_fn, variables)()
+            optimizer.apply(gradients, variables)
+            return loss
+
+        @ks.function
+        def step(x):
+            actions = strategy.run(act, args=(x,))
+            loss = 0.0
+            for _ in range(2):
+                found = strategy.run(learn, args=(x, actions))
+                loss = loss + strategy.reduce("SUM", found, axis=None)
+            return loss
+
+        losses = [float(step(batch)) for (batch,) in batches(strategy, (x,), 5)]
+        return [np.array(losses), *policy.get_weights()]
+
+    assert_alike(train(mirrored), train(ks.get_strategy()))
+
+
+def test_gradients_that_are_summed_already_are_not_summed_again(mirrored):
+    with mirrored.scope():
+        variable = keras.Variable(np.float32(0))
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([variable])
+
+    def step(gradient):
+        total = ks.get_replica_context().all_reduce("SUM", gradient)
+        with ks.gradients_are_aggregated():
+            optimizer.apply([total], [variable])
+
+    gradients = ks.PerReplica([ops.ones(()), ops.ones(()) * 2])
+    mirrored.run(step, args=(gradients,))
+    assert float(variable.numpy()) == -3
