@@ -45,6 +45,9 @@ class ModelHooks(Protocol):
     def created(self, made: Any) -> None:
         """A model (its `__init__` has begun) or a variable has been made."""
 
+    def creating(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around `Variable.__init__`."""
+
     def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[Any]:
         """Entered around `fit`, `evaluate`, ... and `compile`."""
 
@@ -112,6 +115,15 @@ def install(hooks: ModelHooks) -> None:
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
+            hooks.created(self)
+
+        return __init__
+
+    def wrap_variable_init(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            with hooks.creating():
+                original(self, *args, **kwargs)
             hooks.created(self)
 
         return __init__
@@ -226,7 +238,7 @@ def install(hooks: ModelHooks) -> None:
     _replace(KerasVariable, "assign", wrap_assign)
     _replace(KerasVariable, "assign_add", wrap_assign_add)
     _replace(KerasVariable, "assign_sub", wrap_assign_sub)
-    _replace(KerasVariable, "__init__", wrap_init)
+    _replace(KerasVariable, "__init__", wrap_variable_init)
     _replace(Trainer, "__init__", wrap_init)
     _replace(Trainer, "compile", wrap_method)
     for name in _METHODS:

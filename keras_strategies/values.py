@@ -37,6 +37,18 @@ class DistributedValues:
     def __len__(self) -> int:
         return len(self._values)
 
+    # TensorFlow's protocol for what `tf.function` takes apart into tensors.
+
+    def __tf_flatten__(self) -> tuple[tuple[()], tuple[Any, ...]]:
+        return (), self._values
+
+    @classmethod
+    def __tf_unflatten__(
+        cls, metadata: tuple[()], components: tuple[Any, ...]
+    ) -> DistributedValues:
+        del metadata
+        return cls(components)
+
     def __repr__(self) -> str:
         body = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self._values))
         return f"{type(self).__name__}:{{\n{body}\n}}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from harness import custom_steps, data, models
 from harness.data import Data, take
@@ -23,8 +24,11 @@ from harness.training import (
     ADAM_TOLERANCE,
     Case,
     Results,
+    assert_same,
     assert_same_training,
+    differences,
     fit_evaluate_predict,
+    state_of,
 )
 from keras import losses, metrics, ops, optimizers
 
@@ -92,6 +96,18 @@ def fit_twice(case: Case, model: keras.Model, all_rows: Data) -> Results:
         all_rows.x, all_rows.y, batch_size=8, initial_epoch=2, epochs=4, verbose=0
     )
     return {**first, "second": second.history, "epochs": second.epoch}
+
+
+def fit_then_state(case: Case, model: keras.Model, all_rows: Data) -> Results:
+    """What is there after `fit`, before anything else is called.
+
+    Keras 3.15 on JAX lets the weights and their moving averages share memory at the
+    end of `fit`, and its next program on one device takes it away from one of them.
+    """
+    history = model.fit(
+        all_rows.x, all_rows.y, batch_size=case.batch, epochs=case.epochs, verbose=0
+    )
+    return {"history": history.history, **state_of(model)}
 
 
 def compile_twice(case: Case, model: keras.Model, all_rows: Data) -> Results:
@@ -370,8 +386,14 @@ OPTIMIZERS = [
         lambda: optimizers.SGD(
             0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2
         ),
+        script=fit_then_state,
     ),
-    with_optimizer("ema_at_end", lambda: optimizers.SGD(0.1, use_ema=True), slow=True),
+    with_optimizer(
+        "ema_at_end",
+        lambda: optimizers.SGD(0.1, use_ema=True),
+        script=fit_then_state,
+        slow=True,
+    ),
     with_optimizer(
         "gradient_accumulation",
         lambda: optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
@@ -507,6 +529,46 @@ def _chosen():
 @pytest.mark.parametrize("case, strategy_name", _parameters())
 def test_same_as_one_device(case: Case, strategy_name: str) -> None:
     assert_same_training(case, STRATEGIES[strategy_name].make())
+
+
+@pytest.mark.parametrize("strategy_name", ["mirrored_2", "mirrored_4"])
+def test_moving_averages_of_weights_survive_what_follows(strategy_name) -> None:
+    """With EMA one goes on after `evaluate` as without it (see `fit_then_state`)."""
+    found = []
+    for name in ("one_device", strategy_name):
+        keras.utils.set_random_seed(7)
+        with STRATEGIES[name].make().scope():
+            model = models.dense()
+            averaging = optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
+            model.compile(averaging, "sparse_categorical_crossentropy")
+        rows = data.classes(22)
+        for _ in range(2):
+            model.fit(rows.x, rows.y, batch_size=8, shuffle=False, verbose=0)
+            model.evaluate(rows.x, rows.y, verbose=0)
+        found.append(state_of(model))
+    assert_same(found[0], found[1], 1e-5, strategy_name)
+
+
+def _fit_with_dropout(strategy_name: str, seed: int) -> Results:
+    with STRATEGIES[strategy_name].make().scope():
+        keras.utils.set_random_seed(seed)
+        model = models.dropout()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    # The initial weights are the same whatever the seed; the masks are not.
+    model.set_weights([np.full(w.shape, 0.1, "float32") for w in model.weights])
+    rows = data.classes(22)
+    model.fit(rows.x, rows.y, batch_size=8, shuffle=False, verbose=0)
+    return state_of(model)["weights"]
+
+
+@pytest.mark.parametrize(
+    "strategy_name",
+    ["mirrored_2", *(pytest.param(n, marks=pytest.mark.slow) for n in EVERYWHERE)],
+)
+def test_dropout_repeats_with_the_seed(strategy_name) -> None:
+    first = _fit_with_dropout(strategy_name, seed=1)
+    assert_same(first, _fit_with_dropout(strategy_name, seed=1), 1e-6, strategy_name)
+    assert list(differences(first, _fit_with_dropout(strategy_name, seed=2), 1e-3))
 
 
 def test_names_of_cases_are_unique() -> None:

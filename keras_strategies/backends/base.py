@@ -124,6 +124,10 @@ class TrainerAdapter(abc.ABC):
         """
         raise NotImplementedError
 
+    def creating_variable(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the making of a variable in replica context."""
+        return contextlib.nullcontext()
+
     def variable_assigned(self, variable: Any, value: Any) -> None:  # noqa: B027
         """An on-read variable was assigned in cross-replica context."""
 

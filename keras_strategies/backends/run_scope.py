@@ -169,6 +169,14 @@ class RunScope(keras.StatelessScope):
         return self.replica.all_reduce("SUM", own)
 
 
+def is_under_way() -> bool:
+    """Whether code runs in a `RunScope`, or in a scope that Keras opened in one."""
+    scope = keras_compat.current_stateless_scope()
+    while scope is not None and not isinstance(scope, RunScope):
+        scope = scope.original_scope
+    return scope is not None
+
+
 def _mean_dtype(variable: Any) -> str:
     return variable.dtype if "float" in variable.dtype else "float32"
 

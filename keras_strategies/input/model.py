@@ -105,14 +105,25 @@ class DatasetCreator:
 class _AskedContext(InputContext):
     """A context that notices when it is asked how many replicas there are."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.__dict__["asked"] = False
+
     def __getattribute__(self, name: str) -> Any:
         if name in ("num_replicas_in_sync", "get_per_replica_batch_size"):
-            self.__dict__["about_replicas"] = True
+            self.__dict__["asked"] = True
         return super().__getattribute__(name)
+
+    def __repr__(self) -> str:
+        # To print a context is not to ask it.
+        asked = self.about_replicas
+        text = super().__repr__()
+        self.__dict__["asked"] = asked
+        return text
 
     @property
     def about_replicas(self) -> bool:
-        return bool(self.__dict__.get("about_replicas", False))
+        return bool(self.__dict__["asked"])
 
 
 def model_arguments(

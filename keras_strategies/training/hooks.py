@@ -35,6 +35,12 @@ class StrategyHooks:
         ):
             keras_compat.guard_value(made, _check_read_on_replica)
 
+    def creating(self) -> contextlib.AbstractContextManager[Any]:
+        replica = context.current_replica()
+        if replica is None or not run_scope.is_under_way():
+            return contextlib.nullcontext()
+        return replica.strategy.trainer.creating_variable()
+
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
         strategy = keras_compat.strategy_of(model)

@@ -403,7 +403,7 @@ def test_an_on_read_variable_without_aggregation_cannot_be_read_together(mirrore
     with pytest.raises(ValueError, match="aggregation"):
         v.numpy()
     with pytest.raises(ValueError, match="aggregation"), mirrored.scope():
-        ops.convert_to_tensor(v)
+        ops.add(v, 1.0)
 
 
 def test_an_on_write_variable_without_aggregation_cannot_be_assigned(mirrored):

@@ -49,7 +49,8 @@ class Case:
         sample_weight: bool, whether the data's weights are given.
         policy: the dtype policy that the model is made under.
         tolerance: relative to the largest magnitude of each tensor.
-        script: trains a compiled model and returns what is to be equal.
+        script: trains a compiled model and returns what is to be equal; the model's
+            state at the end is added if it is not among it.
         refused_by: backends on which Keras 3.15 cannot train this at all, and the
             error that it raises there.
         slow: bool, whether the case belongs to the full part.
@@ -141,13 +142,18 @@ def train(case: Case, strategy: Any = None) -> Results:
         with strategy.scope():
             model = compiled(case)
     results = (case.script or fit_evaluate_predict)(case, model, case.make_data())
-    state = {
-        "weights": {f"{i} {w.path}": w for i, w in enumerate(model.weights)},
-        "optimizer": {
-            f"{i} {v.path}": v for i, v in enumerate(model.optimizer.variables)
-        },
+    if "optimizer" not in results:
+        results |= state_of(model)
+    return as_arrays(results)
+
+
+def state_of(model: keras.Model) -> Results:
+    """The model's weights and its optimizer's variables, by number and path."""
+    groups = {"weights": model.weights, "optimizer": model.optimizer.variables}
+    return {
+        group: {f"{i} {v.path}": as_arrays(v) for i, v in enumerate(variables)}
+        for group, variables in groups.items()
     }
-    return as_arrays({**results, **state})
 
 
 def as_arrays(results: Any) -> Any:

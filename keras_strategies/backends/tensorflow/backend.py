@@ -16,6 +16,7 @@ from keras_strategies.backends.tensorflow.devices import (
     set_virtual_cpus,
     tf_device,
 )
+from keras_strategies.backends.tensorflow.function import function, value_and_grad
 from keras_strategies.backends.tensorflow.replicas import reduce_tensors
 from keras_strategies.backends.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.devices import Device
@@ -89,7 +90,17 @@ class TensorFlowBackend(Backend):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        raise NotImplementedError
+        return strategy.trainer.run(fn, args, kwargs)  # type: ignore[attr-defined]
+
+    def value_and_grad(
+        self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+    ) -> Callable[..., Any]:
+        return value_and_grad(fn, variables, has_aux)
+
+    def function(
+        self, fn: Callable[..., Any], jit_compile: bool | None
+    ) -> Callable[..., Any]:
+        return function(fn, jit_compile)
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         return TensorFlowTrainer(strategy)

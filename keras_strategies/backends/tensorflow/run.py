@@ -1,0 +1,284 @@
+"""`Strategy.run` on TensorFlow.
+
+The replicas are those of `replicas.py`, eagerly and inside `tf.function`. Variables
+stay what they are everywhere else, plain ones on one device:
+
+- trainable ones are read themselves, so that a `tf.GradientTape` in the function
+  sees them, and are replaced only on a replica that has assigned them;
+- all others are copied to the replica when they are first read;
+- on-read ones have a variable for each replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.framework import ops as graph_ops
+
+from keras_strategies import context, keras_compat
+from keras_strategies.backends import run_scope
+from keras_strategies.backends.run_scope import LocalValues, RunScope
+from keras_strategies.backends.tensorflow.devices import tf_device
+from keras_strategies.backends.tensorflow.function import (
+    leave_to_python,
+    refuse_xla,
+)
+from keras_strategies.backends.tensorflow.replicas import (
+    LockstepCommunicator,
+    ReplicaEngine,
+)
+from keras_strategies.values import DistributedValues
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+@contextlib.contextmanager
+def outside_engine() -> Iterator[None]:
+    """As if `tf.distribute` ran nothing: Keras sees TensorFlow's default strategy.
+
+    Keras's optimizers ask for the current strategy and would reduce gradients once
+    more; variables would be created once per replica.
+    """
+    graph = graph_ops.get_default_graph()
+    creators = graph._variable_creator_stack
+    graph._variable_creator_stack = []
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+        graph._variable_creator_stack = creators
+
+
+@contextlib.contextmanager
+def creating_variables(device: str) -> Iterator[None]:
+    """Variables made inside are plain and outlive the program that is being traced."""
+    with tf.init_scope(), outside_engine(), tf.device(device):
+        yield
+
+
+class TensorFlowLocalValues(LocalValues):
+    """On-read values: a `tf.Variable` for each replica, on its device."""
+
+    def __init__(self, devices: Sequence[str]):
+        self._devices = tuple(devices)
+        # By the id of the Keras variable, for as long as that lives.
+        self._variables: dict[int, list[tf.Variable]] = {}
+
+    def _all(self, variable: Any) -> list[tf.Variable]:
+        key = id(variable)
+        if key not in self._variables:
+            self._variables[key] = self._make(variable)
+            weakref.finalize(variable, self._variables.pop, key, None)
+        return self._variables[key]
+
+    def _make(self, variable: Any) -> list[tf.Variable]:
+        raw = keras_compat.raw_value(variable)
+        with tf.init_scope():
+            parts = run_scope.parts(variable, raw.read_value(), len(self._devices))
+        made = []
+        for i, (part, device) in enumerate(zip(parts, self._devices, strict=True)):
+            with creating_variables(device):
+                name = f"{variable.name}_replica_{i}"
+                made.append(tf.Variable(part, trainable=False, name=name))
+        return made
+
+    def get(self, variable: Any, replica_id: int) -> Any:
+        own = self._all(variable)[replica_id]
+        with tf.device(own.device):
+            return own.read_value()
+
+    def commit(self, variable: Any, values: Sequence[Any]) -> None:
+        for own, value in zip(self._all(variable), values, strict=True):
+            own.assign(value)
+        raw = keras_compat.raw_value(variable)
+        with tf.device(raw.device):
+            raw.assign(run_scope.together(variable, values))
+
+    def assigned(self, variable: Any, value: Any) -> None:
+        if id(variable) not in self._variables:
+            return
+        whole = tf.cast(value, keras_compat.raw_value(variable).dtype)
+        parts = run_scope.parts(variable, whole, len(self._devices))
+        for own, part in zip(self._variables[id(variable)], parts, strict=True):
+            own.assign(part)
+
+
+class TensorFlowRun:
+    """Runs functions on the replicas of one strategy."""
+
+    def __init__(self, strategy: Strategy, engine: ReplicaEngine):
+        leave_to_python()
+        self.strategy = strategy
+        self.placement = strategy.placement
+        self._engine = engine
+        self._devices = [tf_device(device) for device in self.placement.replicas]
+        self.lead = tf_device(self.placement.variables)
+        self.local_values = TensorFlowLocalValues(self._devices)
+        # Functions that are `tf.function`s themselves, as programs of all replicas.
+        self._programs: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            if len(self._devices) > 1:
+                return self._program(fn)(list(args), list(kwargs))
+        elif not tf.executing_eagerly():
+            # Python's `if` and `for` on tensors work where they did outside.
+            fn = tf.__internal__.autograph.tf_convert(
+                fn, tf.__internal__.autograph.control_status_ctx()
+            )
+        return self._run(fn, args, kwargs)
+
+    def _program(self, fn: Any) -> Any:
+        """Replicas cannot meet inside a program of their own, so it goes around them.
+
+        `tf.distribute` does the same.
+        """
+        if fn not in self._programs:
+            python_function = fn.python_function
+
+            def program(args: list[Any], kwargs: list[Any]) -> list[Any]:
+                return self(python_function, args, kwargs)
+
+            self._programs[fn] = tf.function(program, reduce_retracing=True)
+        return self._programs[fn]
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        communicator = _RunCommunicator(self)
+        tasks = []
+        for i in range(len(args)):
+            replica = context.ReplicaContext(self.strategy, i, communicator)
+            scope = RunScope(replica, self._copier(i), self.local_values)
+            communicator.scopes.append(scope)
+            tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
+        if len(tasks) == 1:
+            communicator.begin()
+            with tf.device(self._devices[0]):
+                results = [tasks[0]()]
+        else:
+            refuse_xla()
+            results = self._engine.run(tasks, communicator)
+        self.commit(communicator.scopes)
+        return results
+
+    def _copier(self, replica_id: int) -> Callable[[Any], Any]:
+        device = self._devices[replica_id]
+        graph = None if tf.executing_eagerly() else graph_ops.get_default_graph()
+
+        def copy(variable: Any) -> Any:
+            raw = keras_compat.raw_value(variable)
+            if raw is None or raw.trainable:
+                return None
+            # A copy that is first needed in a loop is made before the loop.
+            base = graph.as_default() if graph else contextlib.nullcontext()
+            with base, tf.device(device):
+                value = tf.stop_gradient(raw.read_value())
+                offset = keras_compat.seed_offset(variable, replica_id)
+                if offset:
+                    value += tf.constant([offset, 0], dtype=value.dtype)
+                return value
+
+        return copy
+
+    def commit(self, scopes: Sequence[RunScope]) -> None:
+        """Gives variables the values that the replicas left, and forgets those."""
+        keys = dict.fromkeys(key for scope in scopes for key in scope.updates)
+        for key in keys:
+            having = [scope for scope in scopes if key in scope.updates]
+            variable = having[0].updates[key][0]
+            if run_scope.is_local(variable):
+                self.local_values.commit(
+                    variable, [scope.get_current_value(variable) for scope in scopes]
+                )
+            else:
+                values = [scope.updates[key][1] for scope in having]
+                with tf.device(self.lead):
+                    merged = run_scope.merged(variable, values)
+                    keras_compat.raw_value(variable).assign(merged)
+            for scope in scopes:
+                scope.forget([variable])
+
+
+def _task(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    replica: context.ReplicaContext,
+    scope: RunScope,
+) -> Callable[[], Any]:
+    def run() -> Any:
+        with context.on_replica(replica), scope:
+            return fn(*args, **kwargs)
+
+    return run
+
+
+class _RunCommunicator(LockstepCommunicator):
+    """Collectives of a run; merged functions see and change the variables."""
+
+    def __init__(self, run: TensorFlowRun):
+        super().__init__(run.placement.replicas, run.placement.variables)
+        self._run = run
+        self.scopes: list[RunScope] = []
+
+    def merge_call(
+        self,
+        replica_id: int,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        def merged(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            with keras_compat.outside_stateless_scopes(), outside_engine():
+                self._run.commit(self.scopes)
+                try:
+                    return merge_fn(strategy, *args, **kwargs)
+                finally:
+                    # Which of them it has assigned, a graph does not say.
+                    for scope in self.scopes:
+                        scope.forget(scope.variables_read())
+
+        return super().merge_call(replica_id, merged, args, kwargs)
+
+
+def sum_gradients(gradients: Sequence[Any]) -> list[Any]:
+    """Sums each gradient over replicas, on the current device; None adds nothing."""
+    total = []
+    for gradient in gradients:
+        parts = (
+            gradient.values if isinstance(gradient, DistributedValues) else [gradient]
+        )
+        present = [part for part in parts if part is not None]
+        total.append(sum_of(present) if present else None)
+    return total
+
+
+def sum_of(gradients: Sequence[Any]) -> Any:
+    """The sum of gradients; of rows of a table only, as their concatenation."""
+    if len(gradients) == 1:
+        return gradients[0]
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return tf.IndexedSlices(
+            tf.concat([gradient.values for gradient in gradients], 0),
+            tf.concat([gradient.indices for gradient in gradients], 0),
+            gradients[0].dense_shape,
+        )
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])

@@ -1,0 +1,218 @@
+"""Distributed datasets and dataset creators in `fit`, `evaluate` and `predict`."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+
+ROWS = 23
+X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, ROWS)
+
+
+def batches(size: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(X[i : i + size], Y[i : i + size]) for i in range(0, ROWS, size)]
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    optimizer = keras.optimizers.SGD(0.1)
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def train(strategy, x, validation=None, **options):
+    if strategy is None:
+        model = build()
+    else:
+        with strategy.scope():
+            model = build()
+    if validation is not None:
+        options["validation_data"] = validation
+    history = model.fit(x, epochs=2, shuffle=False, verbose=0, **options).history
+    return model, history
+
+
+def assert_equal(found, expected) -> None:
+    (model, history), (alone, reference) = found, expected
+    assert history.keys() == reference.keys()
+    for key, values in reference.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-5, err_msg=key)
+    for mine, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One device, on the same global batches."""
+    return train(None, X, (X, Y), y=Y, batch_size=8, validation_batch_size=8)
+
+
+def tf_data(size: int = 8):
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(size)
+
+
+def loader(size: int = 8):
+    torch = pytest.importorskip("torch")
+    rows = list(zip(X, Y, strict=True))
+    return torch.utils.data.DataLoader(rows, batch_size=size)
+
+
+DATASETS = {"tf_data": tf_data, "loader": loader, "list": batches}
+
+
+@pytest.fixture(params=DATASETS)
+def dataset(request):
+    return DATASETS[request.param]
+
+
+def test_fit_on_a_split_dataset(mirrored, dataset, alone) -> None:
+    distributed = mirrored.experimental_distribute_dataset(dataset())
+    found = train(mirrored, distributed, distributed)
+    assert_equal(found, alone)
+    model, _ = found
+    expected = model.evaluate(X, Y, batch_size=8, verbose=0)
+    np.testing.assert_allclose(model.evaluate(distributed, verbose=0), expected, 1e-5)
+    predicted = model.predict(distributed, verbose=0)
+    np.testing.assert_allclose(predicted, model.predict(X, verbose=0), 1e-5)
+
+
+def test_fit_on_rows_of_arrays(mirrored, alone) -> None:
+    rows = mirrored.make_experimental_numpy_dataset((X, Y)).batch(8)
+    assert_equal(train(mirrored, rows, rows), alone)
+    distributed = mirrored.experimental_distribute_dataset(rows)
+    assert_equal(train(mirrored, distributed, distributed), alone)
+
+
+def test_fit_on_the_replicas_batches(mirrored, dataset, alone) -> None:
+    """Two batches of four are a global batch of eight; the last has seven rows."""
+    distributed = mirrored.distribute_datasets_from_function(
+        lambda context: dataset(context.get_per_replica_batch_size(8))
+    )
+    assert_equal(train(mirrored, distributed, distributed), alone)
+
+
+def test_creator_of_the_replicas_batches(strategy, alone) -> None:
+    contexts = []
+
+    def dataset_fn(context):
+        contexts.append(context)
+        return batches(context.get_per_replica_batch_size(8))
+
+    creator = ks.DatasetCreator(dataset_fn, ks.InputOptions())
+    assert_equal(train(strategy, creator, creator), alone)
+    assert len(contexts) == 2
+    assert contexts[0].num_input_pipelines == 1
+    assert contexts[0].num_replicas_in_sync == strategy.num_replicas_in_sync
+
+
+def test_creator_of_global_batches(mirrored, dataset, alone) -> None:
+    """A function that does not ask about replicas knows of global batches only."""
+
+    def dataset_fn(context):
+        assert "num_replicas_in_sync=2" in repr(context)
+        assert context.num_input_pipelines == 1
+        return dataset(8)
+
+    creator = ks.DatasetCreator(dataset_fn)
+    found = train(mirrored, creator, creator)
+    assert_equal(found, alone)
+    model, _ = found
+    expected = model.evaluate(X, Y, batch_size=8, verbose=0)
+    np.testing.assert_allclose(model.evaluate(creator, verbose=0), expected, 1e-5)
+    predicted = model.predict(x=creator, verbose=0)
+    np.testing.assert_allclose(predicted, model.predict(X, verbose=0), 1e-5)
+
+
+def test_creator_without_a_strategy(dataset, alone) -> None:
+    creator = ks.DatasetCreator(lambda c: dataset(c.get_per_replica_batch_size(8)))
+    assert_equal(train(None, creator, creator), alone)
+
+
+def test_creator_of_a_dataset_for_each_replica(mirrored) -> None:
+    parts = iter([batches(4)[0:4:2], batches(4)[1:4:2]])
+    creator = ks.DatasetCreator(
+        lambda context: next(parts),
+        ks.InputOptions(experimental_replication_mode="PER_REPLICA"),
+    )
+    with mirrored.scope():
+        model = build()
+    model.fit(creator, shuffle=False, verbose=0)
+    alone = build()
+    alone.fit(X[:16], Y[:16], batch_size=8, shuffle=False, verbose=0)
+    for mine, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_endless_datasets_with_steps(mirrored) -> None:
+    def dataset_fn(context):
+        return tf_data(context.get_per_replica_batch_size(8)).repeat()
+
+    found = train(mirrored, ks.DatasetCreator(dataset_fn), steps_per_epoch=3)
+
+    def endless():
+        while True:
+            yield from batches(4)
+
+    def joined():
+        parts = endless()
+        while True:
+            pair = next(parts), next(parts)
+            yield tuple(np.concatenate(part) for part in zip(*pair, strict=True))
+
+    assert_equal(found, train(None, joined(), steps_per_epoch=3))
+
+
+def test_a_generator_goes_on_from_epoch_to_epoch(mirrored) -> None:
+    def endless():
+        while True:
+            yield from batches()
+
+    distributed = mirrored.experimental_distribute_dataset(endless())
+    found = train(mirrored, distributed, steps_per_epoch=2)
+    assert_equal(found, train(None, endless(), steps_per_epoch=2))
+
+
+def test_class_weight(mirrored) -> None:
+    weights = {0: 1.0, 1: 2.0, 2: 0.5}
+    distributed = mirrored.experimental_distribute_dataset(batches())
+    found = train(mirrored, distributed, class_weight=weights)
+    expected = train(None, X, y=Y, batch_size=8, class_weight=weights)
+    assert_equal(found, expected)
+
+
+def test_targets_beside_a_dataset(mirrored) -> None:
+    with mirrored.scope():
+        model = build()
+    distributed = mirrored.experimental_distribute_dataset(batches())
+    with pytest.raises(ValueError, match=r"`y` was given beside `x`, a Distributed"):
+        model.fit(distributed, Y)
+    with pytest.raises(ValueError, match="`sample_weight` was given beside"):
+        model.evaluate(distributed, sample_weight=Y)
+
+
+def test_wrong_arguments_are_still_keras_to_refuse(mirrored) -> None:
+    with mirrored.scope():
+        model = build()
+    with pytest.raises(TypeError, match="no_such_argument"):
+        model.fit(X, Y, no_such_argument=3)
+    with pytest.raises(TypeError, match="optimiser"):
+        model.compile(optimiser="sgd")
+
+
+def test_a_creator_that_makes_no_dataset(mirrored) -> None:
+    with mirrored.scope():
+        model = build()
+    with pytest.raises(ValueError, match="is not a dataset"):
+        model.fit(ks.DatasetCreator(lambda context: None))
