@@ -12,6 +12,7 @@ stay what they are everywhere else, plain ones on one device:
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,17 @@ def creating_variables(device: str) -> Iterator[None]:
     """Variables made inside are plain and outlive the program that is being traced."""
     with tf.init_scope(), outside_engine(), tf.device(device):
         yield
+
+
+def _leave_out_warning() -> None:
+    """Keeps back TensorFlow's advice about a strategy that nobody here has made."""
+    logger = tf.get_logger()
+    if _is_no_advice not in logger.filters:
+        logger.addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "eagerly has significant overhead" not in str(record.msg)
 
 
 class TensorFlowLocalValues(LocalValues):
@@ -115,6 +127,7 @@ class TensorFlowRun:
 
     def __init__(self, strategy: Strategy, engine: ReplicaEngine):
         leave_to_python()
+        _leave_out_warning()
         self.strategy = strategy
         self.placement = strategy.placement
         self._engine = engine

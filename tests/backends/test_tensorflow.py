@@ -1,0 +1,820 @@
+"""The TensorFlow backend: what holds there beyond the suites of all backends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+from keras_strategies import errors
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+
+ks.set_virtual_cpu_devices(4)
+
+STRATEGIES = {
+    "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
+    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
+    "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
+    "central_of_one": lambda: ks.CentralStorageStrategy(["cpu:1"], "cpu:0"),
+}
+on_each = pytest.mark.parametrize("name", STRATEGIES)
+on_two_and_four = pytest.mark.parametrize("name", ["mirrored_2", "mirrored_4"])
+
+
+def two():
+    return STRATEGIES["mirrored_2"]()
+
+
+def four():
+    return STRATEGIES["mirrored_4"]()
+
+
+def rows(count: int, features: int = 6):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(count, features)).astype("float32")
+    y = (random.uniform(size=(count, 1)) < 0.5).astype("float32")
+    weights = random.uniform(0.5, 2.0, size=count).astype("float32")
+    return x, y, weights
+
+
+def make_model(optimizer=None, **compile_arguments):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="relu", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dense(4, activation="tanh", activity_regularizer="l1"),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    model.compile(
+        optimizer or keras.optimizers.SGD(0.1, momentum=0.9),
+        "binary_crossentropy",
+        metrics=["accuracy"],
+        weighted_metrics=[keras.metrics.AUC(num_thresholds=20, name="auc")],
+        **compile_arguments,
+    )
+    return model
+
+
+def under(strategy, make, train):
+    """What `train(model)` returns, and the weights after it, from pinned seeds."""
+    keras.utils.set_random_seed(7)
+    if strategy is None:
+        model = make()
+    else:
+        with strategy.scope():
+            model = make()
+    return train(model), model.get_weights()
+
+
+def assert_close(expected, found, tolerance=1e-5):
+    expected, found = keras.tree.flatten(expected), keras.tree.flatten(found)
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found, strict=True):
+        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+        scale = max(np.abs(a).max(initial=0), 1e-2)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+def assert_same(strategy, make, train, tolerance=1e-5):
+    assert_close(under(None, make, train), under(strategy, make, train), tolerance)
+
+
+def fit_evaluate_predict(count, batch=8, epochs=3):
+    def train(model):
+        x, y, weights = rows(count)
+        history = model.fit(
+            x,
+            y,
+            sample_weight=weights,
+            batch_size=batch,
+            epochs=epochs,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x[:9], y[:9]),
+        ).history
+        scores = model.evaluate(x, y, batch_size=batch, verbose=0)
+        return history, scores, model.predict(x, batch_size=batch, verbose=0)
+
+    return train
+
+
+class Rows(layers.Layer):
+    """Notes the static rows of each call, which happens once per trace and replica."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen = []
+
+    def call(self, x):
+        replica = ks.get_replica_context()
+        on = None if replica is None or not ks.has_strategy() else replica
+        self.seen.append((x.shape[0], on and on.replica_id_in_sync_group))
+        return x
+
+
+# --- Exactness ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [22, 23, 25, 3, 1])
+@on_two_and_four
+def test_fit_is_exact_for_any_number_of_rows(name, count):
+    assert_same(STRATEGIES[name](), make_model, fit_evaluate_predict(count))
+
+
+@on_each
+def test_fit_is_exact_under_each_strategy(name):
+    assert_same(STRATEGIES[name](), make_model, fit_evaluate_predict(23))
+
+
+@on_two_and_four
+def test_fit_is_exact_with_adam(name):
+    def make():
+        return make_model(keras.optimizers.Adam(0.01, weight_decay=0.01))
+
+    assert_same(STRATEGIES[name](), make, fit_evaluate_predict(23), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"run_eagerly": True}, {"steps_per_execution": 3}],
+    ids=["eager", "several_steps"],
+)
+def test_fit_is_exact_in_other_modes(arguments):
+    def make():
+        return make_model(**arguments)
+
+    assert_same(four(), make, fit_evaluate_predict(25))
+
+
+def test_methods_on_batches_are_exact():
+    def train(model):
+        x, y, weights = rows(11)
+        logs = [
+            model.train_on_batch(x[:n], y[:n], weights[:n]) for n in (11, 8, 7, 3, 1)
+        ]
+        scores = [model.test_on_batch(x[:n], y[:n]) for n in (11, 5, 1)]
+        return logs, scores, [model.predict_on_batch(x[:n]) for n in (11, 5, 1)]
+
+    assert_same(four(), make_model, train)
+
+
+def test_a_transformer_is_exact_over_many_steps():
+    def make():
+        tokens = keras.Input((12,), dtype="int32")
+        x = layers.Embedding(50, 16)(tokens)
+        attended = layers.MultiHeadAttention(2, 8)(x, x)
+        x = layers.LayerNormalization()(x + attended)
+        hidden = layers.Dense(16)(layers.Dense(32, activation="relu")(x))
+        x = layers.LayerNormalization()(x + hidden)
+        x = layers.GlobalAveragePooling1D()(x)
+        model = keras.Model(tokens, layers.Dense(10)(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01), loss)
+        return model
+
+    def train(model):
+        random = np.random.default_rng(0)
+        x, y = random.integers(0, 50, (64, 12)), random.integers(0, 10, 64)
+        return model.fit(
+            x, y, batch_size=16, epochs=15, shuffle=False, verbose=0
+        ).history["loss"]
+
+    assert_same(two(), make, train)
+
+
+# --- Programs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [22, 23, 25])
+def test_at_most_two_programs_for_batches_of_any_size(count):
+    keras.utils.set_random_seed(7)
+    with four().scope():
+        counting = Rows()
+        model = keras.Sequential([keras.Input((6,)), counting, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    counting.seen.clear()
+    x, y, _ = rows(count)
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    # A program has one call per replica, or one for all.
+    programs = sum(replica in (0, None) for _, replica in counting.seen)
+    assert 1 <= programs <= 2
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    assert sum(replica in (0, None) for _, replica in counting.seen) == programs
+
+
+def test_every_replica_takes_part():
+    with four().scope():
+        counting = Rows()
+        model = keras.Sequential([keras.Input((6,)), counting, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, _ = rows(16)
+    counting.seen.clear()
+    model.train_on_batch(x, y)
+    assert counting.seen == [(4, i) for i in range(4)]
+
+
+def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
+    x, y, _ = rows(16)
+
+    def train(model):
+        return model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+
+    expected = under(None, make_model, train)
+    with pytest.warns(UserWarning, match="runs without XLA"):
+        found = under(two(), lambda: make_model(jit_compile=True), train)
+    assert_close(expected, found)
+
+
+def test_automatic_jit_compile_is_off_with_several_devices(monkeypatch):
+    monkeypatch.setattr(
+        tf.config, "list_physical_devices", lambda kind=None: [Accelerator()]
+    )
+    with two().scope():
+        model = make_model()
+    assert model.jit_compile is False
+
+
+class Accelerator:
+    device_type = "GPU"
+
+
+# --- Building -----------------------------------------------------------------
+
+
+class Subclassed(keras.Model):
+    def __init__(self, norm=True):
+        super().__init__()
+        self.hidden = layers.Dense(8, activation="relu")
+        self.norm = layers.BatchNormalization()
+        self.rows_seen = Rows()
+        self.out = layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.out(self.rows_seen(self.norm(self.hidden(x), training=training)))
+
+
+def test_an_unbuilt_model_loses_no_batch_of_a_generator():
+    def make():
+        model = Subclassed()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    def train(model):
+        x, y, _ = rows(22)
+        batches = ((x[i : i + 8], y[i : i + 8]) for i in range(0, 22, 8))
+        return model.fit(batches, verbose=0).history
+
+    assert_same(two(), make, train)
+
+
+def test_an_unbuilt_model_is_parallel_from_the_first_step():
+    with two().scope():
+        model = Subclassed()
+        model.compile("sgd", "mse")
+    x, y, _ = rows(8)
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert model.rows_seen.seen[-1][1] == 1
+
+
+def test_a_model_that_only_predicts_is_parallel_from_the_second_batch():
+    with two().scope():
+        model = Subclassed()
+    x, _, _ = rows(24)
+    outputs = model.predict(x, batch_size=8, verbose=0)
+    assert model.rows_seen.seen[-1][1] == 1
+    assert_close(ops.convert_to_numpy(model(x)), outputs)
+
+
+class Adversaries(keras.Model):
+    """Two models trained in turn; it cannot be called itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([layers.Dense(8), layers.Dense(6)])
+        self.discriminator = keras.Sequential([layers.Dense(8), layers.Dense(1)])
+
+    def compile(self):
+        super().compile()
+        self.optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05)]
+        self.criterion = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def train_step(self, data):
+        real, noise = data
+        count = tf.shape(real)[0]
+        labels = tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], 0)
+        with tf.GradientTape() as tape:
+            fake = self.generator(noise)
+            both = self.discriminator(tf.concat([real, fake], 0), training=True)
+            loss = self.criterion(labels, both)
+        self._update(0, self.discriminator, tape, loss)
+        with tf.GradientTape() as tape:
+            judged = self.discriminator(self.generator(noise, training=True))
+            wanted = self.criterion(tf.ones((count, 1)), judged)
+        self._update(1, self.generator, tape, wanted)
+        return {"d": loss, "g": wanted}
+
+    def _update(self, i, model, tape, loss):
+        variables = model.trainable_variables
+        self.optimizers[i].apply(tape.gradient(loss, variables), variables)
+
+
+@on_two_and_four
+def test_adversaries_are_exact(name):
+    def train(model):
+        x, _, _ = rows(23)
+        data = tf.data.Dataset.from_tensor_slices((x, x[::-1])).batch(8)
+        return [model.fit(data, verbose=0).history for _ in range(3)]
+
+    def make():
+        model = Adversaries()
+        model.compile()
+        return model
+
+    assert_same(STRATEGIES[name](), make, train)
+
+
+# --- Replicas without rows ----------------------------------------------------
+
+
+class FirstRows(keras.Model):
+    """Trains on some of the rows of a batch, a number that the graph does not know."""
+
+    def __init__(self, inner, count):
+        super().__init__()
+        self.inner = inner
+        self.count = count
+
+    def call(self, x, training=False):
+        return self.inner(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        some = tf.range(tf.minimum(tf.shape(x)[0], self.count))
+        return super().train_step((tf.gather(x, some), tf.gather(y, some)))
+
+
+def image_layers():
+    return [
+        keras.Input((6, 6, 2)),
+        layers.Conv2D(4, 3, padding="same", activation="relu"),
+        layers.BatchNormalization(),
+        layers.MaxPooling2D(),
+        layers.DepthwiseConv2D(2),
+        layers.AveragePooling2D(),
+        layers.Flatten(),
+        layers.Dense(3, activity_regularizer="l2"),
+    ]
+
+
+def sentence_layers():
+    return [
+        keras.Input((5,), dtype="int32"),
+        layers.Embedding(10, 4, mask_zero=True),
+        layers.BatchNormalization(),
+        layers.LSTM(4, return_sequences=True),
+        layers.GRU(4, dropout=0.0),
+        layers.Dense(3),
+    ]
+
+
+def attention_layers():
+    x = keras.Input((5, 4))
+    y = layers.MultiHeadAttention(2, 2)(x, x)
+    y = layers.LayerNormalization()(y + x)
+    y = layers.GroupNormalization(2)(y)
+    y = layers.Conv1D(4, 3, padding="causal")(y)
+    return keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(y)))
+
+
+def _random(shape, kind):
+    random = np.random.default_rng(1)
+    return (
+        random.integers(0, 10, shape)
+        if kind == "int"
+        else random.normal(size=shape).astype("float32")
+    )
+
+
+ODD_LAYERS = {
+    "images": (lambda: keras.Sequential(image_layers()), ((9, 6, 6, 2), "float")),
+    "sentences": (lambda: keras.Sequential(sentence_layers()), ((9, 5), "int")),
+    "attention": (attention_layers, ((9, 5, 4), "float")),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+@pytest.mark.parametrize("kind", ODD_LAYERS)
+def test_replicas_without_rows_add_nothing(kind, count):
+    make_inner, shape = ODD_LAYERS[kind]
+    x = _random(*shape)
+    y = _random((9, 3), "float")
+
+    def make():
+        model = FirstRows(make_inner(), count)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    def train(model):
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(9)
+        return [model.fit(data, verbose=0).history for _ in range(3)]
+
+    assert_same(four(), make, train, 2e-5)
+
+
+# --- Gradients ----------------------------------------------------------------
+
+
+class Gradients(keras.Model):
+    """A step that returns its gradients instead of using them."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = ops.mean(ops.square(self(x, training=True) - y))
+        self.found = tape.gradient(loss, [*self.trainable_variables, x])
+        return {"loss": loss}
+
+
+def test_gradients_of_rows_of_a_table_stay_sparse():
+    tokens = keras.Input((4,), dtype="int32")
+    outputs = layers.Dense(1)(layers.Flatten()(layers.Embedding(100, 3)(tokens)))
+
+    class Sparse(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self(x) - y))
+            table, *_ = tape.gradient(loss, self.trainable_variables)
+            assert isinstance(table, tf.IndexedSlices)
+            return {"rows": tf.size(table.indices)}
+
+    with two().scope():
+        model = Sparse(tokens, outputs)
+        model.compile()
+    x = np.arange(32).reshape(8, 4)
+    logs = model.train_on_batch(x, np.zeros((8, 1)), return_dict=True)
+    assert logs["rows"] == 32
+
+
+def test_gradients_of_the_input_cross_the_replicas():
+    x, y, _ = rows(11)
+
+    def make():
+        inputs = keras.Input((6,))
+        hidden = layers.Dense(8, activation="tanh")(inputs)
+        model = Gradients(inputs, layers.Dense(1)(layers.BatchNormalization()(hidden)))
+        model.compile(run_eagerly=True)
+        return model
+
+    def train(model):
+        model.train_on_batch(tf.constant(x), tf.constant(y))
+        return [np.asarray(gradient) for gradient in model.found]
+
+    assert_same(four(), make, train)
+
+
+def test_gradients_of_gradients_are_refused_with_a_way_out():
+    class Penalized(keras.Model):
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    output = self(x)
+                penalty = ops.mean(ops.square(inner.gradient(output, x)))
+            outer.gradient(penalty, self.trainable_variables)
+            return {"penalty": penalty}
+
+    inputs = keras.Input((6,))
+    with two().scope():
+        model = Penalized(inputs, layers.Dense(1, activation="tanh")(inputs))
+        model.compile()
+    x, y, _ = rows(8)
+    with pytest.raises(errors.ContextError, match="gradients of gradients"):
+        model.train_on_batch(x, y)
+
+
+def test_a_layer_that_is_called_in_a_function_of_its_user_is_exact():
+    class Wrapped(keras.Model):
+        @tf.function
+        def forward(self, x):
+            return self(x, training=True)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self.forward(x) - y))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    def make():
+        inputs = keras.Input((6,))
+        hidden = layers.BatchNormalization()(layers.Dense(8)(inputs))
+        model = Wrapped(inputs, layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    def train(model):
+        x, y, _ = rows(23)
+        return model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0).history
+
+    assert_same(two(), make, train)
+
+
+# --- Collectives in layers ----------------------------------------------------
+
+
+class Center(layers.Layer):
+    """Subtracts the mean of the global batch, found in one way or another."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def call(self, x):
+        replica = ks.get_replica_context() if ks.has_strategy() else None
+        if replica is None:
+            return x - ops.mean(x, 0)
+        if self.way == "gather":
+            return x - ops.mean(replica.all_gather(x, axis=0), 0)
+        count = ops.cast(ops.shape(x)[0], x.dtype)
+        total, rows = replica.all_reduce("sum", (ops.sum(x, 0), count))
+        return x - total / rows
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("way", ["gather", "reduce"])
+def test_collectives_in_layers_have_gradients(way, eager):
+    def make():
+        inputs = keras.Input((6,))
+        hidden = Center(way)(layers.Dense(5, activation="tanh")(inputs))
+        model = keras.Model(inputs, layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eager)
+        return model
+
+    assert_same(four(), make, fit_evaluate_predict(23))
+
+
+def test_replicas_that_disagree_on_collectives_are_told():
+    class Disagreeing(layers.Layer):
+        def call(self, x):
+            replica = ks.get_replica_context() if ks.has_strategy() else None
+            if replica is not None and replica.replica_id_in_sync_group == 1:
+                return replica.all_reduce("sum", x)
+            return x
+
+    with two().scope():
+        model = keras.Sequential([keras.Input((6,)), Disagreeing(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, _ = rows(8)
+    with pytest.raises(errors.ReplicaMismatchError, match="same collective calls"):
+        model.train_on_batch(x, y)
+
+
+# --- What cannot be split is called whole -------------------------------------
+
+
+def test_a_layer_with_variables_of_tensorflow_is_exact():
+    class Foreign(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.scale = tf.Variable(2.0)
+            self.calls = tf.Variable(0, trainable=False)
+
+        def call(self, x):
+            self.calls.assign_add(1)
+            return x * self.scale
+
+    with two().scope():
+        foreign = Foreign()
+        model = keras.Sequential([keras.Input((6,)), foreign, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, _ = rows(16)
+    with pytest.warns(UserWarning, match="variables or modules of TensorFlow"):
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    assert foreign.calls.numpy() == 4
+
+
+def test_batch_normalization_in_a_loop_is_exact():
+    class Looped(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(name="looped_norm")
+
+        def build(self, shape):
+            self.norm.build(shape)
+
+        def call(self, x, training=False):
+            def body(i, x):
+                mean, variance = self.norm._moments(x, None)
+                return i + 1, (x - mean) / ops.sqrt(variance + 1e-3)
+
+            return ops.while_loop(lambda i, x: i < 2, body, (0, x))[1]
+
+    def make():
+        model = keras.Sequential([keras.Input((6,)), Looped(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    def train(model):
+        x, y, _ = rows(22)
+        return model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+
+    expected = under(None, make, train)
+    with pytest.warns(UserWarning, match="in a loop or a branch"):
+        found = under(two(), make, train)
+    assert_close(expected, found)
+
+
+def test_ragged_input_is_exact():
+    class Bag(layers.Layer):
+        def call(self, x):
+            return tf.reduce_mean(tf.cast(x, "float32"), axis=1, keepdims=True)
+
+    def make():
+        inputs = keras.Input((None,), dtype="int64", ragged=True)
+        model = keras.Model(inputs, layers.Dense(1)(Bag()(inputs)))
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    def train(model):
+        x = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7], [1, 1], [2]], "int64")
+        data = tf.data.Dataset.from_tensor_slices((x, tf.ones((6, 1))))
+        data = data.ragged_batch(4)
+        return [model.fit(data, verbose=0).history for _ in range(2)]
+
+    assert_same(two(), make, train)
+
+
+# --- Keras inside replicas ----------------------------------------------------
+
+
+def test_losses_of_keras_inside_a_layer_are_not_divided_by_replicas():
+    class Reconstructing(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.code = layers.Dense(3)
+            self.decode = layers.Dense(6)
+            self.criterion = keras.losses.MeanSquaredError()
+
+        def build(self, shape):
+            self.code.build(shape)
+            self.decode.build((None, 3))
+
+        def call(self, x):
+            code = self.code(x)
+            self.add_loss(self.criterion(x, self.decode(code)))
+            return code
+
+    def make():
+        model = keras.Sequential([keras.Input((6,)), Reconstructing(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    assert_same(four(), make, fit_evaluate_predict(23))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_dropout_differs_between_replicas_and_repeats_with_the_seed(eager):
+    def draw():
+        keras.utils.set_random_seed(3)
+        with two().scope():
+            model = keras.Sequential([keras.Input((50,)), layers.Dropout(0.5)])
+            model.compile("sgd", "mse", run_eagerly=eager)
+
+        class Step(keras.callbacks.Callback):
+            pass
+
+        found = []
+        model.train_step = lambda data: (
+            found.append(model(data[0], training=True)) or {"n": found[-1]}
+        )
+        model.compute_metrics = None
+        x = np.ones((4, 50), "float32")
+        model.train_function = None
+        logs = model.train_on_batch(x, x, return_dict=True)
+        return np.asarray(logs["n"])
+
+    first, again = draw(), draw()
+    np.testing.assert_array_equal(first, again)
+    assert len({row.tobytes() for row in first}) == 4
+
+
+class Failing(layers.Layer):
+    error: BaseException | None = None
+
+    def call(self, x):
+        replica = ks.get_replica_context() if ks.has_strategy() else None
+        if self.error is not None and replica.replica_id_in_sync_group == 1:
+            raise self.error
+        return x
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt()])
+def test_an_error_in_a_replica_arrives_and_the_next_fit_works(error):
+    x, y, _ = rows(16)
+    with two().scope():
+        failing = Failing()
+        model = keras.Sequential(
+            [keras.Input((6,)), failing, layers.BatchNormalization(), layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    failing.error = error
+    with pytest.raises(type(error)):
+        model.fit(x, y, batch_size=8, verbose=0)
+    failing.error = None
+    assert not ks.has_strategy()
+    history = model.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
+    assert np.isfinite(history).all()
+
+
+def test_an_error_while_the_program_runs_arrives_and_the_next_fit_works():
+    class Checking(layers.Layer):
+        def call(self, x):
+            tf.debugging.assert_less(x, 1e6, "too large")
+            return x
+
+    with two().scope():
+        model = keras.Sequential([keras.Input((6,)), Checking(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, _ = rows(16)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        model.fit(x * 1e7, y, batch_size=8, verbose=0)
+    assert np.isfinite(model.fit(x, y, batch_size=8, verbose=0).history["loss"]).all()
+
+
+# --- Placement ----------------------------------------------------------------
+
+
+def test_central_storage_keeps_every_variable_on_the_parameter_device():
+    strategy = STRATEGIES["central"]()
+    with strategy.scope():
+        model = make_model(keras.optimizers.Adam())
+    model.fit(*rows(16)[:2], batch_size=8, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables]
+    devices = {copy.device for v in variables for copy in strategy.trainer.copies(v)}
+    assert devices == {"cpu:0"}
+    assert "cpu:1, cpu:2" in str(strategy.describe(model))
+
+
+def test_one_device_places_variables_and_output_there():
+    with ks.OneDeviceStrategy("cpu:2").scope():
+        model = make_model(keras.optimizers.Adam())
+    model.fit(*rows(16)[:2], batch_size=8, verbose=0)
+    for variable in [*model.variables, *model.optimizer.variables]:
+        assert "CPU:2" in variable.value.device
+
+
+def _in_a_new_process(script: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_virtual_cpus_that_come_too_late_say_what_to_do():
+    printed = _in_a_new_process(
+        """
+        import keras, keras_strategies as ks
+        keras.ops.ones(3) + 1
+        ks.set_virtual_cpu_devices(1)
+        try:
+            ks.MirroredStrategy(["cpu:0", "cpu:1"])
+        except RuntimeError as error:
+            print(error)
+        """
+    )
+    assert "Call `ks.set_virtual_cpu_devices(2)` first" in printed
+
+
+def test_asking_for_devices_does_not_fix_them():
+    printed = _in_a_new_process(
+        """
+        import keras, keras_strategies as ks
+        from keras_strategies.backends import get_backend
+        print(get_backend().local_devices())
+        ks.set_virtual_cpu_devices(2)
+        ks.set_virtual_cpu_devices(3)
+        print(ks.MirroredStrategy())
+        """
+    )
+    assert "cpu:0, cpu:1, cpu:2" in printed

@@ -1,0 +1,231 @@
+"""Custom loops in TensorFlow's own words: tapes, `tf.function`, sparse gradients."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("TensorFlow only", allow_module_level=True)
+
+import tensorflow as tf
+
+MIGRATION = Path(__file__).parents[2] / "examples" / "migrate_from_tf_distribute"
+
+
+def parts(*arrays):
+    return ks.PerReplica([tf.constant(array) for array in arrays])
+
+
+def uneven(rows=5, columns=6):
+    x = np.random.default_rng(0).normal(size=(rows, columns)).astype("float32")
+    return tf.constant(x), parts(x[:3], x[3:])
+
+
+def assert_alike(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def train_with_tape(strategy, x, compiled, make):
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = make()
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5)
+
+    def replica_step(x):
+        with tf.GradientTape() as tape:
+            loss = ks.compute_average_loss(model(x, training=True)[:, 0] ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        pairs = zip(gradients, model.trainable_variables, strict=True)
+        optimizer.apply_gradients(pairs)
+        return loss
+
+    def step(x):
+        losses = strategy.run(replica_step, args=(x,))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+    step = tf.function(step) if compiled else step
+    return [np.array([float(step(x)) for _ in range(3)]), *model.get_weights()]
+
+
+def built():
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(4),
+            layers.BatchNormalization(),
+            layers.Dense(1),
+        ]
+    )
+
+
+def unbuilt():
+    return keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(1)])
+
+
+@pytest.mark.parametrize("make", [built, unbuilt])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tape_in_the_replica_function_equals_one_device(mirrored, compiled, make):
+    whole, spread = uneven()
+    expected = train_with_tape(ks.get_strategy(), whole, False, make)
+    assert_alike(train_with_tape(mirrored, spread, compiled, make), expected)
+
+
+def test_variables_made_in_a_run_are_plain(mirrored):
+    _, spread = uneven()
+    with mirrored.scope():
+        model = unbuilt()
+    mirrored.run(lambda x: model(x), args=(spread,))
+    assert len(model.variables) == 4
+    for variable in model.variables:
+        assert type(variable.value).__name__ == "ResourceVariable"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_an_embedding_stay_sparse(mirrored, compiled):
+    kinds = []
+
+    def train(strategy, ids):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            table = layers.Embedding(6, 2)
+            table.build()
+            optimizer = keras.optimizers.SGD(0.5)
+
+        def replica_step(ids):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(table(ids) ** 2)
+            gradients = tape.gradient(loss, table.trainable_variables)
+            kinds.append(type(gradients[0]))
+            optimizer.apply(gradients, table.trainable_variables)
+
+        def step(ids):
+            strategy.run(replica_step, args=(ids,))
+
+        (tf.function(step) if compiled else step)(ids)
+        return table.get_weights()
+
+    # Row 1 is looked up on both replicas.
+    found = train(mirrored, parts([0, 1], [1, 4]))
+    expected = train(ks.get_strategy(), tf.constant([0, 1, 1, 4]))
+    assert set(kinds) == {tf.IndexedSlices}
+    assert_alike(found, expected)
+
+
+def test_a_replica_function_may_be_a_tf_function(mirrored):
+    @tf.function
+    def double(x):
+        total = ks.get_replica_context().all_reduce("SUM", tf.reduce_sum(x))
+        return 2 * x + total
+
+    found = mirrored.run(double, args=(parts([1.0], [2.0]),))
+    assert [float(part[0]) for part in found.values] == [5, 7]
+
+
+def test_a_program_is_traced_once_for_batches_alike(mirrored):
+    traces = []
+
+    @ks.function
+    def step(x):
+        traces.append(x)
+        return mirrored.run(lambda x: x + 1, args=(x,))
+
+    for value in (1.0, 2.0, 3.0):
+        found = step(parts([value], [value]))
+        assert [float(part[0]) for part in found.values] == [value + 1] * 2
+    assert len(traces) == 1
+
+
+def test_python_branches_on_tensors_are_converted(mirrored):
+    def replica(x):
+        if tf.reduce_sum(x) > 2:
+            return x * 10
+        return x
+
+    found = tf.function(lambda x: mirrored.run(replica, args=(x,)))(parts(1.0, 3.0))
+    assert [float(part) for part in found.values] == [1, 30]
+
+
+def test_xla_is_refused_once_for_several_replicas(mirrored):
+    def add(x):
+        return mirrored.run(tf.identity, args=(x,))
+
+    step = ks.function(add, jit_compile=True)
+    with pytest.warns(UserWarning, match="without XLA"):
+        step(parts(1.0, 2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = step(parts(3.0, 4.0))
+    assert [float(part) for part in found.values] == [3, 4]
+
+
+def test_xla_compiles_for_one_replica():
+    strategy = ks.OneDeviceStrategy("cpu:0")
+
+    def add(x):
+        return strategy.run(lambda y: y + 1, args=(x,))
+
+    assert float(ks.function(add, jit_compile=True)(tf.constant(1.0))) == 2
+
+
+def test_an_assignment_in_a_program_gives_replicas_their_parts(mirrored):
+    with mirrored.scope():
+        total = keras.Variable(
+            0.0, trainable=False, synchronization="on_read", aggregation="sum"
+        )
+
+    @tf.function
+    def step(x):
+        mirrored.run(lambda x: total.assign_add(x), args=(x,))
+        before = total + 0
+        total.assign(100.0)
+        mirrored.run(lambda x: total.assign_add(x), args=(x,))
+        return before, total + 0
+
+    x = parts(1.0, 2.0)
+    assert [float(value) for value in step(x)] == [3, 103]
+    assert [float(value) for value in step(x)] == [106, 103]
+
+
+def test_a_loss_of_keras_is_not_divided_by_the_engines_replicas(mirrored):
+    loss = keras.losses.MeanSquaredError()
+
+    def replica(x):
+        return loss(ops.zeros_like(x), x)
+
+    found = mirrored.run(replica, args=(parts([2.0], [4.0]),))
+    assert [float(part) for part in found.values] == [4, 16]
+
+
+def test_replicas_that_disagree_on_collectives_are_a_mismatch(mirrored):
+    def replica():
+        if ks.get_replica_context().replica_id_in_sync_group == 0:
+            ks.get_replica_context().all_reduce("SUM", tf.ones(()))
+
+    with pytest.raises(ks.errors.ReplicaMismatchError, match="same collective calls"):
+        mirrored.run(replica)
+    found = mirrored.run(tf.identity, args=(parts(1.0, 2.0),))
+    assert [float(part) for part in found.values] == [1, 2]
+
+
+def test_the_migrated_script_trains_on_two_replicas(monkeypatch, capsys):
+    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    monkeypatch.setattr(ks, "MirroredStrategy", lambda: two)
+    runpy.run_path(str(MIGRATION / "after.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert float(lines[-1].split()[-1]) > 0.8
+
+
+def test_the_script_before_migration_is_valid_python():
+    source = (MIGRATION / "before.py").read_text()
+    compile(source, "before.py", "exec")
