@@ -8,15 +8,18 @@ import keras
 import numpy as np
 import pytest
 from harness.data import Data
-from harness.training import Case, assert_same_training
+from harness.training import Case, assert_same_training, fit_evaluate_predict
 
 pytestmark = pytest.mark.slow
 
-# Behind some hundred layers, with a batch normalization after each convolution and
-# few values to normalize over, the last bits of float32 grow: a difference of 1e-7 in
-# the input of EfficientNetB0 alone changes its gradients by 1e-4. What a wrong mean
-# or a forgotten row does is a hundred times larger.
-DEEP_TOLERANCE = 2e-3
+
+# Behind some hundred layers, with a batch normalization after each convolution and a
+# few values to normalize over, the last bits of float32 grow until nothing else is
+# left: one device differs from itself by 100 % when an input changes by 1e-7. With this
+# much added to the variances the same change stays below 1e-4, and the weights still
+# move by more than a thousandth in the two steps that are taken.
+EPSILONS = {"MobileNetV2": 0.1, "EfficientNetB0": 0.3, "DenseNet121": 0.3}
+TOLERANCE = 2e-4
 
 
 def pictures(rows: int) -> Data:
@@ -31,10 +34,21 @@ def application(name: str) -> keras.Model:
     for layer in model._flatten_layers(include_self=False):
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0  # Replicas are to draw different masks.
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.epsilon = EPSILONS[name]
     return model
 
 
-@pytest.mark.parametrize("name", ["MobileNetV2", "EfficientNetB0", "DenseNet121"])
+def fit_noting_moves(case: Case, model: keras.Model, data: Data) -> dict[str, Any]:
+    before = model.get_weights()
+    results = fit_evaluate_predict(case, model, data)
+    pairs = zip(before, model.get_weights(), strict=True)
+    moves = [np.abs(b - a).max() / max(np.abs(a).max(), 1e-2) for a, b in pairs]
+    assert np.median(moves) > 5 * TOLERANCE, "too little is trained to be compared"
+    return results
+
+
+@pytest.mark.parametrize("name", EPSILONS)
 def test_application(name: str, mirrored: Any) -> None:
     case = Case(
         name,
@@ -43,8 +57,9 @@ def test_application(name: str, mirrored: Any) -> None:
         rows=7,
         batch=4,
         epochs=1,
-        optimizer=lambda: keras.optimizers.SGD(1e-3),
-        tolerance=DEEP_TOLERANCE,
+        optimizer=lambda: keras.optimizers.SGD(0.1),
+        tolerance=TOLERANCE,
+        script=fit_noting_moves,
     )
     assert_same_training(case, mirrored)
 

@@ -373,11 +373,7 @@ class DataParallelCall(abc.ABC):
         count: int,
     ) -> list[str]:
         known = self._loss_kinds.setdefault(layer, {})
-        # `training` and the like can change which losses a call adds.
-        flags = tuple(
-            leaf for leaf in leaves if leaf is None or isinstance(leaf, (bool, str))
-        )
-        key = (count, flags)
+        key = (count, flags(leaves))
         if key in known:
             return known[key]
 
@@ -440,6 +436,12 @@ def _merged(variable: Any, values: list[Any], weights: list[Any]) -> Any:
         ]
         return sum(moves, start=first)
     return first
+
+
+def flags(arguments: Any) -> tuple[Any, ...]:
+    """`training` and the like, which can change what a call does."""
+    leaves = keras.tree.flatten(arguments)
+    return tuple(v for v in leaves if v is None or isinstance(v, (bool, str)))
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from keras_strategies.backends.data_parallel import (
     Channel,
     DataParallelCall,
     ReplicaResult,
+    flags,
 )
 from keras_strategies.backends.torch.devices import torch_device
+from keras_strategies.backends.torch.random import NoRandom, RandomCalls, ReplicaRandom
 from keras_strategies.backends.torch.replicas import ReplicaThreads, ThreadCommunicator
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.backends.torch.work import Work, measure
@@ -39,6 +42,8 @@ class TorchDataParallelCall(DataParallelCall):
         self._threads = threads
         self._variables = variables
         self._communicator: ThreadCommunicator | None = None
+        self._random_calls = RandomCalls()
+        self._random: ReplicaRandom = NoRandom()
         # On one physical device a small call is faster whole; what it computes is the
         # same, unless replicas are to have batch statistics of their own.
         self._may_call_whole = (
@@ -47,14 +52,47 @@ class TorchDataParallelCall(DataParallelCall):
             and not strategy.always_split
         )
         self._work: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
+        # How the calls of the current step were made.
+        self._were_small: list[bool] = []
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
             weakref.WeakKeyDictionary()
         )
 
+    @contextlib.contextmanager
+    def step(self, is_small: bool) -> Iterator[Callable[[], bool]]:
+        """Entered around a step.
+
+        Where all calls are so small that they are made whole, two kernel threads take
+        longer than one: they would meet more often than they work.
+
+        Args:
+            is_small: bool, whether the step before this one was.
+
+        Returns:
+            A callable that says whether this one is.
+        """
+        self._were_small = []
+        threads = torch.get_num_threads()
+        if is_small:
+            torch.set_num_threads(1)
+        try:
+            with keras_compat.layer_calls_through(self):
+                yield lambda: bool(self._were_small) and all(self._were_small)
+        finally:
+            if is_small:
+                torch.set_num_threads(threads)
+
     # Dynamo cannot follow threads; a compiled step runs around this call.
     @torch.compiler.disable
-    def __call__(self, *args: Any) -> Any:
-        return super().__call__(*args)
+    def __call__(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        with self._random_calls.call(layer, flags((args, kwargs))) as self._random:
+            return super().__call__(layer, call, args, kwargs)
 
     def sizes(
         self,
@@ -69,10 +107,11 @@ class TorchDataParallelCall(DataParallelCall):
         sizes = [size for size in split_sizes(rows, len(self._devices)) if size]
         if not sizes or (len(sizes) == 1 and self._devices[0] == self._lead):
             return None
-        if self._may_call_whole and not self._work_of(layer, call_few).worth_splitting(
-            rows, len(sizes)
-        ):
-            return None
+        if self._may_call_whole:
+            work = self._work_of(layer, call_few)
+            self._were_small.append(not work.worth_splitting(rows, len(sizes)))
+            if self._were_small[-1]:
+                return None
         return sizes
 
     def _work_of(self, layer: Any, call_few: Callable[[], int]) -> Work:
@@ -110,10 +149,13 @@ class TorchDataParallelCall(DataParallelCall):
         # The backward pass of these tasks meets in the same communicator. Calls do
         # not nest: none is routed while one is under way.
         self._communicator = ThreadCommunicator(self.placement.replicas[: len(tasks)])
-        return self._run(tasks, self._communicator)
+        return self._run(tasks, self._communicator, self._random)
 
     def _run(
-        self, tasks: Sequence[Callable[[], Any]], communicator: ThreadCommunicator
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        communicator: ThreadCommunicator,
+        random: ReplicaRandom,
     ) -> list[Any]:
         def in_context(replica_id: int, task: Callable[[], Any]) -> Callable[[], Any]:
             replica = context.ReplicaContext(
@@ -127,7 +169,7 @@ class TorchDataParallelCall(DataParallelCall):
             return run
 
         return self._threads.run(
-            [in_context(i, task) for i, task in enumerate(tasks)], communicator
+            [in_context(i, task) for i, task in enumerate(tasks)], communicator, random
         )
 
     def copy_variable(self, replica_id: int, variable: Any) -> torch.Tensor | None:
@@ -283,7 +325,7 @@ class _Job:
 
         self.communicator.restart()
         per_replica = self.call._run(
-            [task(i) for i in range(self.count)], self.communicator
+            [task(i) for i in range(self.count)], self.communicator, NoRandom()
         )
         columns = zip(*per_replica, strict=True)
         return [

@@ -15,6 +15,7 @@ import torch
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import Communicator
 from keras_strategies.backends.torch.devices import torch_device
+from keras_strategies.backends.torch.random import ReplicaRandom
 from keras_strategies.devices import Device
 from keras_strategies.errors import (
     GatherError,
@@ -49,7 +50,10 @@ class ReplicaThreads:
         weakref.finalize(self, _shut_down, self._pools)
 
     def run(
-        self, tasks: Sequence[Callable[[], Any]], communicator: ThreadCommunicator
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        communicator: ThreadCommunicator,
+        random: ReplicaRandom,
     ) -> list[Any]:
         """Runs one task on each thread and returns the results in order.
 
@@ -63,7 +67,11 @@ class ReplicaThreads:
             device = str(torch_device(self._devices[replica_id]))
             own = {**state, "torch_device": device}
             try:
-                with keras_compat.with_thread_state(own), torch.set_grad_enabled(grad):
+                with (
+                    keras_compat.with_thread_state(own),
+                    torch.set_grad_enabled(grad),
+                    random.numbers(replica_id),
+                ):
                     return task()
             except BaseException as error:
                 communicator.fail(error)

@@ -13,6 +13,7 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.run_scope import LocalValues, RunScope
 from keras_strategies.backends.torch.devices import torch_device
+from keras_strategies.backends.torch.random import RandomCalls
 from keras_strategies.backends.torch.replicas import ReplicaThreads, ThreadCommunicator
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.values import DistributedValues
@@ -70,6 +71,7 @@ class TorchRun:
         self.placement = strategy.placement
         self._devices = [torch_device(d) for d in self.placement.replicas]
         self.local_values = TorchLocalValues(self._devices)
+        self._random_calls = RandomCalls()
 
     def __call__(
         self,
@@ -86,7 +88,8 @@ class TorchRun:
             scopes.append(scope)
             tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
         communicator.scopes = scopes
-        results = self._threads.run(tasks, communicator)
+        with self._random_calls.call(_owner(fn), None) as random:
+            results = self._threads.run(tasks, communicator, random)
         self.commit(scopes)
         return results
 
@@ -110,6 +113,11 @@ class TorchRun:
                 variable.assign(run_scope.merged(variable, values))
             for scope in scopes:
                 scope.forget([variable])
+
+
+def _owner(fn: Callable[..., Any]) -> Any:
+    """What stands for a function in a weak dictionary: methods are new each time."""
+    return getattr(fn, "__func__", fn)
 
 
 def _task(

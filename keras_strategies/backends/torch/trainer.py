@@ -59,11 +59,16 @@ class TorchTrainer(TrainerAdapter):
         if call is None:
             return function
 
+        was_small = False
+
         def step(data: Any) -> Any:
+            nonlocal was_small
             for batch in data:
                 check_batch(batch)
-            with keras_compat.layer_calls_through(call):
-                return function(data)
+            with call.step(was_small) as is_small:
+                outputs = function(data)
+            was_small = is_small()
+            return outputs
 
         return step
 
