@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -27,11 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from measuring import BACKENDS, Contestants, measure, run_worker, use_cores
 from models import WORKLOADS, Workload
 
-BACKENDS = ("jax", "torch", "tensorflow")
 HERE = Path(__file__).parent
-Contestants = dict[str, Callable[[], float]]
 
 
 # --- In the measuring processes -----------------------------------------------
@@ -201,58 +199,15 @@ def torch_peer(kind: str, workload: Workload) -> None:
         torch.distributed.destroy_process_group()
 
 
-def measure(contestants: Contestants, rounds: int) -> dict[str, float]:
-    for run in contestants.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, run in contestants.items():
-            times[name].append(run())
-    for run in contestants.values():
-        if isinstance(run, TorchPeer):
-            run.close()
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def work(backend: str, cores: int, name: str, rounds: int) -> None:
     """Measures on one or two cores and prints a line of JSON."""
-    os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:cores]))
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        # One core for each replica's kernels.
-        tf.config.threading.set_intra_op_parallelism_threads(1)
-        tf.config.threading.set_inter_op_parallelism_threads(cores)
-    if backend == "torch":
-        import torch
-
-        torch.set_num_threads(cores)
-    import keras_strategies as ks
-
-    ks.set_virtual_cpu_devices(cores)
+    use_cores(backend, cores)
     workload = WORKLOADS[name]
     pair = one_core(workload) if cores == 1 else two_cores(workload, backend)
     print(json.dumps(measure(pair, rounds)))
 
 
 # --- In the process that a person starts --------------------------------------
-
-
-def run_worker(backend: str, cores: int, name: str, rounds: int) -> Any:
-    command = [sys.executable, __file__, "--worker", backend, "--cores", str(cores)]
-    command += ["--model", name, "--rounds", str(rounds)]
-    environment = {
-        **os.environ,
-        "KERAS_BACKEND": backend,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        # Idle threads of one contestant are not to spin while another is measured.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
-    }
-    process = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 def table(results: dict[str, Any]) -> str:
@@ -339,8 +294,8 @@ def main() -> None:
         print(f"measuring {backend} ...", file=sys.stderr, flush=True)
         # A process for each model: tf.distribute confuses the collectives of two.
         results[backend] = {
-            name: run_worker(backend, 1, name, rounds)
-            | run_worker(backend, 2, name, rounds)
+            name: run_worker(__file__, backend, 1, name, rounds)
+            | run_worker(__file__, backend, 2, name, rounds)
             for name in names
         }
     options.output.mkdir(exist_ok=True)

@@ -8,6 +8,7 @@
 >>> model.fit(x, y, batch_size=256)
 """
 
+from keras_strategies import cluster as cluster_resolver
 from keras_strategies import errors, experimental
 from keras_strategies.backends.base import VariableCopy
 from keras_strategies.collectives import (
@@ -85,6 +86,7 @@ __all__ = [
     "VariableAggregation",
     "VariableCopy",
     "VariableSynchronization",
+    "cluster_resolver",
     "compute_average_loss",
     "errors",
     "experimental",

@@ -8,7 +8,8 @@ Every class is also a built-in exception, so that code written for
     │   ├── UnknownDeviceError                 a device that does not exist
     │   ├── DuplicateDeviceError               a device named twice
     │   ├── BatchError                         input that cannot be split by rows
-    │   └── GatherError                        values that cannot be concatenated
+    │   ├── GatherError                        values that cannot be concatenated
+    │   └── ClusterError                       a cluster that cannot be as described
     ├── InputError (RuntimeError)              input that cannot be read again
     ├── OutOfRangeError (IndexError)           an iterator without another batch
     ├── ContextError (RuntimeError)            a call in the wrong context
@@ -45,6 +46,10 @@ class BatchError(InvalidArgumentError):
 
 class GatherError(InvalidArgumentError):
     """Values of the replicas cannot be concatenated or stacked."""
+
+
+class ClusterError(InvalidArgumentError):
+    """A cluster's description, or a task's place in it, cannot be right."""
 
 
 class InputError(KerasStrategiesError, RuntimeError):

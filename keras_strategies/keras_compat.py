@@ -14,7 +14,8 @@ needs them and none by an import:
 - `BatchNormalization._moments`: statistics over the global batch;
 - `EpochIterator.__init__`, `Trainer._symbolic_build`: input that cannot be split is
   refused at once;
-- `optimizer.apply`, `variable.assign` and its siblings: replicas in `run`.
+- `optimizer.apply`, `variable.assign` and its siblings: replicas in `run`;
+- `Variable.__repr__`: says where the variable is.
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class ModelHooks(Protocol):
         self, variable: Any, original: Callable[..., Any], delta: Any
     ) -> Any:
         """Instead of `variable.assign_add(delta)`."""
+
+    def representation(self, variable: Any, text: str) -> str:
+        """Instead of `repr(variable)`, which would be `text`."""
 
     def moments(
         self, layer: Any, original: Callable[..., Any], inputs: Any, mask: Any
@@ -210,6 +214,13 @@ def install(hooks: ModelHooks) -> None:
 
         return assign_sub
 
+    def wrap_repr(original: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(original)
+        def __repr__(self: Any) -> str:
+            return hooks.representation(self, original(self))
+
+        return __repr__
+
     def wrap_epochs(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -239,6 +250,7 @@ def install(hooks: ModelHooks) -> None:
     _replace(KerasVariable, "assign_add", wrap_assign_add)
     _replace(KerasVariable, "assign_sub", wrap_assign_sub)
     _replace(KerasVariable, "__init__", wrap_variable_init)
+    _replace(KerasVariable, "__repr__", wrap_repr)
     _replace(Trainer, "__init__", wrap_init)
     _replace(Trainer, "compile", wrap_method)
     for name in _METHODS:

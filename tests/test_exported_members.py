@@ -16,7 +16,7 @@ def test_all_is_sorted_and_complete() -> None:
         for name, value in vars(ks).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    modules = {"errors", "experimental"}
+    modules = {"cluster_resolver", "errors", "experimental"}
     assert sorted(ks.__all__) == ks.__all__
     assert set(ks.__all__) == public | modules
 

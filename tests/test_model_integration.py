@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -366,3 +367,18 @@ def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
     np.testing.assert_array_equal(first, second)
     # Rows 0 and 1 are the first replica's, 2 and 3 the second's.
     assert not np.array_equal(first[:2], first[2:])
+
+
+def test_variables_say_what_they_are_and_where(mirrored) -> None:
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="d")])
+        model.compile("sgd", "mse")
+        counter = keras.Variable(
+            0.0, synchronization="on_read", aggregation="sum", name="counter"
+        )
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    text = repr(model.weights[0])
+    assert text.startswith("<Variable path=d/kernel, shape=(2, 1), dtype=float32")
+    assert re.search(r"(mirrored )?on cpu:0(, cpu:1)?>$", text), text
+    assert "each replica's own, read as sum on cpu:0" in repr(counter)
+    assert "cpu:0" not in repr(keras.Variable(0.0))

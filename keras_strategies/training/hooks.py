@@ -113,6 +113,18 @@ class StrategyHooks:
             return scope.add_delta(variable, delta)
         return original(delta)
 
+    def representation(self, variable: Any, text: str) -> str:
+        strategy = keras_compat.strategy_of(variable)
+        if strategy is None or keras_compat.raw_value(variable) is None:
+            return text
+        copies = strategy.trainer.copies(variable)
+        places = ", ".join(dict.fromkeys(copy.device for copy in copies))
+        if run_scope.is_local(variable) and strategy.num_replicas_in_sync > 1:
+            kind = f"each replica's own, read as {variable.aggregation} on"
+        else:
+            kind = "mirrored on" if len(copies) > 1 else "on"
+        return f"{text.removesuffix('>')}, {kind} {places}>"
+
     def moments(
         self, layer: Any, original: Callable[..., Any], inputs: Any, mask: Any
     ) -> Any:

@@ -1,0 +1,72 @@
+"""How contestants are measured: in turn, in a process with so many cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+BACKENDS = ("jax", "torch", "tensorflow")
+# Each runs an epoch and returns the milliseconds that a step took.
+Contestants = dict[str, Callable[[], float]]
+
+
+def measure(contestants: Contestants, rounds: int) -> dict[str, float]:
+    """The median of each, over rounds in which they take turns.
+
+    What the machine does besides falls on all of them. The first epoch of each, which
+    compiles, does not count.
+    """
+    for run in contestants.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            times[name].append(run())
+    for run in contestants.values():
+        if hasattr(run, "close"):
+            run.close()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def use_cores(backend: str, cores: int) -> None:
+    """Lets this process use so many cores, one for each virtual CPU device."""
+    os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:cores]))
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        # One core for each replica's kernels.
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(cores)
+    if backend == "torch":
+        import torch
+
+        torch.set_num_threads(cores)
+    import keras_strategies as ks
+
+    ks.set_virtual_cpu_devices(cores)
+
+
+def run_worker(
+    script: str, backend: str, cores: int, name: str, rounds: int
+) -> dict[str, float]:
+    """Runs a script as `script --worker backend ...`, which prints JSON at its end."""
+    command = [sys.executable, script, "--worker", backend, "--cores", str(cores)]
+    command += ["--model", name, "--rounds", str(rounds)]
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": backend,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        # Idle threads of one contestant are not to spin while another is measured.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+    }
+    process = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return found

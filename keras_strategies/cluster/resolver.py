@@ -1,0 +1,129 @@
+"""What says who is who in a cluster, whatever started its processes."""
+
+from __future__ import annotations
+
+import abc
+
+from keras_strategies.cluster.spec import ClusterSpec, is_chief, worker_count
+from keras_strategies.errors import ClusterError
+
+
+class ClusterResolver(abc.ABC):
+    """Says which tasks a cluster has, and which of them this process is.
+
+    Args:
+        task_type: str or None, the job of this process.
+        task_id: int or None, its number within the job.
+        rpc_layer: str or None, the protocol for `master()`, as TensorFlow has it.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ):
+        self._task_type = task_type
+        self._task_id = None if task_id is None else int(task_id)
+        self._rpc_layer = rpc_layer
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster's tasks and their addresses, as they are known now."""
+
+    @property
+    def task_type(self) -> str | None:
+        """str or None, the job of this process."""
+        return self._task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """int or None, the number of this process within its job."""
+        return self._task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """str or None, the protocol in front of addresses in `master()`."""
+        return self._rpc_layer
+
+    @property
+    def environment(self) -> str:
+        """str, where the cluster runs: `""` for no place in particular."""
+        return ""
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task, this process's by default.
+
+        Args:
+            task_type: str, another job.
+            task_id: int, the task's number in it.
+            rpc_layer: str, another protocol than the resolver's.
+
+        Returns:
+            str, such as `"grpc://host:2222"`; `""` where there is no cluster.
+
+        Raises:
+            ValueError: if the cluster has no such task.
+        """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        layer = self.rpc_layer if rpc_layer is None else rpc_layer
+        return f"{layer}://{address}" if layer else address
+
+    def num_accelerators(self) -> dict[str, int]:
+        """Accelerators that this kind of cluster says each task has, by kind.
+
+        Empty where only the backend knows.
+        """
+        return {}
+
+    @property
+    def is_chief(self) -> bool:
+        """bool, whether this process leads: the `chief`, else worker 0."""
+        return is_chief(self.cluster_spec(), self.task_type, self.task_id)
+
+    @property
+    def num_workers(self) -> int:
+        """int, how many tasks compute; 1 where there is no cluster."""
+        return max(1, worker_count(self.cluster_spec()))
+
+    def check_task(self) -> None:
+        """Checks that this process is one of the cluster's tasks.
+
+        Raises:
+            ValueError: that shows the task and the cluster.
+        """
+        spec = self.cluster_spec()
+        if not spec:
+            return
+        if self.task_type is None or self.task_id is None:
+            raise ClusterError(
+                f"It is not said which task of {spec!r} this process is. Pass "
+                f"`task_type` and `task_id` to {type(self).__name__}."
+            )
+        if self.task_type not in spec.jobs:
+            raise ClusterError(
+                f"This process is the task {self.task_type!r} {self.task_id}, and the "
+                f"cluster has the jobs {spec.jobs}."
+            )
+        if self.task_id not in spec.task_indices(self.task_type):
+            raise ClusterError(
+                f"This process is the task {self.task_type!r} {self.task_id}, and the "
+                f"cluster has {spec.num_tasks(self.task_type)} of them, numbered "
+                f"{spec.task_indices(self.task_type)}: "
+                f"{spec.job_tasks(self.task_type)}."
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__}: {self.task_type} {self.task_id} of "
+            f"{self.cluster_spec()!r}>"
+        )

@@ -1,0 +1,67 @@
+"""The variables that Amazon SageMaker sets on each host of a training job.
+
+SM_HOSTS='["algo-1", "algo-2"]' SM_CURRENT_HOST=algo-2
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.errors import ClusterError
+
+HOSTS = "SM_HOSTS"
+CURRENT_HOST = "SM_CURRENT_HOST"
+NUM_GPUS = "SM_NUM_GPUS"
+
+
+class SageMakerClusterResolver(ClusterResolver):
+    """Reads SageMaker's variables: each host is a worker.
+
+    Args:
+        port: int, the port of every worker.
+        rpc_layer: str, the protocol for `master()`.
+
+    Raises:
+        ValueError: if a variable is missing or cannot be right.
+
+    Example:
+
+    >>> resolver = ks.cluster_resolver.SageMakerClusterResolver()
+    """
+
+    def __init__(self, port: int = 2223, rpc_layer: str | None = None):
+        missing = [name for name in (HOSTS, CURRENT_HOST) if not os.environ.get(name)]
+        if missing:
+            raise ClusterError(
+                f"The variables {missing} are not set, which SageMaker gives to each "
+                "host of a training job."
+            )
+        text, current = os.environ[HOSTS], os.environ[CURRENT_HOST]
+        try:
+            hosts = json.loads(text)
+        except ValueError:
+            hosts = None
+        if not isinstance(hosts, list) or not all(isinstance(h, str) for h in hosts):
+            raise ClusterError(
+                f"The variable {HOSTS} is no JSON list of names: {text!r}."
+            )
+        if current not in hosts:
+            raise ClusterError(
+                f"{CURRENT_HOST} is {current!r}, which is not among {HOSTS}: {hosts}."
+            )
+        self._spec = ClusterSpec({"worker": [f"{host}:{port}" for host in hosts]})
+        super().__init__("worker", hosts.index(current), rpc_layer)
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    @property
+    def environment(self) -> str:
+        return "sagemaker"
+
+    def num_accelerators(self) -> dict[str, int]:
+        count = os.environ.get(NUM_GPUS, "")
+        return {"GPU": int(count)} if count.isdigit() else {}

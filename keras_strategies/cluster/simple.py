@@ -1,0 +1,69 @@
+"""A cluster that one writes down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.spec import ClusterSpec
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """A cluster and a task that are given.
+
+    Args:
+        cluster_spec: `ClusterSpec` or a dict for one.
+        master: str, what `master()` returns; None for the task's address.
+        task_type: str, the job of this process.
+        task_id: int, its number within the job.
+        environment: str.
+        num_accelerators: dict from kind to number.
+        rpc_layer: str, the protocol for `master()`.
+
+    Raises:
+        ValueError: if the task is not one of the cluster's.
+
+    Example:
+
+    >>> resolver = ks.cluster_resolver.SimpleClusterResolver(
+    ...     {"worker": ["a:2222", "b:2222"]}, task_type="worker", task_id=0)
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec | Mapping[str, Any],
+        master: str | None = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ):
+        super().__init__(task_type, task_id, rpc_layer)
+        self._spec = ClusterSpec(cluster_spec)
+        self._master = master
+        self._environment = environment
+        self._num_accelerators = dict(num_accelerators or {})
+        if task_type is not None or task_id is not None:
+            self.check_task()
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    @property
+    def environment(self) -> str:
+        return self._environment
+
+    def num_accelerators(self) -> dict[str, int]:
+        return dict(self._num_accelerators)
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        if self._master is not None and task_type is None and task_id is None:
+            return self._master
+        return super().master(task_type, task_id, rpc_layer)

@@ -1,0 +1,238 @@
+"""SLURM's variables, for processes that `srun` starts.
+
+SLURM_STEP_NODELIST=gpu[01-03,07],login2
+SLURM_STEP_TASKS_PER_NODE=2(x3),1,4
+SLURM_PROCID=5
+CUDA_VISIBLE_DEVICES=0,1
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.errors import ClusterError
+
+# Of a job step, and of the whole job where there is no step.
+NODE_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+PROCESS = "SLURM_PROCID"
+GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def expand_node_list(text: str) -> list[str]:
+    """The hosts of a SLURM node list.
+
+    Args:
+        text: str, such as `"gpu[01-03,07],login2"`; several brackets in one name
+            multiply, and numbers keep their leading zeros.
+
+    Returns:
+        list of str, in SLURM's order.
+
+    Raises:
+        ValueError: if brackets do not match or a range runs backwards.
+
+    Example:
+
+    >>> expand_node_list("gpu[08-10],login2")
+    ['gpu08', 'gpu09', 'gpu10', 'login2']
+    """
+    # Commas inside of brackets do not separate hosts.
+    patterns = re.findall(r"(?:[^,\[\]]+|\[[^\[\]]*\])+", text.strip())
+    if ",".join(patterns) != text.strip() or not patterns:
+        raise ClusterError(
+            f"{text!r} is no list of nodes. Expected something like "
+            '"gpu[01-03,07],login2".'
+        )
+    return [host for pattern in patterns for host in _expand(pattern, text)]
+
+
+def _expand(pattern: str, text: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", pattern)
+    if match is None:
+        return [pattern]
+    hosts = []
+    for part in match[1].split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if found is None:
+            raise ClusterError(f"{part!r} in the node list {text!r} is no range.")
+        first, last = found[1], found[2] or found[1]
+        if int(last) < int(first):
+            raise ClusterError(
+                f"The range {part!r} in the node list {text!r} runs backwards."
+            )
+        for number in range(int(first), int(last) + 1):
+            name = str(number).zfill(len(first))
+            begun = pattern[: match.start()] + name + pattern[match.end() :]
+            hosts += _expand(begun, text)
+    return hosts
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """The number of tasks of each node.
+
+    Args:
+        text: str, such as `"2(x3),1"`, which stands for 2, 2, 2, 1.
+
+    Returns:
+        list of int.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found: list[int] = []
+    for part in text.strip().split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ClusterError(
+                f'{text!r} does not say how many tasks nodes have, as "2(x3),1" does.'
+            )
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """Reads what SLURM says about a job step.
+
+    Tasks are spread over nodes as SLURM's block distribution has it: those of the
+    first node first.
+
+    Args:
+        jobs: dict from job to its number of tasks, in the order of SLURM's process
+            numbers; None for `{"worker": all}`.
+        port_base: int, the port of the first task on a node; the next task on the
+            node has the next port.
+        gpus_per_node: int, GPUs of a node; None for those in `CUDA_VISIBLE_DEVICES`.
+        gpus_per_task: int, GPUs of a task; None to share a node's equally.
+        tasks_per_node: int, or a list with one for each node; None for SLURM's.
+        auto_set_gpu: bool, whether to set `CUDA_VISIBLE_DEVICES` to this task's share
+            of the node's GPUs.
+        rpc_layer: str, the protocol for `master()`.
+
+    Raises:
+        ValueError: if variables are missing, or do not fit the arguments.
+
+    Example:
+
+    >>> resolver = ks.cluster_resolver.SlurmClusterResolver(
+    ...     jobs={"ps": 1, "worker": 3})
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Sequence[int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = None,
+    ):
+        self._hosts = expand_node_list(_variable(NODE_LIST))
+        self._counts = self._tasks_of_nodes(tasks_per_node)
+        total = sum(self._counts)
+        self._jobs = dict(jobs) if jobs is not None else {"worker": total}
+        if sum(self._jobs.values()) != total:
+            raise ClusterError(
+                f"The jobs {self._jobs} have {sum(self._jobs.values())} tasks, and "
+                f"SLURM runs {total} on {self._hosts} ({self._counts} of them on each)."
+            )
+        self._port_base = port_base
+        process = int(_variable((PROCESS,)))
+        if process >= total:
+            raise ClusterError(
+                f"{PROCESS} is {process}, and there are {total} tasks, numbered from 0."
+            )
+        task_type, task_id = self._task(process)
+        super().__init__(task_type, task_id, rpc_layer)
+        self._gpus = self._share_of_gpus(process, gpus_per_node, gpus_per_task)
+        if auto_set_gpu and self._gpus:
+            os.environ[GPUS] = ",".join(self._gpus)
+
+    def _tasks_of_nodes(self, given: int | Sequence[int] | None) -> list[int]:
+        nodes = len(self._hosts)
+        if isinstance(given, int):
+            counts = [given] * nodes
+        elif given is not None:
+            counts = [int(count) for count in given]
+        elif any(os.environ.get(name) for name in TASKS_PER_NODE):
+            counts = expand_tasks_per_node(_variable(TASKS_PER_NODE))
+        else:
+            total = int(_variable(NUM_TASKS))
+            counts = [total // nodes + (i < total % nodes) for i in range(nodes)]
+        if len(counts) != nodes:
+            raise ClusterError(
+                f"There are {nodes} nodes, {self._hosts}, and task counts for "
+                f"{len(counts)}: {counts}."
+            )
+        return counts
+
+    def _task(self, process: int) -> tuple[str, int]:
+        first = 0
+        for job, count in self._jobs.items():
+            if process < first + count:
+                return job, process - first
+            first += count
+        raise AssertionError("a process without a job")
+
+    def _place(self, process: int) -> tuple[int, int]:
+        """The node of a process, and its number there."""
+        for node, count in enumerate(self._counts):
+            if process < count:
+                return node, process
+            process -= count
+        raise AssertionError("a process without a node")
+
+    def _share_of_gpus(
+        self, process: int, per_node: int | None, per_task: int | None
+    ) -> list[str]:
+        if per_node is None:
+            names = [g for g in os.environ.get(GPUS, "").split(",") if g.strip()]
+        else:
+            names = [str(i) for i in range(per_node)]
+        if not names:
+            return []
+        node, place = self._place(process)
+        share = per_task if per_task is not None else len(names) // self._counts[node]
+        if share * self._counts[node] > len(names):
+            raise ClusterError(
+                f"{self._counts[node]} tasks on node {self._hosts[node]!r} are to have "
+                f"{share} GPUs each, and there are {len(names)}: {names}."
+            )
+        return names[place * share : (place + 1) * share]
+
+    def cluster_spec(self) -> ClusterSpec:
+        addresses = [
+            f"{host}:{self._port_base + place}"
+            for host, count in zip(self._hosts, self._counts, strict=True)
+            for place in range(count)
+        ]
+        tasks = iter(addresses)
+        return ClusterSpec(
+            {
+                job: [next(tasks) for _ in range(count)]
+                for job, count in self._jobs.items()
+            }
+        )
+
+    @property
+    def environment(self) -> str:
+        return "slurm"
+
+    def num_accelerators(self) -> dict[str, int]:
+        return {"GPU": len(self._gpus)}
+
+
+def _variable(names: Sequence[str]) -> str:
+    for name in names:
+        if os.environ.get(name):
+            return os.environ[name]
+    raise ClusterError(
+        f"None of the variables {list(names)} is set, which SLURM gives to each "
+        "process. Start the script with `srun`."
+    )

@@ -1,0 +1,232 @@
+"""Which tasks a cluster has, and at which addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keras_strategies.errors import ClusterError
+
+# The jobs that strategies know, in the order in which tasks are counted.
+JOBS = ("chief", "worker", "ps", "evaluator")
+
+
+class ClusterSpec:
+    """The addresses of a cluster's tasks, by job.
+
+    Args:
+        cluster: dict from the name of a job to the addresses of its tasks
+            (`"host:port"`): a list, or a dict from task number to address where
+            some tasks are not known. Or another `ClusterSpec`.
+
+    Raises:
+        ValueError: for anything else, an address that is not a string, or one that
+            two tasks share.
+
+    Example:
+
+    >>> spec = ks.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+    >>> spec.num_tasks("worker")
+    2
+    """
+
+    def __init__(self, cluster: Mapping[str, Any] | ClusterSpec):
+        self._tasks: dict[str, dict[int, str]]
+        if isinstance(cluster, ClusterSpec):
+            self._tasks = {job: dict(tasks) for job, tasks in cluster._tasks.items()}
+            return
+        if not isinstance(cluster, Mapping):
+            raise ClusterError(
+                "A cluster is a dict from the name of a job to the addresses of its "
+                f"tasks. Received: {cluster!r}."
+            )
+        self._tasks = {job: _tasks(job, given) for job, given in cluster.items()}
+        self._check_addresses()
+
+    def _check_addresses(self) -> None:
+        seen: dict[str, str] = {}
+        for job, tasks in self._tasks.items():
+            for index, address in tasks.items():
+                task = f"{job} {index}"
+                if address in seen:
+                    raise ClusterError(
+                        f"Address {address!r} is given to {seen[address]} and to "
+                        f"{task}. Each task needs an address of its own."
+                    )
+                seen[address] = task
+
+    @property
+    def jobs(self) -> list[str]:
+        """list of str, the names of the jobs."""
+        return list(self._tasks)
+
+    def num_tasks(self, job_name: str) -> int:
+        """How many tasks of a job are known.
+
+        Args:
+            job_name: str.
+
+        Returns:
+            int.
+
+        Raises:
+            ValueError: if there is no such job.
+        """
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """The numbers of a job's tasks, in order."""
+        return sorted(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """The address of one task.
+
+        Raises:
+            ValueError: if there is no such job or task.
+        """
+        tasks = self._job(job_name)
+        if task_index not in tasks:
+            raise ClusterError(
+                f"Job {job_name!r} has no task {task_index}; it has {sorted(tasks)}."
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """The addresses of a job, with None for tasks that are not known."""
+        tasks = self._job(job_name)
+        return [tasks.get(i) for i in range(max(tasks, default=-1) + 1)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The addresses: a list for each job, a dict where tasks are missing."""
+        found: dict[str, Any] = {}
+        for job in self._tasks:
+            addresses = self.job_tasks(job)
+            known = all(address is not None for address in addresses)
+            found[job] = addresses if known else dict(self._tasks[job])
+        return found
+
+    def _job(self, name: str) -> dict[int, str]:
+        if name not in self._tasks:
+            raise ClusterError(f"There is no job {name!r}; there is {self.jobs}.")
+        return self._tasks[name]
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ClusterSpec):
+            return NotImplemented
+        return self._tasks == other._tasks
+
+    def __hash__(self) -> int:
+        return hash(tuple((job, *tasks.items()) for job, tasks in self._tasks.items()))
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+
+def _tasks(job: Any, given: Any) -> dict[int, str]:
+    if not isinstance(job, str):
+        raise ClusterError(f"The name of a job is a string. Received: {job!r}.")
+    if isinstance(given, Mapping):
+        tasks = dict(given)
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        tasks = dict(enumerate(given))
+    else:
+        raise ClusterError(
+            f"The tasks of job {job!r} are a list of addresses, or a dict from task "
+            f"number to address. Received: {given!r}."
+        )
+    found: dict[int, str] = {}
+    for index, address in tasks.items():
+        try:
+            number = int(index)  # JSON has strings for keys.
+        except (TypeError, ValueError):
+            number = -1
+        if number < 0 or not isinstance(address, str) or not address:
+            raise ClusterError(
+                f"Job {job!r} has the task {index!r} with the address {address!r}. "
+                'Tasks are numbered from 0 and have addresses such as "host:2222".'
+            )
+        found[number] = address
+    return found
+
+
+def check_training_cluster(spec: ClusterSpec) -> None:
+    """Checks what a cluster of workers needs, with a message for each mistake.
+
+    Raises:
+        ValueError: for an unknown job, two chiefs, or no worker and no chief.
+    """
+    unknown = sorted(set(spec.jobs) - set(JOBS))
+    if unknown:
+        raise ClusterError(
+            f"The cluster has the jobs {unknown}, which strategies do not know. Jobs "
+            f"are {list(JOBS)}."
+        )
+    if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
+        raise ClusterError(
+            f"The cluster has {spec.num_tasks('chief')} chiefs, at "
+            f"{spec.job_tasks('chief')}. There is one chief at most; make the others "
+            "workers."
+        )
+    if worker_count(spec) == 0:
+        raise ClusterError(
+            f"The cluster {spec!r} has no worker. Name the address of at least one "
+            "under 'worker' or 'chief'."
+        )
+
+
+def check_parameter_server_cluster(spec: ClusterSpec) -> None:
+    """Checks what a cluster with parameter servers needs.
+
+    Raises:
+        ValueError: as `check_training_cluster`, and without a worker or a server.
+    """
+    check_training_cluster(spec)
+    for job in ("worker", "ps"):
+        if job not in spec.jobs or spec.num_tasks(job) == 0:
+            raise ClusterError(
+                f"The cluster {spec!r} has no {job!r}. ParameterServerStrategy needs "
+                "at least one worker and one parameter server ('ps')."
+            )
+
+
+def worker_count(spec: ClusterSpec) -> int:
+    """int, how many tasks compute: the chief's and the workers'."""
+    return sum(spec.num_tasks(job) for job in ("chief", "worker") if job in spec.jobs)
+
+
+def is_chief(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> bool:
+    """Whether a task leads: the `chief`, or worker 0 where there is none."""
+    if not spec or task_type is None:
+        return True
+    if "chief" in spec.jobs and spec.num_tasks("chief"):
+        return task_type == "chief"
+    return task_type == "worker" and task_id == 0
+
+
+def worker_index(spec: ClusterSpec, task_type: str, task_id: int) -> int:
+    """The place of a worker among all that compute; the chief's is 0.
+
+    Raises:
+        ValueError: for a task that does not compute.
+    """
+    if task_type == "chief":
+        return 0
+    if task_type != "worker":
+        raise ClusterError(
+            f"Task {task_type!r} {task_id} is no worker, so it has no place among them."
+        )
+    chiefs = spec.num_tasks("chief") if "chief" in spec.jobs else 0
+    return chiefs + spec.task_indices("worker").index(task_id)
+
+
+def worker_addresses(spec: ClusterSpec) -> list[str]:
+    """list of str, the addresses of all that compute, in their order."""
+    return [
+        spec.task_address(job, index)
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    ]

@@ -1,0 +1,83 @@
+"""Several clusters as one."""
+
+from __future__ import annotations
+
+from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.errors import ClusterError
+
+
+class UnionResolver(ClusterResolver):
+    """Joins the jobs of several resolvers.
+
+    Where two have the same job, tasks that are numbered by lists are appended in the
+    order of the resolvers, and tasks with numbers of their own are kept under them.
+    The task, the protocol and the environment are those of the first resolver that
+    has one.
+
+    Args:
+        *resolvers: `ClusterResolver`s, at least one.
+        task_type: str, the job of this process instead of theirs.
+        task_id: int, its number instead of theirs.
+        rpc_layer: str, the protocol instead of theirs.
+
+    Raises:
+        TypeError: for what is no resolver.
+        ValueError: without a resolver, or when two have a task in common.
+
+    Example:
+
+    >>> union = ks.cluster_resolver.UnionResolver(workers, parameter_servers)
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ):
+        if not resolvers:
+            raise ClusterError("UnionResolver needs at least one resolver.")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(
+                    "UnionResolver joins ClusterResolvers. Received: "
+                    f"{type(resolver).__name__}."
+                )
+        self._resolvers = resolvers
+        having = [r for r in resolvers if r.task_type is not None]
+        own = having[0] if having else resolvers[0]
+        layers = [r.rpc_layer for r in resolvers if r.rpc_layer is not None]
+        super().__init__(
+            own.task_type if task_type is None else task_type,
+            own.task_id if task_id is None else task_id,
+            rpc_layer if rpc_layer is not None else next(iter(layers), None),
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        joined: dict[str, dict[int, str]] = {}
+        for resolver in self._resolvers:
+            for job, given in resolver.cluster_spec().as_dict().items():
+                tasks = joined.setdefault(job, {})
+                if isinstance(given, list):
+                    start = max(tasks, default=-1) + 1
+                    given = dict(enumerate(given, start))
+                for index, address in given.items():
+                    if tasks.get(index, address) != address:
+                        raise ClusterError(
+                            f"Task {job!r} {index} is at {tasks[index]!r} and at "
+                            f"{address!r} in two of the clusters that are joined."
+                        )
+                    tasks[index] = address
+        return ClusterSpec(joined)
+
+    @property
+    def environment(self) -> str:
+        return next((r.environment for r in self._resolvers if r.environment), "")
+
+    def num_accelerators(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for resolver in self._resolvers:
+            found = {**resolver.num_accelerators(), **found}
+        return found

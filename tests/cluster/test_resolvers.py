@@ -1,0 +1,445 @@
+"""Each resolver against what its system really sets."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from keras_strategies import cluster
+from keras_strategies.cluster import ClusterSpec, find_cluster
+from keras_strategies.cluster.slurm import expand_node_list, expand_tasks_per_node
+
+FOREIGN = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "SM_")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Without any cluster's variables; the tests set theirs."""
+    for name in list(os.environ):
+        if name.startswith((*FOREIGN, "TPU_", "CUDA_VISIBLE_DEVICES")):
+            monkeypatch.delenv(name)
+
+    def set_all(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+# --- TF_CONFIG ----------------------------------------------------------------
+
+TASKS = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
+
+
+def tf_config(**changes) -> str:
+    config = {"cluster": TASKS, "task": {"type": "worker", "index": 1}}
+    return json.dumps({**config, **changes})
+
+
+def test_tf_config(environment) -> None:
+    environment(TF_CONFIG=tf_config(rpc_layer="grpc", environment="cloud"))
+    resolver = cluster.TFConfigClusterResolver()
+    assert resolver.cluster_spec() == ClusterSpec(TASKS)
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.rpc_layer == "grpc"
+    assert resolver.environment == "cloud"
+    assert resolver.master() == "grpc://c:1"
+    assert resolver.master("ps", 0, "http") == "http://d:1"
+    assert resolver.num_workers == 3
+    assert not resolver.is_chief
+
+
+def test_arguments_win_over_tf_config(environment) -> None:
+    environment(TF_CONFIG=tf_config(rpc_layer="grpc"))
+    resolver = cluster.TFConfigClusterResolver("ps", 0, "http", "here")
+    assert (resolver.task_type, resolver.task_id) == ("ps", 0)
+    assert resolver.master() == "http://d:1"
+    assert resolver.environment == "here"
+
+
+def test_an_index_may_be_a_string(environment) -> None:
+    environment(TF_CONFIG=tf_config(task={"type": "worker", "index": "0"}))
+    assert cluster.TFConfigClusterResolver().task_id == 0
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"cluster": {}}'])
+def test_no_cluster_is_one_worker(environment, text) -> None:
+    environment(TF_CONFIG=text)
+    resolver = cluster.TFConfigClusterResolver()
+    assert not resolver.cluster_spec()
+    assert resolver.num_workers == 1
+    assert resolver.is_chief
+    assert resolver.master() == ""
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{'cluster': 1}", "is not JSON"),
+        ("[1]", "it is a dict"),
+        (tf_config(task=3), '"task" is a dict'),
+        (tf_config(task={"type": "worker", "index": "x"}), '"index" of "task"'),
+        (tf_config(task={"type": "boss", "index": 0}), "the task 'boss' 0"),
+        (tf_config(task={"type": "worker", "index": 2}), "has 2 of them"),
+        (tf_config(task={}), "not said which task"),
+        (tf_config(cluster={"worker": "b:1"}), "a list of addresses"),
+    ],
+)
+def test_tf_config_that_cannot_be_is_shown(environment, text, message) -> None:
+    environment(TF_CONFIG=text)
+    with pytest.raises(ValueError, match=message) as error:
+        cluster.TFConfigClusterResolver()
+    assert repr(text) in str(error.value)
+
+
+# --- Simple, union, local -----------------------------------------------------
+
+
+def test_simple() -> None:
+    resolver = cluster.SimpleClusterResolver(
+        TASKS, task_type="chief", task_id=0, num_accelerators={"GPU": 2}
+    )
+    assert resolver.is_chief
+    assert resolver.master() == "a:1"
+    assert resolver.num_accelerators() == {"GPU": 2}
+    named = cluster.SimpleClusterResolver(TASKS, master="x:1")
+    assert named.master() == "x:1"
+    assert named.master("worker", 0) == "b:1"
+    with pytest.raises(ValueError, match="the task 'worker' 7"):
+        cluster.SimpleClusterResolver(TASKS, task_type="worker", task_id=7)
+
+
+def test_union() -> None:
+    workers = cluster.SimpleClusterResolver({"worker": ["a:1"]})
+    more = cluster.SimpleClusterResolver(
+        {"worker": ["b:1"], "ps": ["c:1"]},
+        task_type="ps",
+        task_id=0,
+        rpc_layer="grpc",
+    )
+    union = cluster.UnionResolver(workers, more)
+    assert union.cluster_spec().as_dict() == {"worker": ["a:1", "b:1"], "ps": ["c:1"]}
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("ps", 0, "grpc")
+    own = cluster.UnionResolver(workers, more, task_type="worker", task_id=1)
+    assert own.master() == "grpc://b:1"
+    at_two = cluster.SimpleClusterResolver({"worker": {2: "x:1"}})
+    assert cluster.UnionResolver(workers, at_two).cluster_spec().as_dict() == {
+        "worker": {0: "a:1", 2: "x:1"}
+    }
+    other = cluster.SimpleClusterResolver({"worker": {2: "y:1"}})
+    with pytest.raises(ValueError, match="'x:1' and at 'y:1'"):
+        cluster.UnionResolver(at_two, other).cluster_spec()
+    with pytest.raises(ValueError, match="at least one resolver"):
+        cluster.UnionResolver()
+    with pytest.raises(TypeError, match="Received: dict"):
+        cluster.UnionResolver({})
+
+
+def test_local_addresses_are_free_and_on_the_loopback() -> None:
+    resolver = cluster.LocalClusterResolver(workers=3, ps=2)
+    spec = resolver.cluster_spec()
+    assert {job: spec.num_tasks(job) for job in spec.jobs} == {
+        "chief": 1,
+        "worker": 3,
+        "ps": 2,
+    }
+    assert resolver.is_chief
+    for job in spec.jobs:
+        for address in spec.job_tasks(job):
+            host, port = address.split(":")
+            assert host == "127.0.0.1"
+            with socket.socket() as free:
+                free.bind((host, int(port)))
+    with pytest.raises(ValueError, match="workers=0"):
+        cluster.LocalClusterResolver(workers=0)
+
+
+# --- torchrun -----------------------------------------------------------------
+
+# `torchrun --nnodes=2 --nproc-per-node=2`, the third process.
+TORCHRUN = {
+    "RANK": "2",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_torchrun(environment) -> None:
+    environment(**TORCHRUN)
+    resolver = cluster.TorchrunClusterResolver()
+    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
+    assert resolver.local_rank == 0
+    assert resolver.num_workers == 4
+    assert resolver.cluster_spec().task_address("worker", 0) == "10.0.0.7:29500"
+    assert not resolver.is_chief
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"RANK": ""}, r"\['RANK'\] are not set"),
+        ({"RANK": "two"}, "RANK is 'two'"),
+        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4"),
+    ],
+)
+def test_torchrun_variables_that_cannot_be(environment, changes, message) -> None:
+    environment(**{**TORCHRUN, **changes})
+    with pytest.raises(ValueError, match=message):
+        cluster.TorchrunClusterResolver()
+
+
+# --- SLURM --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, hosts",
+    [
+        ("node1", ["node1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("gpu[08-10],login2", ["gpu08", "gpu09", "gpu10", "login2"]),
+        ("a[1,3-4]b,c", ["a1b", "a3b", "a4b", "c"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("ip-10-0-0-[1-2].eu", ["ip-10-0-0-1.eu", "ip-10-0-0-2.eu"]),
+    ],
+)
+def test_node_lists(text, hosts) -> None:
+    assert expand_node_list(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n]1[", "n[3-1]", "n[a-b]", "a,,b"])
+def test_node_lists_that_are_none(text) -> None:
+    with pytest.raises(ValueError, match="node"):
+        expand_node_list(text)
+
+
+@pytest.mark.parametrize(
+    "text, counts",
+    [("2", [2]), ("2(x3)", [2, 2, 2]), ("2(x3),1,4(x2)", [2, 2, 2, 1, 4, 4])],
+)
+def test_tasks_per_node(text, counts) -> None:
+    assert expand_tasks_per_node(text) == counts
+
+
+def test_tasks_per_node_that_are_none() -> None:
+    with pytest.raises(ValueError, match=r"'2\(3\)' does not say"):
+        expand_tasks_per_node("2(3)")
+
+
+# `srun --nodes=3 --ntasks=5` under `--gres=gpu:4`, the fourth process.
+SLURM = {
+    "SLURM_JOB_NODELIST": "gpu[01-03]",
+    "SLURM_STEP_NODELIST": "gpu[01-03]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_PROCID": "3",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+}
+
+
+def test_slurm(environment) -> None:
+    environment(**SLURM)
+    resolver = cluster.SlurmClusterResolver()
+    assert resolver.cluster_spec().job_tasks("worker") == [
+        "gpu01:8888",
+        "gpu01:8889",
+        "gpu02:8888",
+        "gpu02:8889",
+        "gpu03:8888",
+    ]
+    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
+    assert resolver.num_accelerators() == {"GPU": 2}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_slurm_with_several_jobs_and_a_share_of_gpus(environment) -> None:
+    environment(**SLURM)
+    resolver = cluster.SlurmClusterResolver(
+        jobs={"ps": 1, "worker": 4}, port_base=9000, gpus_per_node=2, gpus_per_task=1
+    )
+    assert resolver.cluster_spec().as_dict() == {
+        "ps": ["gpu01:9000"],
+        "worker": ["gpu01:9001", "gpu02:9000", "gpu02:9001", "gpu03:9000"],
+    }
+    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_slurm_without_tasks_per_node_and_without_gpus(environment) -> None:
+    environment(SLURM_JOB_NODELIST="n[1-2]", SLURM_NTASKS="3", SLURM_PROCID="2")
+    resolver = cluster.SlurmClusterResolver()
+    addresses = resolver.cluster_spec().job_tasks("worker")
+    assert addresses == ["n1:8888", "n1:8889", "n2:8888"]
+    assert resolver.num_accelerators() == {"GPU": 0}
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "arguments, changes, message",
+    [
+        ({"jobs": {"worker": 4}}, {}, "have 4 tasks, and SLURM runs 5"),
+        ({"tasks_per_node": [1, 1]}, {}, "3 nodes"),
+        ({"gpus_per_task": 3}, {}, "3 GPUs each, and there are 4"),
+        ({}, {"SLURM_PROCID": "5"}, "SLURM_PROCID is 5"),
+        ({}, {"SLURM_PROCID": ""}, r"None of the variables \['SLURM_PROCID'\]"),
+    ],
+)
+def test_slurm_that_does_not_fit(environment, arguments, changes, message) -> None:
+    environment(**{**SLURM, **changes})
+    with pytest.raises(ValueError, match=message):
+        cluster.SlurmClusterResolver(**arguments)
+
+
+# --- SageMaker, TPU -----------------------------------------------------------
+
+
+def test_sagemaker(environment) -> None:
+    environment(
+        SM_HOSTS='["algo-1", "algo-2"]', SM_CURRENT_HOST="algo-2", SM_NUM_GPUS="8"
+    )
+    resolver = cluster.SageMakerClusterResolver()
+    assert resolver.cluster_spec().job_tasks("worker") == ["algo-1:2223", "algo-2:2223"]
+    assert resolver.task_id == 1
+    assert resolver.num_accelerators() == {"GPU": 8}
+
+
+@pytest.mark.parametrize(
+    "hosts, current, message",
+    [
+        ("", "a", r"\['SM_HOSTS'\] are not set"),
+        ("a,b", "a", "is no JSON list"),
+        ('["a"]', "b", "'b', which is not among"),
+    ],
+)
+def test_sagemaker_that_cannot_be(environment, hosts, current, message) -> None:
+    environment(SM_HOSTS=hosts, SM_CURRENT_HOST=current)
+    with pytest.raises(ValueError, match=message):
+        cluster.SageMakerClusterResolver()
+
+
+def test_tpu_slice(environment) -> None:
+    environment(TPU_WORKER_HOSTNAMES="t0,t1", TPU_WORKER_ID="1")
+    resolver = cluster.TPUClusterResolver()
+    assert resolver.master() == "grpc://t1:8470"
+    environment(TPU_WORKER_ID="2")
+    with pytest.raises(ValueError, match="TPU_WORKER_ID is '2'"):
+        cluster.TPUClusterResolver()
+
+
+def test_without_a_tpu_it_says_what_was_looked_for() -> None:
+    with pytest.raises(ValueError, match=r"TPU_WORKER_HOSTNAMES.*/dev/accel0"):
+        cluster.TPUClusterResolver("my-tpu")
+
+
+# --- Kubernetes, Compute Engine -----------------------------------------------
+
+
+def pod(name: str, ip: str | None, phase: str = "Running") -> SimpleNamespace:
+    return SimpleNamespace(
+        metadata=SimpleNamespace(name=name),
+        status=SimpleNamespace(pod_ip=ip, phase=phase),
+    )
+
+
+class Pods:
+    """The two methods of `kubernetes.client.CoreV1Api` that are called."""
+
+    def __init__(self, pods: dict[str, list[SimpleNamespace]]):
+        self.pods = pods
+
+    def list_pod_for_all_namespaces(self, label_selector: str) -> SimpleNamespace:
+        return SimpleNamespace(items=self.pods[label_selector])
+
+    def list_namespaced_pod(self, namespace: str, label_selector: str):
+        return SimpleNamespace(items=self.pods[f"{namespace}/{label_selector}"])
+
+
+def test_kubernetes_pods_in_the_order_of_their_names() -> None:
+    client = Pods({"app=t": [pod("t-1", "10.0.0.2"), pod("t-0", "10.0.0.1")]})
+    resolver = cluster.KubernetesClusterResolver(
+        {"worker": ["app=t"]}, override_client=client, task_type="worker", task_id=1
+    )
+    assert resolver.cluster_spec().as_dict() == {
+        "worker": ["10.0.0.1:8470", "10.0.0.2:8470"]
+    }
+    assert resolver.master() == "grpc://10.0.0.2:8470"
+    assert resolver.environment == "kubernetes"
+
+
+def test_kubernetes_in_a_namespace_and_a_pod_that_waits() -> None:
+    client = Pods({"ml/app=t": [pod("t-0", None, "Pending")]})
+    resolver = cluster.KubernetesClusterResolver(
+        {"worker": ["app=t"]}, override_client=client, namespace="ml"
+    )
+    with pytest.raises(ValueError, match=r"'t-0' of job 'worker'.*'Pending'"):
+        resolver.cluster_spec()
+
+
+class Compute:
+    """The methods of the Compute Engine's client that are called, in two pages."""
+
+    def __init__(self, pages: list[list[str]]):
+        self.pages = pages
+
+    def instanceGroups(self) -> Compute:
+        return self
+
+    def instances(self) -> Compute:
+        return self
+
+    def listInstances(self, **arguments) -> Call:
+        assert arguments["body"] == {"instanceState": "RUNNING"}
+        return Call(self.pages, 0)
+
+    def listInstances_next(self, request: Call, response) -> Call | None:
+        following = request.page + 1
+        return Call(self.pages, following) if following < len(self.pages) else None
+
+    def get(self, instance: str, **place) -> SimpleNamespace:
+        address = {"networkInterfaces": [{"networkIP": f"ip-of-{instance}"}]}
+        return SimpleNamespace(execute=lambda: address)
+
+
+class Call:
+    def __init__(self, pages: list[list[str]], page: int):
+        self.pages, self.page = pages, page
+
+    def execute(self) -> dict:
+        names = self.pages[self.page]
+        return {"items": [{"instance": f"https://c/zones/z/{n}"} for n in names]}
+
+
+def test_compute_engine_reads_every_page() -> None:
+    resolver = cluster.GCEClusterResolver(
+        "project", "zone", "group", 80, service=Compute([["b", "c"], ["a"]])
+    )
+    assert resolver.cluster_spec().as_dict() == {
+        "worker": ["ip-of-a:80", "ip-of-b:80", "ip-of-c:80"]
+    }
+
+
+# --- What is set decides ------------------------------------------------------
+
+
+def test_what_is_found(environment) -> None:
+    assert find_cluster() is None
+    environment(SM_HOSTS='["a"]', SM_CURRENT_HOST="a")
+    assert isinstance(find_cluster(), cluster.SageMakerClusterResolver)
+    environment(**SLURM)
+    assert isinstance(find_cluster(), cluster.SlurmClusterResolver)
+    environment(**TORCHRUN)
+    assert isinstance(find_cluster(), cluster.TorchrunClusterResolver)
+    environment(TF_CONFIG=tf_config())
+    assert isinstance(find_cluster(), cluster.TFConfigClusterResolver)
+
+
+def test_one_process_in_a_slurm_job_is_no_cluster(environment) -> None:
+    environment(**{**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+    assert find_cluster() is None

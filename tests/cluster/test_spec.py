@@ -1,0 +1,90 @@
+"""`ClusterSpec`, and what a cluster has to have."""
+
+from __future__ import annotations
+
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.cluster import spec as specs
+from keras_strategies.cluster.spec import ClusterSpec
+
+
+def test_lists_and_dicts_of_tasks() -> None:
+    spec = ClusterSpec({"worker": ["a:1", "b:1"], "ps": {"1": "c:1", 3: "d:1"}})
+    assert spec.jobs == ["worker", "ps"]
+    assert spec.num_tasks("worker") == 2
+    assert spec.task_indices("ps") == [1, 3]
+    assert spec.task_address("ps", 3) == "d:1"
+    assert spec.job_tasks("ps") == [None, "c:1", None, "d:1"]
+    assert spec.as_dict() == {"worker": ["a:1", "b:1"], "ps": {1: "c:1", 3: "d:1"}}
+    assert ClusterSpec(spec) == spec
+    assert hash(ClusterSpec(spec)) == hash(spec)
+    assert spec != ClusterSpec({"worker": ["a:1", "b:1"]})
+    assert "a:1" in repr(spec)
+    assert not ClusterSpec({})
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("worker", "a dict from the name of a job"),
+        ({"worker": "a:1"}, "a list of addresses"),
+        ({"worker": [1]}, "the address 1"),
+        ({"worker": {"x": "a:1"}}, "the task 'x'"),
+        ({3: ["a:1"]}, "name of a job is a string"),
+        ({"worker": ["a:1"], "ps": ["a:1"]}, "'a:1' is given to worker 0 and to ps 0"),
+    ],
+)
+def test_what_is_no_cluster(given, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ClusterSpec(given)
+
+
+def test_asking_for_what_is_not_there() -> None:
+    spec = ClusterSpec({"worker": ["a:1"]})
+    with pytest.raises(ValueError, match=r"no job 'ps'; there is \['worker'\]"):
+        spec.num_tasks("ps")
+    with pytest.raises(ValueError, match=r"no task 4; it has \[0\]"):
+        spec.task_address("worker", 4)
+
+
+@pytest.mark.parametrize(
+    "cluster, message",
+    [
+        ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, "2 chiefs"),
+        ({"ps": ["a:1"]}, "has no worker"),
+        ({"worker": ["a:1"], "master": ["b:1"]}, r"the jobs \['master'\]"),
+    ],
+)
+def test_each_mistake_has_its_message(cluster, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        specs.check_training_cluster(ClusterSpec(cluster))
+
+
+@pytest.mark.parametrize("missing", ["worker", "ps"])
+def test_parameter_servers_need_workers_and_servers(missing) -> None:
+    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
+    specs.check_parameter_server_cluster(ClusterSpec(cluster))
+    del cluster[missing]
+    with pytest.raises(ValueError, match=f"no '{missing}'"):
+        specs.check_parameter_server_cluster(ClusterSpec(cluster))
+
+
+def test_the_chief_and_the_places_of_workers() -> None:
+    led = ClusterSpec({"worker": ["b:1", "c:1"], "chief": ["a:1"]})
+    assert specs.is_chief(led, "chief", 0)
+    assert not specs.is_chief(led, "worker", 0)
+    assert specs.worker_count(led) == 3
+    assert specs.worker_index(led, "chief", 0) == 0
+    assert specs.worker_index(led, "worker", 1) == 2
+    assert specs.worker_addresses(led) == ["a:1", "b:1", "c:1"]
+    equal = ClusterSpec({"worker": ["b:1", "c:1"], "ps": ["d:1"]})
+    assert specs.is_chief(equal, "worker", 0)
+    assert not specs.is_chief(equal, "worker", 1)
+    assert not specs.is_chief(equal, "ps", 0)
+    with pytest.raises(ValueError, match="is no worker"):
+        specs.worker_index(equal, "ps", 0)
+
+
+def test_it_is_public() -> None:
+    assert ks.cluster_resolver.ClusterSpec is ClusterSpec
