@@ -29,6 +29,11 @@ class Feed(abc.ABC):
         """
 
     @property
+    def is_at_hand(self) -> bool:
+        """bool, whether batches lie in memory and are split there."""
+        return False
+
+    @property
     @abc.abstractmethod
     def cardinality(self) -> int | None:
         """The number of steps; None where it is unknown or without end."""
@@ -52,6 +57,10 @@ class SplitFeed(Feed):
 
     def source(self) -> Source:
         return self._source
+
+    @property
+    def is_at_hand(self) -> bool:
+        return self._source.is_at_hand
 
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
         copy = copy and self._source.may_reuse_memory

@@ -27,6 +27,8 @@ class Source(abc.ABC):
 
     #: Whether NumPy arrays may be written over once the next batch is asked for.
     may_reuse_memory = False
+    #: Whether batches lie in memory, so that nothing is gained by reading them ahead.
+    is_at_hand = False
 
     def __init__(self, given: Any):
         self.given = given
@@ -112,6 +114,8 @@ class PyDatasetSource(Source):
 
 class ArraySource(Source):
     """The rows of arrays, in batches."""
+
+    is_at_hand = True
 
     def __init__(self, given: ArrayDataset):
         super().__init__(given)

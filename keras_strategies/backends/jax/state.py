@@ -321,16 +321,37 @@ class Layout:
         whole = self.whole
         if whole is None:
             return list(arrays)
+        return self._moved(
+            arrays, lambda array: array.sharding == whole and array.committed
+        )
+
+    def place_inputs(self, arrays: Sequence[Any]) -> list[Any]:
+        """As `place`, for what comes from outside of programs.
+
+        What is on the only device may stay as it is. State may not: it comes out of a
+        program with another sharding than it went in, and that is another program.
+        """
+        whole = self.whole
+        if whole is None:
+            return list(arrays)
+        if len(whole.device_set) > 1:
+            return self.place(arrays)
+        return self._moved(
+            arrays,
+            lambda array: array.committed and array.devices() == whole.device_set,
+        )
+
+    def _moved(
+        self, arrays: Sequence[Any], is_there: Callable[[jax.Array], bool]
+    ) -> list[Any]:
         found = list(arrays)
         away = [
             i
             for i, array in enumerate(found)
-            if not isinstance(array, jax.Array)
-            or array.sharding != whole
-            or not array.committed
+            if not isinstance(array, jax.Array) or not is_there(array)
         ]
         if away:
-            moved = jax.device_put([found[i] for i in away], whole)
+            moved = jax.device_put([found[i] for i in away], self.whole)
             for i, array in zip(away, moved, strict=True):
                 found[i] = array
         return found
@@ -480,7 +501,7 @@ class Program:
     ) -> tuple[list[Any], list[Any]]:
         assert self._jitted is not None
         layout = self.layout
-        plain = layout.place(plain)
+        plain = layout.place_inputs(plain)
         joined = [layout.join(own) for own in parts]
         kept = self._state(self._kept)
         # As in `steps.noting`: no interrupt between the call and the list.
