@@ -16,9 +16,8 @@ class Counting(keras.Layer):
 
     def __init__(self, aggregation: str):
         super().__init__()
-        self.seen = self.add_weight(
-            (),
-            initializer="zeros",
+        self.seen = keras.Variable(
+            0.0,
             trainable=False,
             synchronization="on_read",
             aggregation=aggregation,

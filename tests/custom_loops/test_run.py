@@ -114,9 +114,6 @@ def test_an_exception_in_the_function_keeps_its_type(mirrored):
 
 @pytest.mark.filterwarnings("ignore:The Python of")
 def test_an_exception_in_one_replica_reaches_the_caller(mirrored):
-    if keras.backend.backend() == "tensorflow":
-        pytest.skip("covered with tf.distribute's own errors")
-
     def fn():
         if replica_id() == 1:
             raise KeyError("boom")
@@ -141,8 +138,6 @@ def test_replicas_that_disagree_on_merge_calls_are_an_error(mirrored):
 
 @pytest.mark.filterwarnings("ignore:The Python of")
 def test_python_may_branch_on_the_replica(mirrored):
-    if keras.backend.backend() == "tensorflow":
-        pytest.skip("tf.distribute gives the replica as a tensor in a graph")
     found = mirrored.run(lambda: ops.ones((replica_id() + 1,)))
     assert numbers(found) == [[1], [1, 1]]
 

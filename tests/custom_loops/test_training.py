@@ -160,8 +160,6 @@ def test_a_model_may_be_built_in_the_first_step(mirrored):
                 step(*batch)
         return model.get_weights()
 
-    if keras.backend.backend() != "jax":
-        pytest.skip("layers are built outside of `run` there")
     assert_alike(train(mirrored), train(ks.get_strategy()))
 
 

@@ -117,10 +117,7 @@ class RandomCalls:
             owner: what is called, a layer or a function.
             variant: hashable, what else decides whether it draws, as `training`.
         """
-        try:
-            known = self._draws.setdefault(owner, {})
-        except TypeError:  # What cannot be remembered is looked at each time.
-            known = {}
+        known = self._draws.setdefault(owner, {})
         random = ReplicaRandom() if known.get(variant, True) else NoRandom()
         before = torch.default_generator.get_state()
         yield random

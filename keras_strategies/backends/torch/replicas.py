@@ -67,6 +67,7 @@ class ReplicaThreads:
             device = str(torch_device(self._devices[replica_id]))
             own = {**state, "torch_device": device}
             try:
+                communicator.start(replica_id)
                 with (
                     keras_compat.with_thread_state(own),
                     torch.set_grad_enabled(grad),
@@ -114,10 +115,17 @@ class ThreadCommunicator(Communicator):
 
     The n-th collective of a replica meets the n-th of the others; in the backward
     pass collectives meet under the number of their forward call.
+
+    Args:
+        devices: the device of each replica.
+        takes_turns: bool, whether only one replica runs at a time, from one collective
+            to the next and in their order, so that the first one makes what all use.
     """
 
-    def __init__(self, devices: Sequence[Device]):
+    def __init__(self, devices: Sequence[Device], takes_turns: bool = False):
         self._devices = tuple(devices)
+        # The replica whose turn it is; None where they run side by side.
+        self._turn: int | None = 0 if takes_turns else None
         self._condition = threading.Condition()
         self._slots: dict[Any, _Slot] = {}
         self._counters = [itertools.count() for _ in devices]
@@ -143,10 +151,31 @@ class ThreadCommunicator(Communicator):
                 self.error = error
             self._condition.notify_all()
 
+    def start(self, replica_id: int) -> None:
+        """Waits until this replica may begin."""
+        with self._condition:
+            self._wait_for_turn(replica_id, "run")
+
     def finish(self, replica_id: int) -> None:
         with self._condition:
             self._finished.add(replica_id)
+            self._pass_turn(replica_id)
             self._condition.notify_all()
+
+    def _wait_for_turn(self, replica_id: int, kind: str) -> None:
+        while self._turn is not None and self._turn != replica_id:
+            if self.error is not None:
+                raise ReplicaAbortedError(f"Stopped in `{kind}`: another one failed.")
+            self._condition.wait()
+
+    def _pass_turn(self, replica_id: int) -> None:
+        if self._turn != replica_id:
+            return
+        count = len(self._devices)
+        others = ((replica_id + i) % count for i in range(1, count + 1))
+        going = (other for other in others if other not in self._finished)
+        self._turn = next(going, replica_id)
+        self._condition.notify_all()
 
     def exchange(
         self,
@@ -172,6 +201,7 @@ class ThreadCommunicator(Communicator):
                 )
             slot.values[replica_id] = value
             slot.missing.discard(replica_id)
+            self._pass_turn(replica_id)
             if not slot.missing:
                 del self._slots[key]
                 slot.result = merge(slot.values) if merge else slot.values
@@ -180,6 +210,7 @@ class ThreadCommunicator(Communicator):
             while slot.missing != {-1}:
                 self._check(slot)
                 self._condition.wait()
+            self._wait_for_turn(replica_id, kind)
             return slot.result
 
     def _check(self, slot: _Slot) -> None:

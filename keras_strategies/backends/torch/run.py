@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ class TorchRun:
         self._devices = [torch_device(d) for d in self.placement.replicas]
         self.local_values = TorchLocalValues(self._devices)
         self._random_calls = RandomCalls()
+        self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(
         self,
@@ -79,7 +81,9 @@ class TorchRun:
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        communicator = _RunCommunicator(self)
+        owner = _owner(fn)
+        # In its first run a function may build models: once, and not in a race.
+        communicator = _RunCommunicator(self, takes_turns=owner not in self._has_run)
         scopes: list[RunScope] = []
         tasks = []
         for i in range(len(args)):
@@ -88,8 +92,9 @@ class TorchRun:
             scopes.append(scope)
             tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
         communicator.scopes = scopes
-        with self._random_calls.call(_owner(fn), None) as random:
+        with self._random_calls.call(owner, None) as random:
             results = self._threads.run(tasks, communicator, random)
+        self._has_run.add(owner)
         self.commit(scopes)
         return results
 
@@ -116,8 +121,16 @@ class TorchRun:
 
 
 def _owner(fn: Callable[..., Any]) -> Any:
-    """What stands for a function in a weak dictionary: methods are new each time."""
-    return getattr(fn, "__func__", fn)
+    """What stands for a function that is made anew each time: methods, lambdas."""
+    if getattr(fn, "__name__", "") == "<lambda>":
+        return fn.__code__
+    function = getattr(fn, "__func__", fn)
+    try:
+        weakref.ref(function)
+        hash(function)
+    except TypeError:
+        return type(function)
+    return function
 
 
 def _task(
@@ -137,8 +150,8 @@ def _task(
 class _RunCommunicator(ThreadCommunicator):
     """Collectives of a run; merged functions see and change the variables."""
 
-    def __init__(self, run: TorchRun):
-        super().__init__(run.placement.replicas)
+    def __init__(self, run: TorchRun, takes_turns: bool):
+        super().__init__(run.placement.replicas, takes_turns)
         self._run = run
         self.scopes: list[RunScope] = []
 

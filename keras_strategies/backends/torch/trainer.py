@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -82,6 +82,11 @@ class TorchTrainer(TrainerAdapter):
             for device, mirror in self._variables.mirrors(variable)
         ]
         return found
+
+    @contextlib.contextmanager
+    def creating_variable(self) -> Iterator[None]:
+        with keras_compat.outside_stateless_scopes(), self.scope():
+            yield
 
     def variable_assigned(self, variable: Any, value: Any) -> None:
         self.run.local_values.assigned(variable, value)
