@@ -464,16 +464,16 @@ def clear_losses(layer: Any) -> None:
 
 def get_mask(tensor: Any) -> Any:
     """The mask that Keras attached to a tensor, or None (`get_keras_mask`)."""
-    from keras.src import backend
+    from keras.src.backend.common import masking
 
-    return backend.get_keras_mask(tensor)
+    return masking.get_keras_mask(tensor)
 
 
 def set_mask(tensor: Any, mask: Any) -> None:
     """Attaches a mask to a tensor, where Keras looks for it (`set_keras_mask`)."""
-    from keras.src import backend
+    from keras.src.backend.common import masking
 
-    backend.set_keras_mask(tensor, mask)
+    masking.set_keras_mask(tensor, mask)
 
 
 # --- Variables and thread state -----------------------------------------------

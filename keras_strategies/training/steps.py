@@ -48,8 +48,9 @@ def function(
         fn: callable; a step that calls `strategy.run`, models, optimizers and
             metrics.
         jit_compile: bool or None, whether to compile with XLA (TensorFlow) or
-            `torch.compile` (Torch); None for the backend's own choice. JAX always
-            compiles, except with False.
+            `torch.compile` (Torch, where it compiles what is around `run`: replicas
+            that are threads run eagerly); None for the backend's own choice. JAX
+            always compiles, except with False.
 
     Returns:
         A callable with `fn`'s signature, compiled once for each combination of

@@ -75,6 +75,8 @@ class TorchRun:
         self._random_calls = RandomCalls()
         self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
 
+    # Dynamo cannot follow threads: a compiled step runs around this call.
+    @torch.compiler.disable
     def __call__(
         self,
         fn: Callable[..., Any],
