@@ -8,6 +8,10 @@ from collections.abc import Callable
 from keras_strategies.cluster import sagemaker, slurm, tf_config, torchrun
 from keras_strategies.cluster.resolver import ClusterResolver
 
+#: How many virtual CPU devices a process without accelerators is to make. Our
+#: launcher sets it for `--devices-per-worker`.
+DEVICES_PER_WORKER = "KS_DEVICES_PER_WORKER"
+
 
 def find_cluster() -> ClusterResolver | None:
     """The resolver for what is set in the environment.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend
+from keras_strategies.cluster.environment import DEVICES_PER_WORKER
 from keras_strategies.devices import Device, check_devices, parse_device
 from keras_strategies.errors import InvalidArgumentError
 
@@ -36,6 +38,14 @@ def set_virtual_cpu_devices(count: int) -> None:
 
 def default_devices(backend: Backend) -> tuple[Device, ...]:
     """All accelerators of one kind; without any, all CPU devices."""
+    wanted = os.environ.get(DEVICES_PER_WORKER, "")
+    if wanted:
+        if not wanted.isdigit() or int(wanted) < 1:
+            raise InvalidArgumentError(
+                f"The variable {DEVICES_PER_WORKER} is {wanted!r}; it is a number of "
+                "virtual CPU devices, 1 or more."
+            )
+        make_cpu_devices(backend, int(wanted))
     devices = backend.local_devices()
     kind = devices[0].kind
     return tuple(device for device in devices if device.kind == kind)

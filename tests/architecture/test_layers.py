@@ -20,7 +20,7 @@ LAYERS = (
     ("variables", "input", "coordinator"),
     ("strategies",),
     ("training",),
-    ("__init__", "experimental", "cli"),
+    ("__init__", "__main__", "experimental", "cli"),
 )
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
 

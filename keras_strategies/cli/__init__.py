@@ -1,0 +1,5 @@
+"""The command `keras-strategies`."""
+
+from keras_strategies.cli.main import main
+
+__all__ = ["main"]
