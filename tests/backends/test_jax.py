@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -636,6 +637,7 @@ def test_all_gather_of_uneven_arrays():
 
 
 def test_more_cpu_devices_than_jax_has():
+    assert len(jax.devices()) == 4  # Which fixes them.
     ks.set_virtual_cpu_devices(2)  # Fewer than there are.
     with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
         ks.set_virtual_cpu_devices(64)
@@ -660,3 +662,34 @@ def test_a_strategy_makes_the_devices_it_names():
         check=False,
     )
     assert ended.stdout.strip() == "2", ended.stderr
+
+
+def test_symbols_of_jax_that_are_not_public():
+    from keras_strategies.backends.jax import jax_compat
+
+    jax.devices()
+    assert jax_compat.devices_are_fixed()
+    assert not jax_compat.is_tracing()
+    found = []
+
+    def traced(x):
+        found.append(jax_compat.is_tracing())
+        trace = jax_compat.current_trace()
+
+        def go_on():
+            with jax_compat.with_trace(trace):
+                found.append(jax.numpy.add(x, 1))
+
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        thread.join()
+        return found[-1]
+
+    assert float(jax.jit(traced)(1.0)) == 2
+    assert found[0] is True
+
+
+def test_they_are_named_in_one_place():
+    root = Path(ks.__file__).parent
+    naming = [p.name for p in root.rglob("*.py") if "jax._src" in p.read_text()]
+    assert naming == ["jax_compat.py"]

@@ -7,6 +7,7 @@ import re
 
 import jax
 
+from keras_strategies.backends.jax.jax_compat import devices_are_fixed
 from keras_strategies.devices import Device
 from keras_strategies.errors import BackendInUseError
 
@@ -46,14 +47,6 @@ def default_device() -> jax.Device:
     """Where JAX puts what nobody places."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
-
-
-def devices_are_fixed() -> bool:
-    """Whether JAX has been used, after which the devices cannot change."""
-    # jax.extend has no question for it that does not answer by initializing.
-    from jax._src import xla_bridge
-
-    return bool(xla_bridge.backends_are_initialized())
 
 
 def cpu_device_count() -> int:

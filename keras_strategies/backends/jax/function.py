@@ -11,10 +11,8 @@ import jax
 import keras
 from jax import numpy as jnp
 
-# What is being traced is a thread's own, and no public name leads to it.
-from jax._src import core
-
 from keras_strategies import context, keras_compat
+from keras_strategies.backends.jax import jax_compat
 from keras_strategies.backends.jax.arguments import Packed, Same, function_key
 from keras_strategies.backends.jax.run import ReplicaScope
 from keras_strategies.backends.jax.state import (
@@ -195,7 +193,7 @@ class RunPrograms:
 def in_trace() -> bool:
     """Whether this thread is tracing, so that there is nothing to compile."""
     scope = keras_compat.current_stateless_scope()
-    return scope is not None or not core.trace_state_clean()
+    return scope is not None or jax_compat.is_tracing()
 
 
 def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., Any]:

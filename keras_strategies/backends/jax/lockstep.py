@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# The trace that is under way is a thread's own, and no public name leads to it.
-from jax._src import core
-
 from keras_strategies import keras_compat
+from keras_strategies.backends.jax import jax_compat
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 
 
@@ -51,7 +49,7 @@ class Strand:
         self.result: Any = None
         self.error: BaseException | None = None
         self.is_done = False
-        self._trace = core.trace_ctx.trace
+        self._trace = jax_compat.current_trace()
         self._keras = keras_compat.thread_state()
         self._thread = threading.Thread(
             target=self._run, name=f"trace-replica-{number}", daemon=True
@@ -67,7 +65,7 @@ class Strand:
             if self._abort is not None:
                 raise self._abort
             with (
-                core.set_current_trace(self._trace),
+                jax_compat.with_trace(self._trace),
                 keras_compat.with_thread_state(self._keras),
             ):
                 self.result = self._task()
