@@ -373,7 +373,7 @@ class DataParallelCall(abc.ABC):
         count: int,
     ) -> list[str]:
         known = self._loss_kinds.setdefault(layer, {})
-        key = (count, flags(leaves))
+        key = (count, flags(leaves, {}))
         if key in known:
             return known[key]
 
@@ -438,10 +438,10 @@ def _merged(variable: Any, values: list[Any], weights: list[Any]) -> Any:
     return first
 
 
-def flags(arguments: Any) -> tuple[Any, ...]:
+def flags(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """`training` and the like, which can change what a call does."""
-    leaves = keras.tree.flatten(arguments)
-    return tuple(v for v in leaves if v is None or isinstance(v, (bool, str)))
+    given = (*args, *kwargs.values())
+    return tuple(v for v in given if v is None or isinstance(v, (bool, str)))
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -91,7 +91,7 @@ class TorchDataParallelCall(DataParallelCall):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        with self._random_calls.call(layer, flags((args, kwargs))) as self._random:
+        with self._random_calls.call(layer, flags(args, kwargs)) as self._random:
             return super().__call__(layer, call, args, kwargs)
 
     def sizes(
