@@ -11,6 +11,7 @@
 from keras_strategies import cluster as cluster_resolver
 from keras_strategies import errors, experimental
 from keras_strategies.backends.base import VariableCopy
+from keras_strategies.cli.function import launch
 from keras_strategies.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -97,6 +98,7 @@ __all__ = [
     "gradients_are_aggregated",
     "has_strategy",
     "in_cross_replica_context",
+    "launch",
     "scale_regularization_loss",
     "set_virtual_cpu_devices",
     "value_and_grad",

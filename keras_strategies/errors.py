@@ -18,7 +18,8 @@ Every class is also a built-in exception, so that code written for
     │   └── BackendInUseError                  too late to change the devices
     └── ReplicaError (RuntimeError)            replicas that no longer agree
         ├── ReplicaMismatchError               not the same collectives on each
-        └── ReplicaAbortedError                stopped because another one failed
+        ├── ReplicaAbortedError                stopped because another one failed
+        └── WorkerError                        a process that ended without a result
 """
 
 from __future__ import annotations
@@ -92,3 +93,7 @@ class ReplicaAbortedError(ReplicaError):
 
     It never reaches the caller, who sees the error of the replica that failed.
     """
+
+
+class WorkerError(ReplicaError):
+    """A worker process ended without what it was started for."""

@@ -13,11 +13,19 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # How long processes may take to end after they were asked to.
 GRACE_SECONDS = 10.0
+
+
+class Output(Protocol):
+    """What lines go to: a binary stream, or what acts as one."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+    def flush(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class _Process:
     """A task's process and the thread that reads its output."""
 
     def __init__(
-        self, task: Task, output: BinaryIO, lock: threading.Lock, ended: queue.Queue
+        self, task: Task, output: Output, lock: threading.Lock, ended: queue.Queue
     ):
         self.task = task
         self._label = f"[{task.name}] ".encode()
@@ -77,10 +85,11 @@ class _Process:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._lock:
-                self._output.write(self._label + line.rstrip(b"\n") + b"\n")
-                self._output.flush()
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._lock:
+                    self._output.write(self._label + line.rstrip(b"\n") + b"\n")
+                    self._output.flush()
         self.process.wait()
         self._ended.put(self)
 
@@ -104,7 +113,7 @@ def _end_with_the_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def run_together(tasks: Iterable[Task], output: BinaryIO | None = None) -> Ended:
+def run_together(tasks: Iterable[Task], output: Output | None = None) -> Ended:
     """Runs tasks until all that end by themselves have, or one fails.
 
     Their output goes to one stream, each line with the task's name before it. When
@@ -117,7 +126,7 @@ def run_together(tasks: Iterable[Task], output: BinaryIO | None = None) -> Ended
     Returns:
         An `Ended`.
     """
-    stream = sys.stdout.buffer if output is None else output
+    stream: Output = sys.stdout.buffer if output is None else output
     ended: queue.Queue[_Process] = queue.Queue()
     lock = threading.Lock()
     processes: list[_Process] = []
