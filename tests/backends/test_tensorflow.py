@@ -233,17 +233,22 @@ def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
         return model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
 
     expected = under(None, make_model, train)
-    with pytest.warns(UserWarning, match="runs without XLA"):
+    with pytest.warns(UserWarning, match="runs without XLA") as warned:
         found = under(two(), lambda: make_model(jit_compile=True), train)
+    (said,) = [w for w in warned if "runs without XLA" in str(w.message)]
+    assert said.filename == __file__
     assert_close(expected, found)
 
 
 def test_automatic_jit_compile_is_off_with_several_devices(monkeypatch):
-    monkeypatch.setattr(
-        tf.config, "list_physical_devices", lambda kind=None: [Accelerator()]
-    )
-    with two().scope():
+    strategy = two()
+    with strategy.scope():
         model = make_model()
+        # As it is on a machine with a GPU, where Keras would choose XLA.
+        monkeypatch.setattr(
+            tf.config, "list_physical_devices", lambda kind=None: [Accelerator()]
+        )
+        model.compile("sgd", "mse")
     assert model.jit_compile is False
 
 
@@ -369,11 +374,9 @@ class FirstRows(keras.Model):
 def image_layers():
     return [
         keras.Input((6, 6, 2)),
-        layers.Conv2D(4, 3, padding="same", activation="relu"),
+        layers.Dense(4, activation="relu"),
         layers.BatchNormalization(),
-        layers.MaxPooling2D(),
-        layers.DepthwiseConv2D(2),
-        layers.AveragePooling2D(),
+        layers.AveragePooling2D(2),
         layers.Flatten(),
         layers.Dense(3, activity_regularizer="l2"),
     ]
@@ -395,7 +398,7 @@ def attention_layers():
     y = layers.MultiHeadAttention(2, 2)(x, x)
     y = layers.LayerNormalization()(y + x)
     y = layers.GroupNormalization(2)(y)
-    y = layers.Conv1D(4, 3, padding="causal")(y)
+    y = layers.Dense(4, activation="relu")(y)
     return keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(y)))
 
 
@@ -434,6 +437,25 @@ def test_replicas_without_rows_add_nothing(kind, count):
     assert_same(four(), make, train, 2e-5)
 
 
+@pytest.mark.parametrize(
+    "layer", [layers.Conv2D(3, 3, padding="same"), layers.MaxPooling2D()]
+)
+def test_kernels_that_fail_on_no_rows_are_not_given_any(layer):
+    x, y = _random((9, 6, 6, 2), "float"), _random((9, 3), "float")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(9)
+    inner = [keras.Input((6, 6, 2)), layer, layers.Flatten(), layers.Dense(3)]
+
+    def fit(count):
+        with four().scope():
+            model = FirstRows(keras.Sequential(inner), count)
+            model.compile("sgd", "mse")
+        model.fit(data, verbose=0)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fewer rows than the 4"):
+        fit(3)
+    fit(4)
+
+
 # --- Gradients ----------------------------------------------------------------
 
 
@@ -441,7 +463,7 @@ class Gradients(keras.Model):
     """A step that returns its gradients instead of using them."""
 
     def train_step(self, data):
-        x, y = data
+        x, y, *_ = data
         with tf.GradientTape() as tape:
             tape.watch(x)
             loss = ops.mean(ops.square(self(x, training=True) - y))
@@ -455,7 +477,7 @@ def test_gradients_of_rows_of_a_table_stay_sparse():
 
     class Sparse(keras.Model):
         def train_step(self, data):
-            x, y = data
+            x, y, *_ = data
             with tf.GradientTape() as tape:
                 loss = ops.mean(ops.square(self(x) - y))
             table, *_ = tape.gradient(loss, self.trainable_variables)
@@ -466,7 +488,7 @@ def test_gradients_of_rows_of_a_table_stay_sparse():
         model = Sparse(tokens, outputs)
         model.compile()
     x = np.arange(32).reshape(8, 4)
-    logs = model.train_on_batch(x, np.zeros((8, 1)), return_dict=True)
+    logs = model.train_on_batch(x, np.zeros((8, 1), "float32"), return_dict=True)
     assert logs["rows"] == 32
 
 
@@ -490,7 +512,7 @@ def test_gradients_of_the_input_cross_the_replicas():
 def test_gradients_of_gradients_are_refused_with_a_way_out():
     class Penalized(keras.Model):
         def train_step(self, data):
-            x, _ = data
+            x, *_ = data
             with tf.GradientTape() as outer:
                 with tf.GradientTape() as inner:
                     inner.watch(x)

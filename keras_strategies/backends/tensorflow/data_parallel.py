@@ -87,6 +87,8 @@ class TensorFlowDataParallelCall(DataParallelCall):
             if not sizes or (len(sizes) == 1 and self._devices[0] == self._lead):
                 return None
         else:
+            if _cannot_take_no_rows(layer):
+                rows = self._at_least_one_each(layer, rows)
             base, larger = rows // len(self._devices), rows % len(self._devices)
             sizes = [
                 base + tf.cast(i < larger, base.dtype)
@@ -94,6 +96,19 @@ class TensorFlowDataParallelCall(DataParallelCall):
             ]
         self._job = _Job(self, sizes)
         return sizes
+
+    def _at_least_one_each(self, layer: Any, rows: Any) -> Any:
+        count = len(self._devices)
+        check = tf.debugging.assert_greater_equal(
+            rows,
+            tf.cast(count, rows.dtype),
+            f"Layer {layer.name!r} was called on fewer rows than the {count} replicas, "
+            "in a program for any number of rows. It contains convolutions or max "
+            "pooling, of which TensorFlow's kernels fail on the replicas that have "
+            "none. Call it on more rows, or use ks.OneDeviceStrategy.",
+        )
+        with tf.control_dependencies([check] if check is not None else []):
+            return tf.identity(rows)
 
     def _has_foreign_variables(self, layer: Any) -> bool:
         """Whether a layer computes with variables that are not Keras's."""
@@ -430,6 +445,16 @@ def _boundary(
         return [job.combine(channel) for channel in channels], grad
 
     return list(connected(*(source.tensor for source in sources)))
+
+
+def _cannot_take_no_rows(layer: Any) -> bool:
+    """Whether TensorFlow 2.21 fails on no rows, by an error, a wrong shape or a crash.
+
+    Without rows, its convolutions for CPUs have the channels of their input, and the
+    gradient of max pooling ends the process.
+    """
+    names = (type(sub).__name__ for sub in layer._flatten_layers())
+    return any("Conv" in name or "MaxPool" in name for name in names)
 
 
 def _nothing_if_empty(tensor: Any, size: Any) -> Any:
