@@ -8,52 +8,18 @@
 >>> model.fit(x, y, batch_size=256)
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from keras_strategies import cluster as cluster_resolver
-from keras_strategies import errors, experimental
-from keras_strategies.backends.base import VariableCopy
+from keras_strategies import errors
 from keras_strategies.cli.function import launch
-from keras_strategies.collectives import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from keras_strategies.context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from keras_strategies.input.dataset import DistributedDataset, DistributedIterator
-from keras_strategies.input.model import DatasetCreator
-from keras_strategies.strategies.base import Strategy, ValueContext
-from keras_strategies.strategies.central_storage import CentralStorageStrategy
-from keras_strategies.strategies.default import DefaultStrategy
-from keras_strategies.strategies.describe import Description
-from keras_strategies.strategies.devices import set_virtual_cpu_devices
-from keras_strategies.strategies.extended import StrategyExtended
-from keras_strategies.strategies.mirrored import MirroredStrategy
-from keras_strategies.strategies.one_device import OneDeviceStrategy
-from keras_strategies.training.hooks import gradients_are_aggregated
-from keras_strategies.training.losses import (
-    compute_average_loss,
-    scale_regularization_loss,
-)
-from keras_strategies.training.steps import function, value_and_grad
-from keras_strategies.types import (
-    AutoShardPolicy,
-    CommunicationImplementation,
-    CommunicationOptions,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    ReduceOp,
-    VariableAggregation,
-    VariableSynchronization,
-)
-from keras_strategies.values import DistributedValues, Mirrored, PerReplica
+
+if TYPE_CHECKING:
+    from keras_strategies import experimental
+    from keras_strategies.api import *
 
 __version__ = "0.1.0.dev0"
 
@@ -103,3 +69,23 @@ __all__ = [
     "set_virtual_cpu_devices",
     "value_and_grad",
 ]
+
+
+if not TYPE_CHECKING:  # A type checker takes the names from `api`.
+
+    def __getattr__(name: str) -> Any:
+        """Imports Keras with the first name that needs it.
+
+        The launcher and the resolvers run without it: Keras imports a framework,
+        which takes seconds, memory and, at its first use, devices.
+        """
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "experimental":
+            return importlib.import_module("keras_strategies.experimental")
+        value = getattr(importlib.import_module("keras_strategies.api"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

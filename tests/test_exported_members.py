@@ -8,17 +8,31 @@ import types
 import pytest
 
 import keras_strategies as ks
+from keras_strategies import api
+
+# What is there before Keras is imported, and the room that is not in `api`.
+WITHOUT_KERAS = {"cluster_resolver", "errors", "launch"}
+MODULES = {"experimental"}
 
 
 def test_all_is_sorted_and_complete() -> None:
     public = {
         name
-        for name, value in vars(ks).items()
+        for name, value in vars(api).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    modules = {"cluster_resolver", "errors", "experimental"}
     assert sorted(ks.__all__) == ks.__all__
-    assert set(ks.__all__) == public | modules
+    assert sorted(api.__all__) == api.__all__
+    assert set(api.__all__) == public
+    assert set(ks.__all__) == public | WITHOUT_KERAS | MODULES
+
+
+def test_every_name_is_there_and_listed() -> None:
+    assert set(ks.__all__) <= set(dir(ks))
+    for name in api.__all__:
+        assert getattr(ks, name) is getattr(api, name)
+    with pytest.raises(AttributeError, match="no attribute 'MirroredStrategie'"):
+        ks.MirroredStrategie  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ks.__all__)

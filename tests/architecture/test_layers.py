@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ LAYERS = (
     ("variables", "input", "coordinator"),
     ("strategies",),
     ("training",),
-    ("__init__", "__main__", "experimental", "cli"),
+    ("__init__", "__main__", "api", "experimental", "cli"),
 )
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
 
@@ -103,6 +104,18 @@ def test_frameworks_are_imported_by_their_own_room_only(path: Path) -> None:
         framework = FRAMEWORKS.get(imported.split(".")[0])
         if framework is not None:
             assert name_of(path).startswith(f"backends.{framework}")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in modules() if name_of(p).startswith(("cluster", "cli"))],
+    ids=name_of,
+)
+def test_resolvers_and_launcher_need_the_standard_library_only(path: Path) -> None:
+    # Clients of services and cloudpickle are imported by the functions that use them.
+    for imported in imports(path, nested=False):
+        package = imported.split(".")[0]
+        assert package in {*sys.stdlib_module_names, "keras_strategies"}, imported
 
 
 def test_the_test_would_find_an_import_that_points_down(tmp_path: Path) -> None:
