@@ -2,13 +2,21 @@
 
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.gce import GCEClusterResolver
-from keras_strategies.cluster.kubernetes import KubernetesClusterResolver
+from keras_strategies.cluster.kubernetes import (
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
+)
 from keras_strategies.cluster.local import LocalClusterResolver
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.sagemaker import SageMakerClusterResolver
 from keras_strategies.cluster.simple import SimpleClusterResolver
 from keras_strategies.cluster.slurm import SlurmClusterResolver
-from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.cluster.spec import (
+    ClusterSpec,
+    id_in_cluster,
+    is_chief,
+    worker_count,
+)
 from keras_strategies.cluster.tf_config import TFConfigClusterResolver
 from keras_strategies.cluster.torchrun import TorchrunClusterResolver
 from keras_strategies.cluster.tpu import TPUClusterResolver
@@ -19,6 +27,7 @@ __all__ = [
     "ClusterSpec",
     "GCEClusterResolver",
     "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
     "LocalClusterResolver",
     "SageMakerClusterResolver",
     "SimpleClusterResolver",
@@ -28,4 +37,7 @@ __all__ = [
     "TorchrunClusterResolver",
     "UnionResolver",
     "find_cluster",
+    "id_in_cluster",
+    "is_chief",
+    "worker_count",
 ]

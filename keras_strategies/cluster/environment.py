@@ -16,20 +16,42 @@ DEVICES_PER_WORKER = "KS_DEVICES_PER_WORKER"
 def find_cluster() -> ClusterResolver | None:
     """The resolver for what is set in the environment.
 
-    It is looked for in this order: `TF_CONFIG` (which our launcher sets too),
-    `torchrun`'s variables, SLURM's of a job step with more than one task, and
-    SageMaker's.
+    It is looked for in this order:
+
+    1. `TF_CONFIG`, which our launcher sets too;
+    2. `torchrun`'s `RANK` and `WORLD_SIZE`, which need the other variables then;
+    3. SLURM's, of a job step with more than one task. The GPUs of a node are shared
+       among its tasks then (see `SlurmClusterResolver`);
+    4. SageMaker's.
+
+    Kubernetes, Compute Engine and TPUs are asked only when one makes their resolver.
 
     Returns:
-        A `ClusterResolver`; None where nothing is set, or only one worker is.
+        A `ClusterResolver`; None where nothing of this is set, which means one worker.
 
     Raises:
         ValueError: if what is set cannot be right.
+
+    Example:
+
+    >>> resolver = ks.cluster_resolver.find_cluster()
+    >>> resolver.num_workers if resolver else 1
+    1
     """
     for is_set, resolver in _KINDS:
         if is_set():
             return resolver()
     return None
+
+
+def cluster_variables() -> dict[str, str]:
+    """What is set of the variables that `find_cluster` reads."""
+    exact = {tf_config.VARIABLE, *torchrun.ALL, sagemaker.HOSTS, sagemaker.CURRENT_HOST}
+    return {
+        name: text
+        for name, text in sorted(os.environ.items())
+        if name in exact or name in slurm.ALL
+    }
 
 
 def _has_all(*names: str) -> Callable[[], bool]:
@@ -44,7 +66,7 @@ def _in_a_slurm_step() -> bool:
 
 _KINDS: tuple[tuple[Callable[[], bool], Callable[[], ClusterResolver]], ...] = (
     (_has_all(tf_config.VARIABLE), tf_config.TFConfigClusterResolver),
-    (_has_all(*torchrun.NEEDED), torchrun.TorchrunClusterResolver),
+    (_has_all(torchrun.RANK, torchrun.WORLD_SIZE), torchrun.TorchrunClusterResolver),
     (_in_a_slurm_step, slurm.SlurmClusterResolver),
     (
         _has_all(sagemaker.HOSTS, sagemaker.CURRENT_HOST),

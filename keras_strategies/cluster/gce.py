@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from keras_strategies.cluster.members import natural_order, own_place
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.errors import ClusterError
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Asks the Compute Engine for the machines of an instance group.
+    """Asks the Compute Engine for the running machines of an instance group.
+
+    A machine's number is its place among the names, `trainer-2` before `trainer-10`.
 
     Args:
         project: str, the project's name.
@@ -17,7 +21,8 @@ class GCEClusterResolver(ClusterResolver):
         instance_group: str, the group's name.
         port: int, the port of every machine.
         task_type: str, the job that the machines are tasks of.
-        task_id: int, the number of this process.
+        task_id: int, the number of this process; None to find it by the machine's
+            name. (`tf.distribute` takes every machine for number 0 then.)
         rpc_layer: str, the protocol for `master()`.
         credentials: `"default"`, or credentials of `google.auth`.
         service: a client as `googleapiclient.discovery.build("compute", "v1")` makes
@@ -25,6 +30,7 @@ class GCEClusterResolver(ClusterResolver):
 
     Raises:
         ImportError: without the package `google-api-python-client` and a service.
+        ValueError: from `cluster_spec()`, if no machine of the group is running.
 
     Example:
 
@@ -39,36 +45,61 @@ class GCEClusterResolver(ClusterResolver):
         instance_group: str,
         port: int,
         task_type: str = "worker",
-        task_id: int = 0,
+        task_id: int | None = None,
         rpc_layer: str | None = "grpc",
         credentials: Any = "default",
         service: Any = None,
     ):
         super().__init__(task_type, task_id, rpc_layer)
-        self._project = project
-        self._zone = zone
+        self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port
         self._service = service if service is not None else _service(credentials)
 
     def cluster_spec(self) -> ClusterSpec:
-        place = {"project": self._project, "zone": self._zone}
+        addresses = []
+        for name in self._names():
+            instance = (
+                self._service.instances().get(**self._place, instance=name).execute()
+            )
+            network = instance["networkInterfaces"][0]
+            addresses.append(f"{network['networkIP']}:{self._port}")
+        return ClusterSpec({self.task_type or "worker": addresses})
+
+    def _names(self) -> list[str]:
+        """The names of the group's running machines."""
         groups = self._service.instanceGroups()
         request = groups.listInstances(
-            **place, instanceGroup=self._group, body={"instanceState": "RUNNING"}
+            **self._place, instanceGroup=self._group, body={"instanceState": "RUNNING"}
         )
-        addresses = []
+        names = []
         while request is not None:
             response = request.execute()
-            for item in response.get("items", []):
-                name = item["instance"].rsplit("/", 1)[-1]
-                instance = (
-                    self._service.instances().get(**place, instance=name).execute()
-                )
-                network = instance["networkInterfaces"][0]
-                addresses.append(f"{network['networkIP']}:{self._port}")
+            # "instance" is an URL: .../zones/us-west1-a/instances/trainer-1
+            names += [
+                item["instance"].rsplit("/", 1)[-1]
+                for item in response.get("items", [])
+            ]
             request = groups.listInstances_next(request, response)
-        return ClusterSpec({self.task_type or "worker": sorted(addresses)})
+        if not names:
+            raise ClusterError(
+                f"The instance group {self._group!r} of project "
+                f"{self._place['project']!r} in zone {self._place['zone']!r} has no "
+                "running machine."
+            )
+        return sorted(names, key=natural_order)
+
+    @property
+    def task_id(self) -> int | None:
+        """int, the number of this process; None where it is not in the group."""
+        if self._task_id is None:
+            found = own_place([("", [{name} for name in self._names()])])
+            self._task_id = found[1] if found else None
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
 
     @property
     def environment(self) -> str:

@@ -36,15 +36,27 @@ class ClusterResolver(abc.ABC):
         """str or None, the job of this process."""
         return self._task_type
 
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
     @property
     def task_id(self) -> int | None:
         """int or None, the number of this process within its job."""
         return self._task_id
 
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
     @property
     def rpc_layer(self) -> str | None:
         """str or None, the protocol in front of addresses in `master()`."""
         return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
 
     @property
     def environment(self) -> str:
@@ -78,10 +90,18 @@ class ClusterResolver(abc.ABC):
         layer = self.rpc_layer if rpc_layer is None else rpc_layer
         return f"{layer}://{address}" if layer else address
 
-    def num_accelerators(self) -> dict[str, int]:
-        """Accelerators that this kind of cluster says each task has, by kind.
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """Accelerators that this kind of cluster says a task has.
 
-        Empty where only the backend knows.
+        Args:
+            task_type: str, another job than this process's.
+            task_id: int, the task's number in it.
+
+        Returns:
+            dict from kind to number, such as `{"GPU": 2}`; empty where only the
+            backend knows.
         """
         return {}
 
@@ -109,6 +129,8 @@ class ClusterResolver(abc.ABC):
                 f"It is not said which task of {spec!r} this process is. Pass "
                 f"`task_type` and `task_id` to {type(self).__name__}."
             )
+        if self.task_type == "evaluator" and "evaluator" not in spec.jobs:
+            return  # It is a cluster of its own, and need not be listed.
         if self.task_type not in spec.jobs:
             raise ClusterError(
                 f"This process is the task {self.task_type!r} {self.task_id}, and the "

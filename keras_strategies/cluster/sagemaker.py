@@ -22,7 +22,10 @@ class SageMakerClusterResolver(ClusterResolver):
 
     Args:
         port: int, the port of every worker.
+        task_type: str, the job of this process instead of `"worker"`.
+        task_id: int, its number instead of the host's place among the sorted hosts.
         rpc_layer: str, the protocol for `master()`.
+        environment: str, instead of `"sagemaker"`.
 
     Raises:
         ValueError: if a variable is missing or cannot be right.
@@ -32,7 +35,14 @@ class SageMakerClusterResolver(ClusterResolver):
     >>> resolver = ks.cluster_resolver.SageMakerClusterResolver()
     """
 
-    def __init__(self, port: int = 2223, rpc_layer: str | None = None):
+    def __init__(
+        self,
+        port: int = 2223,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ):
         missing = [name for name in (HOSTS, CURRENT_HOST) if not os.environ.get(name)]
         if missing:
             raise ClusterError(
@@ -48,20 +58,30 @@ class SageMakerClusterResolver(ClusterResolver):
             raise ClusterError(
                 f"The variable {HOSTS} is no JSON list of names: {text!r}."
             )
+        # Every host has to count them alike.
+        hosts = sorted(hosts)
         if current not in hosts:
             raise ClusterError(
                 f"{CURRENT_HOST} is {current!r}, which is not among {HOSTS}: {hosts}."
             )
         self._spec = ClusterSpec({"worker": [f"{host}:{port}" for host in hosts]})
-        super().__init__("worker", hosts.index(current), rpc_layer)
+        super().__init__(
+            "worker" if task_type is None else task_type,
+            hosts.index(current) if task_id is None else task_id,
+            rpc_layer,
+        )
+        self._environment = "sagemaker" if environment is None else environment
+        self.check_task()
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
 
     @property
     def environment(self) -> str:
-        return "sagemaker"
+        return self._environment
 
-    def num_accelerators(self) -> dict[str, int]:
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
         count = os.environ.get(NUM_GPUS, "")
         return {"GPU": int(count)} if count.isdigit() else {}

@@ -14,7 +14,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: `ClusterSpec` or a dict for one.
-        master: str, what `master()` returns; None for the task's address.
+        master: str, what `master()` returns; empty for the task's address.
         task_type: str, the job of this process.
         task_id: int, its number within the job.
         environment: str.
@@ -33,7 +33,7 @@ class SimpleClusterResolver(ClusterResolver):
     def __init__(
         self,
         cluster_spec: ClusterSpec | Mapping[str, Any],
-        master: str | None = None,
+        master: str = "",
         task_type: str | None = None,
         task_id: int | None = None,
         environment: str = "",
@@ -55,7 +55,9 @@ class SimpleClusterResolver(ClusterResolver):
     def environment(self) -> str:
         return self._environment
 
-    def num_accelerators(self) -> dict[str, int]:
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
         return dict(self._num_accelerators)
 
     def master(
@@ -64,6 +66,6 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        if self._master is not None and task_type is None and task_id is None:
+        if self._master and task_type is None and task_id is None:
             return self._master
         return super().master(task_type, task_id, rpc_layer)

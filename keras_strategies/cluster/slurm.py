@@ -2,7 +2,8 @@
 
 SLURM_STEP_NODELIST=gpu[01-03,07],login2
 SLURM_STEP_TASKS_PER_NODE=2(x3),1,4
-SLURM_PROCID=5
+SLURM_DISTRIBUTION=cyclic
+SLURM_PROCID=5 SLURM_NODEID=2 SLURM_LOCALID=1
 CUDA_VISIBLE_DEVICES=0,1
 """
 
@@ -21,7 +22,24 @@ NODE_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 PROCESS = "SLURM_PROCID"
+# The number of this process's node among those of the step, and its number there.
+NODE = "SLURM_NODEID"
+PLACE = "SLURM_LOCALID"
+DISTRIBUTION = "SLURM_DISTRIBUTION"
+PLANE_SIZE = "SLURM_DIST_PLANESIZE"
+# Set where `srun` has given each task GPUs of its own; "none" says that it has not.
+BOUND = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND")
+ALL = (
+    *NODE_LIST,
+    *TASKS_PER_NODE,
+    *NUM_TASKS,
+    *(PROCESS, NODE, PLACE, DISTRIBUTION, PLANE_SIZE),
+    *BOUND,
+)
 GPUS = "CUDA_VISIBLE_DEVICES"
+# What `GPUS` was and what was made of it, so that a share is not shared again by the
+# next resolver, or by one in a child process.
+SHARED = "KS_SLURM_GPUS"
 
 
 def expand_node_list(text: str) -> list[str]:
@@ -99,8 +117,8 @@ def expand_tasks_per_node(text: str) -> list[int]:
 class SlurmClusterResolver(ClusterResolver):
     """Reads what SLURM says about a job step.
 
-    Tasks are spread over nodes as SLURM's block distribution has it: those of the
-    first node first.
+    Tasks are placed on nodes as `srun --distribution` says: `block`, `cyclic` or
+    `plane`.
 
     Args:
         jobs: dict from job to its number of tasks, in the order of SLURM's process
@@ -109,9 +127,12 @@ class SlurmClusterResolver(ClusterResolver):
             node has the next port.
         gpus_per_node: int, GPUs of a node; None for those in `CUDA_VISIBLE_DEVICES`.
         gpus_per_task: int, GPUs of a task; None to share a node's equally.
-        tasks_per_node: int, or a list with one for each node; None for SLURM's.
+        tasks_per_node: int, a list with one for each node, or a dict from node to
+            number; None for SLURM's.
         auto_set_gpu: bool, whether to set `CUDA_VISIBLE_DEVICES` to this task's share
-            of the node's GPUs.
+            of the node's GPUs. It stays as it is where `srun` was told
+            `--gpus-per-task` or `--gpu-bind`, unless `gpus_per_node` or
+            `gpus_per_task` is given here.
         rpc_layer: str, the protocol for `master()`.
 
     Raises:
@@ -129,7 +150,7 @@ class SlurmClusterResolver(ClusterResolver):
         port_base: int = 8888,
         gpus_per_node: int | None = None,
         gpus_per_task: int | None = None,
-        tasks_per_node: int | Sequence[int] | None = None,
+        tasks_per_node: int | Sequence[int] | Mapping[str, int] | None = None,
         auto_set_gpu: bool = True,
         rpc_layer: str | None = None,
     ):
@@ -143,27 +164,40 @@ class SlurmClusterResolver(ClusterResolver):
                 f"SLURM runs {total} on {self._hosts} ({self._counts} of them on each)."
             )
         self._port_base = port_base
-        process = int(_variable((PROCESS,)))
+        process = _number((PROCESS,))
         if process >= total:
             raise ClusterError(
                 f"{PROCESS} is {process}, and there are {total} tasks, numbered from 0."
             )
+        self._places = _distribute(self._counts)
+        self._check_place(process)
         task_type, task_id = self._task(process)
         super().__init__(task_type, task_id, rpc_layer)
         self._gpus = self._share_of_gpus(process, gpus_per_node, gpus_per_task)
         if auto_set_gpu and self._gpus:
-            os.environ[GPUS] = ",".join(self._gpus)
+            own = ",".join(self._gpus)
+            os.environ[SHARED] = f"{_gpus_before_sharing()};{own}"
+            os.environ[GPUS] = own
 
-    def _tasks_of_nodes(self, given: int | Sequence[int] | None) -> list[int]:
+    def _tasks_of_nodes(
+        self, given: int | Sequence[int] | Mapping[str, int] | None
+    ) -> list[int]:
         nodes = len(self._hosts)
         if isinstance(given, int):
             counts = [given] * nodes
+        elif isinstance(given, Mapping):
+            if set(given) != set(self._hosts):
+                raise ClusterError(
+                    f"`tasks_per_node` names the nodes {sorted(given)}, and SLURM runs "
+                    f"on {self._hosts}."
+                )
+            counts = [int(given[host]) for host in self._hosts]
         elif given is not None:
             counts = [int(count) for count in given]
         elif any(os.environ.get(name) for name in TASKS_PER_NODE):
             counts = expand_tasks_per_node(_variable(TASKS_PER_NODE))
         else:
-            total = int(_variable(NUM_TASKS))
+            total = _number(NUM_TASKS)
             counts = [total // nodes + (i < total % nodes) for i in range(nodes)]
         if len(counts) != nodes:
             raise ClusterError(
@@ -180,24 +214,35 @@ class SlurmClusterResolver(ClusterResolver):
             first += count
         raise AssertionError("a process without a job")
 
-    def _place(self, process: int) -> tuple[int, int]:
-        """The node of a process, and its number there."""
-        for node, count in enumerate(self._counts):
-            if process < count:
-                return node, process
-            process -= count
-        raise AssertionError("a process without a node")
+    def _check_place(self, process: int) -> None:
+        """Holds the place that was worked out against the one that SLURM says.
+
+        They differ where `srun --distribution` is of a kind that does not say how,
+        such as `arbitrary`; addresses would be those of other processes.
+        """
+        node, place = self._places[process]
+        for name, expected in ((NODE, node), (PLACE, place)):
+            if os.environ.get(name) and _number((name,)) != expected:
+                raise ClusterError(
+                    f"{PROCESS} is {process}, which should be on node {node} "
+                    f"({self._hosts[node]}) as its task {place} with {self._counts} "
+                    f"tasks on the nodes, and {name} is {_number((name,))}. Start "
+                    "the script with `srun --distribution=block`."
+                )
 
     def _share_of_gpus(
         self, process: int, per_node: int | None, per_task: int | None
     ) -> list[str]:
-        if per_node is None:
-            names = [g for g in os.environ.get(GPUS, "").split(",") if g.strip()]
-        else:
+        if per_node is not None:
             names = [str(i) for i in range(per_node)]
+        else:
+            names = [g for g in _gpus_before_sharing().split(",") if g.strip()]
+            bound = [os.environ.get(name, "none") for name in BOUND]
+            if per_task is None and any(how not in ("", "none") for how in bound):
+                return names
         if not names:
             return []
-        node, place = self._place(process)
+        node, place = self._places[process]
         share = per_task if per_task is not None else len(names) // self._counts[node]
         if share * self._counts[node] > len(names):
             raise ClusterError(
@@ -207,12 +252,10 @@ class SlurmClusterResolver(ClusterResolver):
         return names[place * share : (place + 1) * share]
 
     def cluster_spec(self) -> ClusterSpec:
-        addresses = [
-            f"{host}:{self._port_base + place}"
-            for host, count in zip(self._hosts, self._counts, strict=True)
-            for place in range(count)
-        ]
-        tasks = iter(addresses)
+        tasks = iter(
+            f"{self._hosts[node]}:{self._port_base + place}"
+            for node, place in self._places
+        )
         return ClusterSpec(
             {
                 job: [next(tasks) for _ in range(count)]
@@ -224,8 +267,47 @@ class SlurmClusterResolver(ClusterResolver):
     def environment(self) -> str:
         return "slurm"
 
-    def num_accelerators(self) -> dict[str, int]:
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
         return {"GPU": len(self._gpus)}
+
+
+def _distribute(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The node of each process, and its number there.
+
+    See "--distribution" in the manual of `srun`: `block` fills the first node first,
+    `cyclic` goes around the nodes, `plane` goes around with several at a time.
+    """
+    # Such as "block", "cyclic:block" (the second is about sockets), "plane=2".
+    kind = re.split("[:,=]", os.environ.get(DISTRIBUTION, "").lower())[0]
+    if kind == "cyclic":
+        at_a_time = 1
+    elif kind == "plane":
+        at_a_time = max(1, _number((PLANE_SIZE,)))
+    else:
+        at_a_time = max(counts, default=1)
+    places = []
+    rounds = -(-max(counts, default=0) // max(1, at_a_time))
+    for start in range(0, rounds * at_a_time, at_a_time):
+        for node, count in enumerate(counts):
+            places += [(node, i) for i in range(start, min(start + at_a_time, count))]
+    return places
+
+
+def _gpus_before_sharing() -> str:
+    now = os.environ.get(GPUS, "")
+    before, _, made = os.environ.get(SHARED, "").partition(";")
+    return before if made and made == now else now
+
+
+def _number(names: Sequence[str]) -> int:
+    text = _variable(names)
+    if not text.strip().isdecimal():
+        raise ClusterError(
+            f"One of the variables {list(names)} is {text!r}, which is no number."
+        )
+    return int(text)
 
 
 def _variable(names: Sequence[str]) -> str:

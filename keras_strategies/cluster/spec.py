@@ -114,15 +114,20 @@ class ClusterSpec:
         return bool(self._tasks)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ClusterSpec):
-            return NotImplemented
-        return self._tasks == other._tasks
+        if isinstance(other, ClusterSpec):
+            return self._tasks == other._tasks
+        # `tf.train.ClusterSpec` can be compared with a dict too.
+        return self.as_dict() == other if isinstance(other, Mapping) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(tuple((job, *tasks.items()) for job, tasks in self._tasks.items()))
+        # The order of the jobs is no part of equality.
+        return hash(
+            frozenset((job, frozenset(t.items())) for job, t in self._tasks.items())
+        )
 
     def __repr__(self) -> str:
-        return f"ClusterSpec({self.as_dict()!r})"
+        tasks = self.as_dict()
+        return f"ClusterSpec({ {job: tasks[job] for job in sorted(tasks)}!r})"
 
 
 def _tasks(job: Any, given: Any) -> dict[int, str]:
@@ -156,7 +161,8 @@ def check_training_cluster(spec: ClusterSpec) -> None:
     """Checks what a cluster of workers needs, with a message for each mistake.
 
     Raises:
-        ValueError: for an unknown job, two chiefs, or no worker and no chief.
+        ValueError: for an unknown job, two chiefs, two evaluators, or no worker and
+            no chief.
     """
     unknown = sorted(set(spec.jobs) - set(JOBS))
     if unknown:
@@ -169,6 +175,11 @@ def check_training_cluster(spec: ClusterSpec) -> None:
             f"The cluster has {spec.num_tasks('chief')} chiefs, at "
             f"{spec.job_tasks('chief')}. There is one chief at most; make the others "
             "workers."
+        )
+    if "evaluator" in spec.jobs and spec.num_tasks("evaluator") > 1:
+        raise ClusterError(
+            f"The cluster has {spec.num_tasks('evaluator')} evaluators, at "
+            f"{spec.job_tasks('evaluator')}. There is one evaluator at most."
         )
     if worker_count(spec) == 0:
         raise ClusterError(
@@ -206,20 +217,59 @@ def is_chief(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> b
     return task_type == "worker" and task_id == 0
 
 
-def worker_index(spec: ClusterSpec, task_type: str, task_id: int) -> int:
-    """The place of a worker among all that compute; the chief's is 0.
+def id_in_cluster(spec: ClusterSpec, task_type: str, task_id: int) -> int:
+    """The place of a task among all that compute: the chief, then the workers.
+
+    An evaluator is a cluster of its own, as in `tf.distribute`, and has its number.
+
+    Args:
+        spec: `ClusterSpec`.
+        task_type: str, the task's job.
+        task_id: int, its number within the job.
+
+    Returns:
+        int, from 0 to `worker_count(spec) - 1`.
 
     Raises:
-        ValueError: for a task that does not compute.
+        ValueError: for a task that does not compute, or that is not there.
     """
-    if task_type == "chief":
-        return 0
-    if task_type != "worker":
+    if task_type == "evaluator":
+        return task_id
+    if task_type not in ("chief", "worker"):
         raise ClusterError(
             f"Task {task_type!r} {task_id} is no worker, so it has no place among them."
         )
-    chiefs = spec.num_tasks("chief") if "chief" in spec.jobs else 0
-    return chiefs + spec.task_indices("worker").index(task_id)
+    spec.task_address(task_type, task_id)
+    before = 0
+    if task_type == "worker" and "chief" in spec.jobs:
+        before = spec.num_tasks("chief")
+    return before + spec.task_indices(task_type).index(task_id)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host and the port of an address.
+
+    Args:
+        address: str, `"host:2222"`, `"10.0.0.1:2222"` or `"[fe80::1]:2222"`, with or
+            without a protocol in front, as in `"grpc://host:2222"`.
+
+    Returns:
+        tuple of str and int.
+
+    Raises:
+        ValueError: if there is no host, or no port from 1 to 65535.
+
+    >>> split_address("[::1]:2222")
+    ('::1', 2222)
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ClusterError(
+            f"{address!r} is no address of a task. Expected a machine and a port from "
+            '1 to 65535, such as "host:2222".'
+        )
+    return host, int(port)
 
 
 def worker_addresses(spec: ClusterSpec) -> list[str]:

@@ -15,9 +15,11 @@ from keras_strategies.errors import ClusterError
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
 LOCAL_RANK = "LOCAL_RANK"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 MASTER_ADDR = "MASTER_ADDR"
 MASTER_PORT = "MASTER_PORT"
 NEEDED = (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
+ALL = (*NEEDED, LOCAL_RANK, LOCAL_WORLD_SIZE)
 
 
 class TorchrunClusterResolver(ClusterResolver):
@@ -26,6 +28,9 @@ class TorchrunClusterResolver(ClusterResolver):
     `torchrun` tells a process the address of the first one only. The others appear
     under their rank, as `"rank-3"`, which is no address to connect to; the engines
     need the first one's.
+
+    Args:
+        rpc_layer: str, the protocol for `master()`.
 
     Raises:
         ValueError: if a variable is missing or cannot be right.
@@ -43,12 +48,9 @@ class TorchrunClusterResolver(ClusterResolver):
                 "process. Start the script with `torchrun --nproc-per-node=N "
                 "script.py`, or describe the cluster in TF_CONFIG."
             )
+        _check_rank(LOCAL_RANK, LOCAL_WORLD_SIZE)
         rank, self._size = _number(RANK), _number(WORLD_SIZE)
-        if rank >= self._size:
-            raise ClusterError(
-                f"{RANK} is {rank} and {WORLD_SIZE} is {self._size}; ranks are "
-                "numbered from 0 and smaller than the number of processes."
-            )
+        _check_rank(RANK, WORLD_SIZE)
         self._first = f"{os.environ[MASTER_ADDR]}:{_number(MASTER_PORT)}"
         super().__init__("worker", rank, rpc_layer)
 
@@ -57,6 +59,12 @@ class TorchrunClusterResolver(ClusterResolver):
         """int, the number of this process on its machine; 0 where it is not set."""
         return _number(LOCAL_RANK) if os.environ.get(LOCAL_RANK) else 0
 
+    @property
+    def local_world_size(self) -> int:
+        """int, how many processes are on this machine; 1 where it is not set."""
+        is_set = os.environ.get(LOCAL_WORLD_SIZE)
+        return _number(LOCAL_WORLD_SIZE) if is_set else 1
+
     def cluster_spec(self) -> ClusterSpec:
         others = [f"rank-{rank}" for rank in range(1, self._size)]
         return ClusterSpec({"worker": [self._first, *others]})
@@ -64,6 +72,16 @@ class TorchrunClusterResolver(ClusterResolver):
     @property
     def environment(self) -> str:
         return "torchrun"
+
+
+def _check_rank(rank: str, size: str) -> None:
+    if not (os.environ.get(rank) and os.environ.get(size)):
+        return
+    if _number(rank) >= _number(size):
+        raise ClusterError(
+            f"{rank} is {_number(rank)} and {size} is {_number(size)}; ranks are "
+            "numbered from 0 and smaller than the number of processes."
+        )
 
 
 def _number(name: str) -> int:

@@ -1,34 +1,64 @@
-"""TPUs, as the machines that have them describe them."""
+"""TPUs, as the machines that have them describe them.
+
+On Kubernetes in variables: TPU_WORKER_HOSTNAMES=t-0.svc,t-1.svc TPU_WORKER_ID=1
+On Compute Engine in the machine's metadata, which answers over HTTP:
+    worker-network-endpoints    "10.0.0.2,10.0.0.3" or "name:id:10.0.0.2,..."
+    agent-worker-number         "1"
+    accelerator-type            "v5litepod-16"
+"""
 
 from __future__ import annotations
 
 import os
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from keras_strategies.cluster.resolver import ClusterResolver
-from keras_strategies.cluster.spec import ClusterSpec
+from keras_strategies.cluster.spec import ClusterSpec, split_address
 from keras_strategies.errors import ClusterError
 
-# Set on the machines of a TPU slice.
 WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
 WORKER_ID = "TPU_WORKER_ID"
 ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"
 # What `tpu=None` is looked up in, as TensorFlow does.
 NAME = "TPU_NAME"
+# Another metadata server than metadata.google.internal, as Google's clients read it.
+METADATA_HOST = "GCE_METADATA_HOST"
 DEVICES = ("/dev/accel0", "/dev/vfio/0")
+# What the firmware of Compute Engine's machines says.
+_PRODUCT = Path("/sys/class/dmi/id/product_name")
+_METADATA_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Slice:
+    hosts: tuple[str, ...]
+    number: int
+    accelerator_type: str
 
 
 class TPUClusterResolver(ClusterResolver):
-    """The machines of a TPU slice, from what is set on each of them.
+    """The machines of a TPU slice.
 
     Args:
-        tpu: str, `"local"` or `""` for the TPU of this machine; None for what the
-            machine's variables say.
+        tpu: str. `"local"` for the TPU of this machine alone; an address such as
+            `"grpc://10.0.0.2:8470"` for a TPU there; a name, to ask the Cloud TPU
+            service for; None or `""` for what the variable `TPU_NAME` says, and
+            without it for the slice that this machine is part of.
+        zone: str, the TPU's zone, with a name.
+        project: str, its project, with a name.
+        job_name: str, the job that the machines are tasks of.
+        service: a client as `googleapiclient.discovery.build("tpu", "v2")` makes it;
+            None to make one if a name is asked for.
         port: int, the port of every machine.
         rpc_layer: str, the protocol for `master()`.
 
     Raises:
         ValueError: where there is no TPU, with what was looked for.
+        ImportError: for a name without the package `google-api-python-client`.
 
     Example:
 
@@ -39,28 +69,55 @@ class TPUClusterResolver(ClusterResolver):
     def __init__(
         self,
         tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        service: Any = None,
         port: int = 8470,
         rpc_layer: str | None = "grpc",
     ):
-        hosts = [h for h in os.environ.get(WORKER_HOSTNAMES, "").split(",") if h]
-        found = bool(hosts) or any(Path(device).exists() for device in DEVICES)
-        if not found:
+        self._accelerator_type = ""
+        number = 0
+        name = tpu or os.environ.get(NAME, "")
+        if name == "local":
+            _expect_device(name)
+            addresses = [f"localhost:{port}"]
+        elif "://" in name or ":" in name:
+            addresses = ["{}:{}".format(*split_address(name))]
+        elif name and (zone or project or service is not None):
+            addresses = self._ask_for(name, zone, project, service, port)
+        else:
+            found = _own_slice()
+            if found is None:
+                _expect_device(name)
+                found = _Slice(("localhost",), 0, "")
+            addresses = [f"{host}:{port}" for host in found.hosts]
+            number, self._accelerator_type = found.number, found.accelerator_type
+        self._spec = ClusterSpec({job_name: addresses})
+        super().__init__(job_name, number, rpc_layer)
+
+    def _ask_for(
+        self, name: str, zone: str | None, project: str | None, service: Any, port: int
+    ) -> list[str]:
+        """The addresses that the Cloud TPU service has for a name."""
+        if not zone or not project:
             raise ClusterError(
-                f"No TPU was found for {tpu or os.environ.get(NAME) or 'this machine'}"
-                f". Looked for the variable {WORKER_HOSTNAMES}, which machines of a "
-                f"TPU slice have, and for the devices {', '.join(DEVICES)}. Run this "
-                "on a machine with a TPU, or use ks.MirroredStrategy."
+                f"To look up the TPU {name!r}, both `zone` and `project` are needed. "
+                f"Received: zone={zone!r}, project={project!r}"
             )
-        if tpu in ("local", "") or len(hosts) < 2:
-            hosts = ["localhost"]
-        number = os.environ.get(WORKER_ID, "0") if len(hosts) > 1 else "0"
-        if not number.isdigit() or int(number) >= len(hosts):
+        path = f"projects/{project}/locations/{zone}/nodes/{name}"
+        nodes = (service or _service()).projects().locations().nodes()
+        node = nodes.get(name=path).execute()
+        if node.get("state") != "READY":
             raise ClusterError(
-                f"{WORKER_ID} is {number!r}, and {WORKER_HOSTNAMES} names the machines "
-                f"{hosts}, numbered from 0."
+                f"The TPU {path} is {node.get('state')!r} and not 'READY'. Wait until "
+                "it is, or start it."
             )
-        self._spec = ClusterSpec({"worker": [f"{host}:{port}" for host in hosts]})
-        super().__init__("worker", int(number), rpc_layer)
+        self._accelerator_type = node.get("acceleratorType", "")
+        return [
+            f"{endpoint['ipAddress']}:{endpoint.get('port', port)}"
+            for endpoint in node["networkEndpoints"]
+        ]
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
@@ -72,4 +129,85 @@ class TPUClusterResolver(ClusterResolver):
     @property
     def accelerator_type(self) -> str:
         """str, the kind of the slice, such as `"v5litepod-16"`; `""` if not said."""
-        return os.environ.get(ACCELERATOR_TYPE, "")
+        return os.environ.get(ACCELERATOR_TYPE, self._accelerator_type)
+
+
+def _own_slice() -> _Slice | None:
+    """The slice that this machine is part of, from variables or metadata."""
+    hosts = os.environ.get(WORKER_HOSTNAMES, "")
+    number, kind = os.environ.get(WORKER_ID, "0"), ""
+    source = WORKER_HOSTNAMES
+    if not hosts and _has_metadata():
+        source = "worker-network-endpoints"
+        hosts = _metadata(source)
+        number = _metadata("agent-worker-number") or "0"
+        kind = _metadata("accelerator-type")
+    names = tuple(host.strip().split(":")[-1] for host in hosts.split(",") if host)
+    if not names:
+        return None
+    if not number.isdecimal() or int(number) >= len(names):
+        raise ClusterError(
+            f"This machine is number {number!r} of its TPU slice ({WORKER_ID} is "
+            f"{os.environ.get(WORKER_ID)!r}), and {source} names the machines "
+            f"{list(names)}, numbered from 0."
+        )
+    return _Slice(names, int(number), kind)
+
+
+def _has_metadata() -> bool:
+    """Whether to ask the metadata server. Elsewhere its name would not resolve."""
+    if os.environ.get(METADATA_HOST):
+        return True
+    try:
+        return "Google" in _PRODUCT.read_text()
+    except OSError:
+        return False
+
+
+def _metadata(key: str) -> str:
+    host = os.environ.get(METADATA_HOST) or "metadata.google.internal"
+    request = urllib.request.Request(
+        f"http://{host}/computeMetadata/v1/instance/attributes/{key}",
+        headers={"Metadata-Flavor": "Google"},
+    )
+    # The server is on the machine's own network, never behind a proxy.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_METADATA_SECONDS) as response:
+            text: bytes = response.read()
+    except urllib.error.HTTPError as error:
+        if error.code == 404:  # A machine of Compute Engine without a TPU.
+            return ""
+        raise ClusterError(f"The metadata server {host!r} says {error}.") from error
+    except OSError as error:
+        raise ClusterError(
+            f"The metadata server {host!r} of this machine does not answer: {error}."
+        ) from error
+    return text.decode().strip()
+
+
+def _expect_device(name: str) -> None:
+    if any(Path(device).exists() for device in DEVICES):
+        return
+    metadata = (
+        ", and its metadata server names no TPU workers" if _has_metadata() else ""
+    )
+    raise ClusterError(
+        f"No TPU was found for {name or 'this machine'}. Looked for the variable "
+        f"{WORKER_HOSTNAMES}, which machines of a TPU slice have, and for the devices "
+        f"{', '.join(DEVICES)}; this machine has neither{metadata}. Run this on a "
+        "machine with a TPU, pass `zone` and `project` to look up a TPU by its name, "
+        "or use ks.MirroredStrategy."
+    )
+
+
+def _service() -> Any:
+    try:
+        from googleapiclient import discovery
+    except ImportError:
+        raise ImportError(
+            "TPUClusterResolver needs the package `google-api-python-client` to look "
+            "up a TPU by its name: `pip install google-api-python-client`. Or pass a "
+            "client as `service`."
+        ) from None
+    return discovery.build("tpu", "v2")

@@ -76,8 +76,10 @@ class UnionResolver(ClusterResolver):
     def environment(self) -> str:
         return next((r.environment for r in self._resolvers if r.environment), "")
 
-    def num_accelerators(self) -> dict[str, int]:
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
         found: dict[str, int] = {}
         for resolver in self._resolvers:
-            found = {**resolver.num_accelerators(), **found}
+            found = {**resolver.num_accelerators(task_type, task_id), **found}
         return found

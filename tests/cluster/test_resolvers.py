@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from types import SimpleNamespace
 
 import pytest
 
 from keras_strategies import cluster
 from keras_strategies.cluster import ClusterSpec, find_cluster
+from keras_strategies.cluster.environment import cluster_variables
 from keras_strategies.cluster.slurm import expand_node_list, expand_tasks_per_node
 
 FOREIGN = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "SM_")
@@ -20,8 +20,12 @@ FOREIGN = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "SM
 def environment(monkeypatch):
     """Without any cluster's variables; the tests set theirs."""
     for name in list(os.environ):
-        if name.startswith((*FOREIGN, "TPU_", "CUDA_VISIBLE_DEVICES")):
+        if name.startswith((*FOREIGN, "TPU_", "GCE_")):
             monkeypatch.delenv(name)
+    # What a resolver sets is taken back as well.
+    for name in ("CUDA_VISIBLE_DEVICES", "KS_SLURM_GPUS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
     def set_all(**variables: str) -> None:
         for name, value in variables.items():
@@ -59,6 +63,20 @@ def test_arguments_win_over_tf_config(environment) -> None:
     assert (resolver.task_type, resolver.task_id) == ("ps", 0)
     assert resolver.master() == "http://d:1"
     assert resolver.environment == "here"
+
+
+def test_an_evaluator_need_not_be_in_the_cluster(environment) -> None:
+    environment(TF_CONFIG=tf_config(task={"type": "evaluator", "index": 0}))
+    resolver = cluster.TFConfigClusterResolver()
+    assert (resolver.task_type, resolver.task_id) == ("evaluator", 0)
+    assert not resolver.is_chief
+
+
+def test_the_task_can_be_set_afterwards(environment) -> None:
+    environment(TF_CONFIG=tf_config())
+    resolver = cluster.TFConfigClusterResolver()
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "ps", 0, "grpc"
+    assert resolver.master() == "grpc://d:1"
 
 
 def test_an_index_may_be_a_string(environment) -> None:
@@ -175,7 +193,7 @@ def test_torchrun(environment) -> None:
     environment(**TORCHRUN)
     resolver = cluster.TorchrunClusterResolver()
     assert (resolver.task_type, resolver.task_id) == ("worker", 2)
-    assert resolver.local_rank == 0
+    assert (resolver.local_rank, resolver.local_world_size) == (0, 2)
     assert resolver.num_workers == 4
     assert resolver.cluster_spec().task_address("worker", 0) == "10.0.0.7:29500"
     assert not resolver.is_chief
@@ -187,12 +205,18 @@ def test_torchrun(environment) -> None:
         ({"RANK": ""}, r"\['RANK'\] are not set"),
         ({"RANK": "two"}, "RANK is 'two'"),
         ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
+        ({"MASTER_ADDR": ""}, r"\['MASTER_ADDR'\] are not set"),
     ],
 )
 def test_torchrun_variables_that_cannot_be(environment, changes, message) -> None:
     environment(**{**TORCHRUN, **changes})
     with pytest.raises(ValueError, match=message):
         cluster.TorchrunClusterResolver()
+    if "RANK" not in changes or changes["RANK"]:
+        # What is half set is no reason to train alone on every machine.
+        with pytest.raises(ValueError, match=message):
+            find_cluster()
 
 
 # --- SLURM --------------------------------------------------------------------
@@ -240,6 +264,9 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
     "SLURM_STEP_NUM_TASKS": "5",
     "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_DISTRIBUTION": "block",
     "CUDA_VISIBLE_DEVICES": "0,1,2,3",
 }
 
@@ -272,6 +299,61 @@ def test_slurm_with_several_jobs_and_a_share_of_gpus(environment) -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
+def test_a_share_of_gpus_is_not_shared_again(environment) -> None:
+    environment(**SLURM)
+    for _ in range(2):
+        resolver = cluster.SlurmClusterResolver()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    # Another choice starts from what SLURM gave, not from the last share.
+    cluster.SlurmClusterResolver(gpus_per_task=1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    # A person's own choice is what is there to share.
+    environment(CUDA_VISIBLE_DEVICES="7,8")
+    cluster.SlurmClusterResolver()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "8"
+    environment(CUDA_VISIBLE_DEVICES="0,1,2,3")
+    resolver = cluster.SlurmClusterResolver(auto_set_gpu=False)
+    assert resolver.num_accelerators() == {"GPU": 2}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
+def test_gpus_that_srun_has_bound_are_left(environment) -> None:
+    # `srun --gpus-per-task=1`: each task sees its own.
+    environment(**{**SLURM, "CUDA_VISIBLE_DEVICES": "3"}, SLURM_GPUS_PER_TASK="1")
+    assert cluster.SlurmClusterResolver().num_accelerators() == {"GPU": 1}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+@pytest.mark.parametrize(
+    "variables, places",
+    [
+        ({}, ["n1:8888", "n1:8889", "n1:8890", "n2:8888", "n3:8888", "n3:8889"]),
+        (
+            {"SLURM_DISTRIBUTION": "cyclic"},
+            ["n1:8888", "n2:8888", "n3:8888", "n1:8889", "n3:8889", "n1:8890"],
+        ),
+        (
+            {"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2"},
+            ["n1:8888", "n1:8889", "n2:8888", "n3:8888", "n3:8889", "n1:8890"],
+        ),
+    ],
+)
+def test_slurm_places_tasks_as_its_distribution_says(
+    environment, variables, places
+) -> None:
+    environment(
+        SLURM_STEP_NODELIST="n[1-3]",
+        SLURM_STEP_TASKS_PER_NODE="3,1,2",
+        SLURM_PROCID="5",
+        **variables,
+    )
+    resolver = cluster.SlurmClusterResolver()
+    assert resolver.cluster_spec().job_tasks("worker") == places
+    counts = {"n1": 3, "n2": 1, "n3": 2}
+    same = cluster.SlurmClusterResolver(tasks_per_node=counts)
+    assert same.cluster_spec() == resolver.cluster_spec()
+
+
 def test_slurm_without_tasks_per_node_and_without_gpus(environment) -> None:
     environment(SLURM_JOB_NODELIST="n[1-2]", SLURM_NTASKS="3", SLURM_PROCID="2")
     resolver = cluster.SlurmClusterResolver()
@@ -288,6 +370,10 @@ def test_slurm_without_tasks_per_node_and_without_gpus(environment) -> None:
         ({"tasks_per_node": [1, 1]}, {}, "3 nodes"),
         ({"gpus_per_task": 3}, {}, "3 GPUs each, and there are 4"),
         ({}, {"SLURM_PROCID": "5"}, "SLURM_PROCID is 5"),
+        ({}, {"SLURM_PROCID": "two"}, r"\['SLURM_PROCID'\] is 'two'"),
+        ({"tasks_per_node": {"x": 5}}, {}, r"names the nodes \['x'\]"),
+        ({}, {"SLURM_NODEID": "2"}, "on node 1 .gpu02. as its task 1 .*NODEID is 2"),
+        ({}, {"SLURM_LOCALID": "0"}, "SLURM_LOCALID is 0"),
         ({}, {"SLURM_PROCID": ""}, r"None of the variables \['SLURM_PROCID'\]"),
     ],
 )
@@ -297,7 +383,7 @@ def test_slurm_that_does_not_fit(environment, arguments, changes, message) -> No
         cluster.SlurmClusterResolver(**arguments)
 
 
-# --- SageMaker, TPU -----------------------------------------------------------
+# --- SageMaker ----------------------------------------------------------------
 
 
 def test_sagemaker(environment) -> None:
@@ -308,6 +394,14 @@ def test_sagemaker(environment) -> None:
     assert resolver.cluster_spec().job_tasks("worker") == ["algo-1:2223", "algo-2:2223"]
     assert resolver.task_id == 1
     assert resolver.num_accelerators() == {"GPU": 8}
+    other = cluster.SageMakerClusterResolver(80, "worker", 0, "grpc", "here")
+    assert other.master() == "grpc://algo-1:80"
+    assert other.environment == "here"
+
+
+def test_sagemaker_counts_hosts_alike_everywhere(environment) -> None:
+    environment(SM_HOSTS='["algo-2", "algo-1"]', SM_CURRENT_HOST="algo-2")
+    assert cluster.SageMakerClusterResolver().task_id == 1
 
 
 @pytest.mark.parametrize(
@@ -324,107 +418,6 @@ def test_sagemaker_that_cannot_be(environment, hosts, current, message) -> None:
         cluster.SageMakerClusterResolver()
 
 
-def test_tpu_slice(environment) -> None:
-    environment(TPU_WORKER_HOSTNAMES="t0,t1", TPU_WORKER_ID="1")
-    resolver = cluster.TPUClusterResolver()
-    assert resolver.master() == "grpc://t1:8470"
-    environment(TPU_WORKER_ID="2")
-    with pytest.raises(ValueError, match="TPU_WORKER_ID is '2'"):
-        cluster.TPUClusterResolver()
-
-
-def test_without_a_tpu_it_says_what_was_looked_for() -> None:
-    with pytest.raises(ValueError, match=r"TPU_WORKER_HOSTNAMES.*/dev/accel0"):
-        cluster.TPUClusterResolver("my-tpu")
-
-
-# --- Kubernetes, Compute Engine -----------------------------------------------
-
-
-def pod(name: str, ip: str | None, phase: str = "Running") -> SimpleNamespace:
-    return SimpleNamespace(
-        metadata=SimpleNamespace(name=name),
-        status=SimpleNamespace(pod_ip=ip, phase=phase),
-    )
-
-
-class Pods:
-    """The two methods of `kubernetes.client.CoreV1Api` that are called."""
-
-    def __init__(self, pods: dict[str, list[SimpleNamespace]]):
-        self.pods = pods
-
-    def list_pod_for_all_namespaces(self, label_selector: str) -> SimpleNamespace:
-        return SimpleNamespace(items=self.pods[label_selector])
-
-    def list_namespaced_pod(self, namespace: str, label_selector: str):
-        return SimpleNamespace(items=self.pods[f"{namespace}/{label_selector}"])
-
-
-def test_kubernetes_pods_in_the_order_of_their_names() -> None:
-    client = Pods({"app=t": [pod("t-1", "10.0.0.2"), pod("t-0", "10.0.0.1")]})
-    resolver = cluster.KubernetesClusterResolver(
-        {"worker": ["app=t"]}, override_client=client, task_type="worker", task_id=1
-    )
-    assert resolver.cluster_spec().as_dict() == {
-        "worker": ["10.0.0.1:8470", "10.0.0.2:8470"]
-    }
-    assert resolver.master() == "grpc://10.0.0.2:8470"
-    assert resolver.environment == "kubernetes"
-
-
-def test_kubernetes_in_a_namespace_and_a_pod_that_waits() -> None:
-    client = Pods({"ml/app=t": [pod("t-0", None, "Pending")]})
-    resolver = cluster.KubernetesClusterResolver(
-        {"worker": ["app=t"]}, override_client=client, namespace="ml"
-    )
-    with pytest.raises(ValueError, match=r"'t-0' of job 'worker'.*'Pending'"):
-        resolver.cluster_spec()
-
-
-class Compute:
-    """The methods of the Compute Engine's client that are called, in two pages."""
-
-    def __init__(self, pages: list[list[str]]):
-        self.pages = pages
-
-    def instanceGroups(self) -> Compute:
-        return self
-
-    def instances(self) -> Compute:
-        return self
-
-    def listInstances(self, **arguments) -> Call:
-        assert arguments["body"] == {"instanceState": "RUNNING"}
-        return Call(self.pages, 0)
-
-    def listInstances_next(self, request: Call, response) -> Call | None:
-        following = request.page + 1
-        return Call(self.pages, following) if following < len(self.pages) else None
-
-    def get(self, instance: str, **place) -> SimpleNamespace:
-        address = {"networkInterfaces": [{"networkIP": f"ip-of-{instance}"}]}
-        return SimpleNamespace(execute=lambda: address)
-
-
-class Call:
-    def __init__(self, pages: list[list[str]], page: int):
-        self.pages, self.page = pages, page
-
-    def execute(self) -> dict:
-        names = self.pages[self.page]
-        return {"items": [{"instance": f"https://c/zones/z/{n}"} for n in names]}
-
-
-def test_compute_engine_reads_every_page() -> None:
-    resolver = cluster.GCEClusterResolver(
-        "project", "zone", "group", 80, service=Compute([["b", "c"], ["a"]])
-    )
-    assert resolver.cluster_spec().as_dict() == {
-        "worker": ["ip-of-a:80", "ip-of-b:80", "ip-of-c:80"]
-    }
-
-
 # --- What is set decides ------------------------------------------------------
 
 
@@ -438,6 +431,12 @@ def test_what_is_found(environment) -> None:
     assert isinstance(find_cluster(), cluster.TorchrunClusterResolver)
     environment(TF_CONFIG=tf_config())
     assert isinstance(find_cluster(), cluster.TFConfigClusterResolver)
+
+
+def test_what_is_set_is_shown(environment) -> None:
+    assert cluster_variables() == {}
+    environment(**TORCHRUN, SLURM_PROCID="0", SLURM_OTHER="1", TF_CONFIG="{}")
+    assert cluster_variables() == {**TORCHRUN, "SLURM_PROCID": "0", "TF_CONFIG": "{}"}
 
 
 def test_one_process_in_a_slurm_job_is_no_cluster(environment) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 import keras_strategies as ks
@@ -20,8 +24,49 @@ def test_lists_and_dicts_of_tasks() -> None:
     assert ClusterSpec(spec) == spec
     assert hash(ClusterSpec(spec)) == hash(spec)
     assert spec != ClusterSpec({"worker": ["a:1", "b:1"]})
+    turned = ClusterSpec({"ps": {1: "c:1", 3: "d:1"}, "worker": ["a:1", "b:1"]})
+    assert (spec, hash(spec)) == (turned, hash(turned))
+    assert spec == spec.as_dict()
+    assert spec != {}
+    assert eval(repr(spec)) == spec
     assert "a:1" in repr(spec)
     assert not ClusterSpec({})
+
+
+CLUSTERS = [
+    {},
+    {"worker": ["a:1", "b:1"], "ps": ["c:1"], "chief": ["d:1"]},
+    {"worker": {"1": "a:1", "3": "b:1"}},
+    {"worker": {"1": "b:1", "0": "a:1"}},
+]
+TENSORFLOW = """
+import json, sys
+from tensorflow.train import ClusterSpec
+found = []
+for cluster in json.loads(sys.argv[1]):
+    spec = ClusterSpec(cluster)
+    found.append([
+        spec.jobs, repr(spec), bool(spec),
+        [[spec.num_tasks(j), spec.task_indices(j)] for j in spec.jobs],
+        [spec.job_tasks(j) for j in spec.jobs if spec.num_tasks(j)],
+    ])
+print(json.dumps(found))
+"""
+
+
+def test_it_says_what_tensorflows_says() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", TENSORFLOW, json.dumps(CLUSTERS)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    for cluster, theirs in zip(CLUSTERS, json.loads(process.stdout), strict=True):
+        spec = ClusterSpec(cluster)
+        sizes = [[spec.num_tasks(job), spec.task_indices(job)] for job in spec.jobs]
+        tasks = [spec.job_tasks(job) for job in spec.jobs if spec.num_tasks(job)]
+        assert [spec.jobs, repr(spec), bool(spec), sizes, tasks] == theirs
 
 
 @pytest.mark.parametrize(
@@ -53,6 +98,7 @@ def test_asking_for_what_is_not_there() -> None:
     [
         ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, "2 chiefs"),
         ({"ps": ["a:1"]}, "has no worker"),
+        ({"worker": ["a:1"], "evaluator": ["b:1", "c:1"]}, "2 evaluators"),
         ({"worker": ["a:1"], "master": ["b:1"]}, r"the jobs \['master'\]"),
     ],
 )
@@ -75,16 +121,40 @@ def test_the_chief_and_the_places_of_workers() -> None:
     assert specs.is_chief(led, "chief", 0)
     assert not specs.is_chief(led, "worker", 0)
     assert specs.worker_count(led) == 3
-    assert specs.worker_index(led, "chief", 0) == 0
-    assert specs.worker_index(led, "worker", 1) == 2
+    assert specs.id_in_cluster(led, "chief", 0) == 0
+    assert specs.id_in_cluster(led, "worker", 1) == 2
     assert specs.worker_addresses(led) == ["a:1", "b:1", "c:1"]
     equal = ClusterSpec({"worker": ["b:1", "c:1"], "ps": ["d:1"]})
     assert specs.is_chief(equal, "worker", 0)
     assert not specs.is_chief(equal, "worker", 1)
     assert not specs.is_chief(equal, "ps", 0)
+    assert specs.id_in_cluster(equal, "evaluator", 0) == 0
+    with pytest.raises(ValueError, match="no task 2"):
+        specs.id_in_cluster(equal, "worker", 2)
     with pytest.raises(ValueError, match="is no worker"):
-        specs.worker_index(equal, "ps", 0)
+        specs.id_in_cluster(equal, "ps", 0)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("a.b:2222", ("a.b", 2222)),
+        ("grpc://10.0.0.1:1", ("10.0.0.1", 1)),
+        ("[fe80::1]:65535", ("fe80::1", 65535)),
+    ],
+)
+def test_addresses(text, expected) -> None:
+    assert specs.split_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["a", "a:", ":1", "a:0", "a:65536", "a:b", "rank-1"])
+def test_what_is_no_address(text) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is no address of a task"):
+        specs.split_address(text)
 
 
 def test_it_is_public() -> None:
     assert ks.cluster_resolver.ClusterSpec is ClusterSpec
+    assert ks.cluster_resolver.id_in_cluster is specs.id_in_cluster
+    for name in ks.cluster_resolver.__all__:
+        assert getattr(ks.cluster_resolver, name).__doc__

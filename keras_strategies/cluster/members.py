@@ -1,0 +1,32 @@
+"""What resolvers share that ask a service for machines."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterable
+
+
+def natural_order(name: str) -> tuple[object, ...]:
+    """Sorts `worker-2` before `worker-10`."""
+    parts = re.split(r"(\d+)", name)
+    return tuple(int(part) if part.isdecimal() else part for part in parts)
+
+
+def own_place(groups: Iterable[tuple[str, list[set[str]]]]) -> tuple[str, int] | None:
+    """Which member this machine is, by its name.
+
+    Args:
+        groups: pairs of a job and, for each of its tasks, the names that its machine
+            may have.
+
+    Returns:
+        tuple of the job and the task's number; None if no member has the name.
+    """
+    name = socket.gethostname()
+    short = name.split(".", 1)[0]
+    for job, members in groups:
+        for index, names in enumerate(members):
+            if name in names or short in names:
+                return job, index
+    return None
