@@ -96,4 +96,4 @@ class ReplicaAbortedError(ReplicaError):
 
 
 class WorkerError(ReplicaError):
-    """A worker process ended without what it was started for."""
+    """A worker process ended, or was ended, without what it was started for."""

@@ -1,5 +1,4 @@
-"""The command `keras-strategies`."""
+"""The command `keras-strategies`, and `ks.launch`: clusters on this machine.
 
-from keras_strategies.cli.main import main
-
-__all__ = ["main"]
+Nothing here imports Keras; the processes that are started do.
+"""

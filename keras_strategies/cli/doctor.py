@@ -1,90 +1,166 @@
-"""`keras-strategies doctor`: what this machine has, and what is set on it."""
+"""`keras-strategies doctor`: what a process would train on."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
-import socket
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
+from keras_strategies import __version__
+from keras_strategies.cli.peers import find_peers, listening
 from keras_strategies.cluster import ClusterResolver, find_cluster
-from keras_strategies.errors import ClusterError
-
-PACKAGES = (
-    "keras-strategies",
-    "keras",
-    "keras-nightly",
-    "jax",
-    "torch",
-    "tensorflow",
-    "tensorflow-cpu",
-    "numpy",
-    "ray",
+from keras_strategies.cluster.environment import (
+    DEVICES_PER_WORKER,
+    cluster_variables,
 )
-# How long to wait for the port of another task.
-CONNECT_SECONDS = 3.0
+from keras_strategies.errors import KerasStrategiesError
+
+_FRAMEWORKS = ("jax", "torch", "tensorflow")
+# The same module comes under several names.
+_ALSO = {"tensorflow": ("tensorflow_cpu", "tf_nightly"), "keras": ("keras-nightly",)}
+_CONFIGURES = ("CUDA_VISIBLE_DEVICES", DEVICES_PER_WORKER, "JAX_PLATFORMS", "XLA_FLAGS")
 
 
-def main() -> int:
-    """Prints the report; 1 if something that is set cannot be right, else 0."""
-    good = True
-    for heading, lines in (("versions", _versions()), ("devices", _devices())):
-        print(f"{heading}:")
-        for line in lines:
-            print(f"  {line}")
-    print("cluster:")
-    try:
-        resolver = find_cluster()
-    except ClusterError as error:
-        print(f"  {error}")
-        return 1
-    if resolver is None:
-        print("  no variables of a cluster are set: this process works alone")
-        return 0
-    print(f"  {resolver!r}")
-    for line, answers in _peers(resolver):
-        print(f"  {line}")
-        good = good and answers
-    return 0 if good else 1
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+        what: str, such as `"keras"`.
+        found: str.
+        is_problem: bool, whether training would fail on it.
+    """
+
+    what: str
+    found: str
+    is_problem: bool = False
 
 
-def _versions() -> Iterator[str]:
-    yield f"python {platform.python_version()} on {platform.platform()}"
-    for package in PACKAGES:
+Check = Callable[[ClusterResolver | None, float], Iterable[Finding]]
+
+
+def doctor(timeout_seconds: float = 10.0) -> int:
+    """Prints what there is: versions, devices, the cluster and its other tasks.
+
+    Args:
+        timeout_seconds: float, how long to wait for the other tasks.
+
+    Returns:
+        int, 0, or 1 if there are problems.
+    """
+    problems = 0
+    resolver, cluster = _cluster()
+    for title, findings in (
+        ("versions", _versions()),
+        ("devices", _devices()),
+        ("cluster", cluster),
+        *((title, check(resolver, timeout_seconds)) for title, check in CHECKS),
+    ):
+        print(title)
+        for finding in findings:
+            mark = "!" if finding.is_problem else " "
+            print(f"{mark} {finding.what:<22} {finding.found}", flush=True)
+            problems += finding.is_problem
+    print(f"{problems} problems" if problems != 1 else "1 problem", flush=True)
+    return 1 if problems else 0
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("keras-strategies", __version__)
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    keras = _version("keras")
+    yield Finding("keras", keras or "is not installed: `pip install keras`", not keras)
+    for name in _FRAMEWORKS:
+        yield Finding(name, _version(name) or "is not installed")
+
+
+def _version(package: str) -> str:
+    for name in (package, *_ALSO.get(package, ())):
         try:
-            yield f"{package} {importlib.metadata.version(package)}"
+            return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-
-
-def _devices() -> Iterator[str]:
-    from keras_strategies.backends import get_backend
-
-    backend = get_backend()
-    yield f"backend {backend.name} (KERAS_BACKEND)"
-    for device in backend.local_devices():
-        yield str(device)
-
-
-def _peers(resolver: ClusterResolver) -> Iterator[tuple[str, bool]]:
-    """For each other task: what to print, and whether its port answers."""
-    spec = resolver.cluster_spec()
-    for job in spec.jobs:
-        for index in spec.task_indices(job):
-            if (job, index) == (resolver.task_type, resolver.task_id):
-                continue
-            address = spec.task_address(job, index)
-            problem = _problem_with(address)
-            yield f"{job} {index} at {address}: {problem or 'answers'}", not problem
-
-
-def _problem_with(address: str) -> str:
-    """Why nobody answers at an address; `""` if somebody does."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return "is no address to connect to"
-    try:
-        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-    except OSError as error:
-        return f"does not answer ({error})"
     return ""
+
+
+def _devices() -> Iterator[Finding]:
+    for name in _CONFIGURES:
+        if name in os.environ:
+            yield Finding(name, repr(os.environ[name]))
+    # The first use of Keras and of its framework, which may fail in any way.
+    try:
+        from keras_strategies.backends import backend_name, get_backend
+        from keras_strategies.strategies.devices import default_devices
+
+        yield Finding("backend", backend_name())
+        backend = get_backend()
+        chosen = default_devices(backend)
+        devices = backend.local_devices()
+    except Exception as error:
+        yield Finding("backend", f"{type(error).__name__}: {error}", True)
+        return
+    yield Finding("devices", ", ".join(str(device) for device in devices))
+    count = len(chosen)
+    yield Finding(
+        "MirroredStrategy()",
+        f"{count} replica{'s' * (count != 1)}: {', '.join(str(d) for d in chosen)}",
+    )
+
+
+def _cluster() -> tuple[ClusterResolver | None, list[Finding]]:
+    findings = [Finding(name, repr(text)) for name, text in cluster_variables().items()]
+    try:
+        resolver = find_cluster()
+    except KerasStrategiesError as error:
+        return None, [*findings, Finding("cluster", str(error), True)]
+    if resolver is None or not resolver.cluster_spec():
+        return None, [*findings, Finding("cluster", "none: this is the only worker")]
+    spec = resolver.cluster_spec()
+    findings.append(Finding("found by", type(resolver).__name__))
+    findings.append(
+        Finding(
+            "this process is",
+            f"{resolver.task_type} {resolver.task_id}"
+            + (", the chief" if resolver.is_chief else ""),
+        )
+    )
+    for job in spec.jobs:
+        addresses = ", ".join(str(address) for address in spec.job_tasks(job))
+        findings.append(Finding(job, addresses))
+    return resolver, findings
+
+
+def _peers(resolver: ClusterResolver | None, timeout: float) -> Iterator[Finding]:
+    if resolver is None or resolver.task_type is None or resolver.task_id is None:
+        yield Finding("peers", "none")
+        return
+    spec = resolver.cluster_spec()
+    own = f"{resolver.task_type} {resolver.task_id}"
+    deadline = time.monotonic() + timeout
+    # An evaluator may have no address of its own.
+    known = resolver.task_type in spec.jobs
+    address = spec.task_address(resolver.task_type, resolver.task_id) if known else ""
+    with listening(own, address) as listener:
+        if listener.problem:
+            yield Finding(own, f"cannot listen on {address!r}: {listener.problem}")
+        peers = find_peers(spec, own, timeout)
+        for peer in peers:
+            yield Finding(peer.task, f"{peer.address}  {peer.found}", not peer.answers)
+        if not listener.problem:
+            doctors = {peer.task for peer in peers if peer.is_doctor and peer.answers}
+            left = max(0.0, deadline - time.monotonic())
+            if not listener.wait_for(doctors, left):
+                missing = ", ".join(sorted(doctors - listener.visitors))
+                yield Finding(
+                    own, f"is not reached at {address!r} from {missing}", True
+                )
+
+
+# What is checked between tasks, with the resolver (None without a cluster) and the
+# seconds that it may take. A check that needs a strategy, such as a timed all-reduce,
+# is one more function here.
+CHECKS: tuple[tuple[str, Check], ...] = (("peers", _peers),)

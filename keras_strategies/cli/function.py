@@ -1,115 +1,152 @@
-"""`ks.launch`: a function on several worker processes, from a notebook or a script."""
+"""`ks.launch`: a function on several workers, from a notebook or a script."""
 
 from __future__ import annotations
 
-import argparse
-import pickle
+import json
+import os
+import queue
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.cli.launch import cluster_tasks
-from keras_strategies.cli.processes import run_together
+from keras_strategies.cli.call import CALL, PATH, Outcome, result_file
+from keras_strategies.cli.processes import Ended, Events, Processes
+from keras_strategies.cli.tasks import LocalCluster, Task
 from keras_strategies.errors import InvalidArgumentError, WorkerError
+
+# Not `-m`, because the path to this package may be in `sys.path` only.
+_COMMAND = """\
+import json, sys
+with open(sys.argv[1]) as file:
+    sys.path[:] = json.load(file)
+from keras_strategies.cli.call import main
+main(sys.argv[2], int(sys.argv[3]))
+"""
+_GRACE_SECONDS = 10.0
 
 
 def launch(
     function: Callable[..., Any],
     workers: int = 2,
     args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     devices_per_worker: int | None = None,
+    *,
+    timeout_seconds: float | None = None,
 ) -> list[Any]:
-    """Runs a function on worker processes of this machine.
+    """Calls a function on several worker processes on this machine.
 
-    Each process has a `TF_CONFIG` that says which worker it is, as
-    `keras-strategies launch` gives it to scripts. What they print appears here with
-    the worker's name before it. None of them is left when this returns or raises.
+    Each process finds its place in the variable `TF_CONFIG`, as under
+    `keras-strategies launch`, so `ks.MultiWorkerMirroredStrategy()` in the function
+    knows its cluster. What they print appears with `[worker 1]` in front. The
+    function, its arguments and its results are sent by cloudpickle, so it may be
+    defined in a notebook; import what it needs inside of it. Whatever happens, no
+    process is left when `launch` returns.
 
     Args:
-        function: callable; may be defined in a notebook.
-        workers: int, how many processes.
-        args: sequence, positional arguments for each of them.
-        kwargs: dict, keyword arguments.
-        devices_per_worker: int, virtual CPU devices of each process, where there are
-            no accelerators; None for one.
+        function: callable, called once in each process.
+        workers: int, number of processes, 1 or more.
+        args: sequence of arguments for each call.
+        kwargs: dict of keyword arguments for each call.
+        devices_per_worker: int, GPUs for each worker, or virtual CPU devices where
+            there are no GPUs. By default the GPUs are shared equally.
+        timeout_seconds: float, seconds after which the processes are ended; None to
+            wait as long as it takes.
 
     Returns:
-        list of what the function returned on each worker, in their order.
+        list with the result of each worker, in their order.
 
     Raises:
-        ImportError: without the package `cloudpickle`.
-        RuntimeError: as `ks.errors.WorkerError`, if a process ended without a result.
-        Exception: what the function raised on the first worker that failed, with the
+        Exception: what the function raised on the worker that failed first, with the
             traceback of that process as a note.
+        RuntimeError: as `ks.errors.WorkerError`, if a worker died, or was not ready
+            in time.
+        ValueError: for numbers that cannot be, or what is no function.
 
     Example:
 
-    >>> def who():
-    ...     return ks.cluster_resolver.TFConfigClusterResolver().task_id
-    >>> ks.launch(who, workers=3)
-    [0, 1, 2]
+    >>> def train():
+    ...     import keras, keras_strategies as ks
+    ...     strategy = ks.MultiWorkerMirroredStrategy()
+    ...     with strategy.scope():
+    ...         model = ...
+    ...     return model.fit(x, y).history
+    >>> histories = ks.launch(train, workers=2)
     """
+    import cloudpickle
+
     if not callable(function):
         raise InvalidArgumentError(
-            f"`launch` runs a function on each worker. Received: {function!r}."
+            "`launch` takes a function that each worker calls. Received: "
+            f"{function!r}. To start a script, use `keras-strategies launch`."
         )
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+    if timeout_seconds is not None and not timeout_seconds > 0:
         raise InvalidArgumentError(
-            f"`workers` is a number of processes, 1 or more. Received: {workers!r}."
+            "`timeout_seconds` is a number of seconds above 0, or None. "
+            f"Received: {timeout_seconds!r}"
         )
-    with tempfile.TemporaryDirectory(prefix="keras_strategies_") as folder:
-        call = Path(folder) / "call"
-        call.write_bytes(cloudpickle().dumps((function, tuple(args), kwargs or {})))
-        options = argparse.Namespace(
-            workers=workers,
-            ps=0,
-            chief=False,
-            evaluator=False,
-            devices_per_worker=devices_per_worker,
+    cluster = LocalCluster(workers, devices_per_worker=devices_per_worker)
+    with tempfile.TemporaryDirectory(prefix="keras-strategies-") as name:
+        directory = Path(name)
+        call = (function, tuple(args), dict(kwargs or {}))
+        (directory / CALL).write_bytes(cloudpickle.dumps(call))
+        path = [os.path.abspath(entry) for entry in sys.path]
+        (directory / PATH).write_text(json.dumps(path))
+        _run(cluster, directory, timeout_seconds)
+        return [Outcome.read(result_file(directory, i)).value for i in range(workers)]
+
+
+def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
+    events: Events = queue.SimpleQueue()
+    waiting = set(cluster.tasks)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with Processes(events, _GRACE_SECONDS) as processes:
+        for task, environment in cluster.environments(_environment()).items():
+            arguments = [str(directory / PATH), str(directory), str(task.index)]
+            command = [sys.executable, "-u", "-c", _COMMAND, *arguments]
+            processes.start(task, command, environment)
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            event = processes.next_event(left)
+            if event is None:
+                raise WorkerError(
+                    f"{_names(waiting)} had not returned after {timeout:g} seconds "
+                    "(`timeout_seconds`), and all workers were ended. What they "
+                    "printed last says what they waited for."
+                )
+            if isinstance(event, Ended):
+                _check(event, directory)
+                waiting.discard(event.task)
+
+
+def _environment() -> dict[str, str]:
+    """The workers run on the backend that Keras runs on here."""
+    if "keras" not in sys.modules:
+        return dict(os.environ)
+    return {**os.environ, "KERAS_BACKEND": sys.modules["keras"].backend.backend()}
+
+
+def _names(tasks: set[Task]) -> str:
+    return ", ".join(f"worker {i}" for i in sorted(task.index for task in tasks))
+
+
+def _check(event: Ended, directory: Path) -> None:
+    """Raises what made a worker end, unless it has returned."""
+    file = result_file(directory, event.task.index)
+    outcome = Outcome.read(file) if file.exists() else None
+    if outcome is not None and outcome.traceback:
+        error = outcome.error() or WorkerError(
+            f"{event.task} raised an error that cannot be sent to this process."
         )
-        command = [sys.executable, "-u", "-m", "keras_strategies.cli.worker", folder]
-        ended = run_together(cluster_tasks(options, command), _Printed())
-        if ended.code:
-            _raise_error_of(ended.task, ended.code, Path(folder))
-        return [
-            pickle.loads((Path(folder) / f"worker {i}").read_bytes())[1]
-            for i in range(workers)
-        ]
-
-
-def cloudpickle() -> Any:
-    """The package that pickles functions of notebooks, with an error without it."""
-    try:
-        import cloudpickle
-    except ImportError:
-        raise ImportError(
-            "`ks.launch` needs the package `cloudpickle` to send functions to other "
-            "processes: `pip install cloudpickle`."
-        ) from None
-    return cloudpickle
-
-
-class _Printed:
-    """A binary stream that prints, also where standard output has no bytes."""
-
-    def write(self, data: bytes) -> int:
-        print(data.decode(errors="replace"), end="")
-        return len(data)
-
-    def flush(self) -> None:
-        sys.stdout.flush()
-
-
-def _raise_error_of(task: str, code: int, folder: Path) -> None:
-    path = folder / task
-    if not path.exists():
+        error.add_note(f"Raised in {event.task}:\n{outcome.traceback}")
+        raise error
+    if event.code or outcome is None:
+        when = "before" if outcome is None else "after"
         raise WorkerError(
-            f"{task} ended with exit code {code} and without a result. Its last lines "
-            "of output, printed above, may say why."
+            f"{event} {when} the function had returned, and all workers were ended. "
+            "What it printed last may say why; SIGKILL often means that the machine "
+            "ran out of memory."
         )
-    _, error, text = pickle.loads(path.read_bytes())
-    error.add_note(f"Raised in {task}:\n{text}")
-    raise error

@@ -1,113 +1,85 @@
-"""`keras-strategies launch`: a script as a cluster of processes on this machine."""
+"""`keras-strategies launch`: a script as a cluster on this machine."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
+import queue
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from keras_strategies.cli.processes import Ended, Task, run_together
-from keras_strategies.cluster import tf_config
-from keras_strategies.cluster.environment import DEVICES_PER_WORKER
-from keras_strategies.cluster.local import free_addresses
-from keras_strategies.errors import ClusterError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers", type=int, required=True, metavar="N", help="worker processes"
-    )
-    parser.add_argument(
-        "--ps", type=int, default=0, metavar="M", help="parameter servers"
-    )
-    parser.add_argument(
-        "--chief", action="store_true", help="a chief beside the workers"
-    )
-    parser.add_argument(
-        "--evaluator", action="store_true", help="an evaluator beside the cluster"
-    )
-    parser.add_argument(
-        "--devices-per-worker",
-        type=int,
-        metavar="K",
-        help="virtual CPU devices of each process, where there are no accelerators",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="R",
-        help="start the cluster again so many times when a task has failed",
-    )
-    parser.add_argument("script", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+from keras_strategies.cli import output
+from keras_strategies.cli.processes import (
+    Ended,
+    Events,
+    Processes,
+    Signalled,
+    signals_as_events,
+)
+from keras_strategies.cli.tasks import LocalCluster
 
 
-def main(options: argparse.Namespace) -> int:
-    """Runs the command; returns the exit code."""
-    for name in ("workers", "ps", "max_restarts"):
-        if getattr(options, name) < (1 if name == "workers" else 0):
-            raise ClusterError(
-                f"--{name.replace('_', '-')} is {getattr(options, name)}; it is "
-                f"{'1 or more' if name == 'workers' else '0 or more'}."
-            )
-    # So that `finally` ends the processes then, too.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    command = [sys.executable, "-u", options.script, *options.arguments]
-    for attempt in range(options.max_restarts + 1):
-        ended = run_together(cluster_tasks(options, command))
-        if not ended.code:
-            return 0
-        _say(ended, attempt, options.max_restarts)
-    return ended.code
+def launch_command(
+    cluster: LocalCluster,
+    command: Sequence[str],
+    max_restarts: int = 0,
+    grace_seconds: float = 10.0,
+) -> int:
+    """Runs a command as every task of a cluster, until the cluster has ended.
+
+    It has ended when every task has, but for those that serve a chief or workers.
+    When a task fails, the others are ended too. All of this happens again, with
+    other ports, as often as `max_restarts` says.
+
+    Args:
+        cluster: the tasks.
+        command: list of str, the program and its arguments.
+        max_restarts: int, how often a cluster that failed is started again.
+        grace_seconds: float, seconds that tasks get to end before they are killed.
+
+    Returns:
+        int, the exit code of the task that failed first in the last attempt, or 0;
+        128 + n after signal n.
+    """
+    events: Events = queue.SimpleQueue()
+    with signals_as_events(events):
+        restarts = 0
+        while True:
+            last = _run(cluster, command, events, grace_seconds)
+            if last is None:
+                return 0
+            if isinstance(last, Signalled):
+                return 128 + last.number
+            if restarts == max_restarts:
+                return last.exit_code
+            restarts += 1
+            _say(f"starting again ({restarts} of {max_restarts}), with other ports.")
 
 
-def cluster_tasks(options: argparse.Namespace, command: Sequence[str]) -> list[Task]:
-    """A task for each process of a cluster at free addresses."""
-    counts = {
-        "chief": int(options.chief),
-        "worker": options.workers,
-        "ps": options.ps,
-    }
-    addresses = iter(free_addresses(sum(counts.values())))
-    cluster = {
-        job: [next(addresses) for _ in range(count)]
-        for job, count in counts.items()
-        if count
-    }
-    jobs = [(job, i) for job, tasks in cluster.items() for i in range(len(tasks))]
-    if options.evaluator:
-        # TensorFlow does not count it among the cluster's tasks.
-        (address,) = free_addresses(1)
-        cluster["evaluator"] = [address]
-        jobs.append(("evaluator", 0))
-    environment = dict(os.environ)
-    if options.devices_per_worker is not None:
-        environment[DEVICES_PER_WORKER] = str(options.devices_per_worker)
-    return [
-        Task(
-            f"{job} {index}",
-            command,
-            {**environment, tf_config.VARIABLE: _tf_config(cluster, job, index)},
-            runs_forever=job == "ps",
-        )
-        for job, index in jobs
-    ]
+def _run(
+    cluster: LocalCluster, command: Sequence[str], events: Events, grace_seconds: float
+) -> Ended | Signalled | None:
+    """Runs the cluster once; what ended it, or None if all went well."""
+    failed = None
+    with Processes(events, grace_seconds) as processes:
+        for task, environment in cluster.environments(os.environ).items():
+            processes.start(task, command, environment)
+        waiting = set(cluster.decisive)
+        while waiting and failed is None:
+            event = processes.next_event()
+            if isinstance(event, Signalled):
+                _say(f"{signal.Signals(event.number).name}: ending all tasks.")
+                processes.end(event.number)
+                break
+            if isinstance(event, Ended):
+                waiting.discard(event.task)
+                if event.code:
+                    _say(f"{event}; ending the others.")
+                    failed = event
+    # A signal that came while the others were being ended counts too: who wants the
+    # launcher to end wants no restart.
+    return processes.signalled or failed
 
 
-def _tf_config(cluster: dict[str, Any], job: str, index: int) -> str:
-    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-
-
-def _say(ended: Ended, attempt: int, restarts: int) -> None:
-    how = f"exit code {ended.code}"
-    if ended.code > 128:
-        how = f"signal {ended.code - 128}"
-    then = "all tasks were ended"
-    if attempt < restarts:
-        then += f"; starting again ({attempt + 1} of {restarts})"
-    print(f"keras-strategies: {ended.task} ended with {how}; {then}.", file=sys.stderr)
+def _say(line: str) -> None:
+    output.write(sys.stderr, "launch", line)

@@ -1,9 +1,7 @@
-"""The processes of a cluster on this machine, which live and end together."""
+"""Processes that are started together and ended together, with all they started."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import queue
 import signal
@@ -11,147 +9,217 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# How long processes may take to end after they were asked to.
-GRACE_SECONDS = 10.0
+from keras_strategies.cli import output
+from keras_strategies.cli.tasks import Task
 
-
-class Output(Protocol):
-    """What lines go to: a binary stream, or what acts as one."""
-
-    def write(self, data: bytes, /) -> object: ...
-
-    def flush(self) -> object: ...
-
-
-@dataclass(frozen=True)
-class Task:
-    """One process to be started.
-
-    Args:
-        name: str, what its lines of output begin with, such as `"worker 1"`.
-        command: list of str.
-        environment: dict, all of its environment variables.
-        runs_forever: bool, whether it serves others and never ends by itself.
-    """
-
-    name: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    runs_forever: bool = False
+_GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+# A killed process is gone at once, unless a disk or a driver holds it in the kernel.
+_KILL_SECONDS = 10.0
+# What a task has printed has come through the pipe when the task has ended, unless
+# one of its own children still holds the pipe.
+_PIPE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a cluster ended.
+    """A task has ended, with an exit code or with minus the number of a signal."""
 
-    Args:
-        code: int, 0, or the exit code of the first task that failed; 128 plus the
-            signal's number where a signal ended it.
-        task: str, the name of that task; `""` where none failed.
-    """
-
+    task: Task
     code: int
-    task: str = ""
-
-
-class _Process:
-    """A task's process and the thread that reads its output."""
-
-    def __init__(
-        self, task: Task, output: Output, lock: threading.Lock, ended: queue.Queue
-    ):
-        self.task = task
-        self._label = f"[{task.name}] ".encode()
-        self._output = output
-        self._lock = lock
-        self._ended = ended
-        self.process = subprocess.Popen(
-            list(task.command),
-            env=dict(task.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # A group of its own, so that its children end with it.
-            start_new_session=True,
-            preexec_fn=_end_with_the_parent if sys.platform == "linux" else None,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                with self._lock:
-                    self._output.write(self._label + line.rstrip(b"\n") + b"\n")
-                    self._output.flush()
-        self.process.wait()
-        self._ended.put(self)
-
-    def send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-    def wait(self, until: float) -> bool:
-        """Waits until a moment of `time.monotonic()`; whether it has ended."""
-        self._reader.join(max(0.0, until - time.monotonic()))
-        return not self._reader.is_alive()
 
     @property
-    def code(self) -> int:
-        code = self.process.returncode
-        return 128 - code if code < 0 else code
+    def exit_code(self) -> int:
+        """int, as a shell gives it: 128 + the signal for a task that was killed."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"{self.task} ended with exit code {self.code}"
+        with suppress(ValueError):
+            return f"{self.task} was ended by {signal.Signals(-self.code).name}"
+        return f"{self.task} was ended by signal {-self.code}"
 
 
-def _end_with_the_parent() -> None:
-    """In the child: SIGTERM when the parent is gone, however it went."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+@dataclass(frozen=True)
+class Signalled:
+    """The launcher got a signal."""
+
+    number: int
 
 
-def run_together(tasks: Iterable[Task], output: Output | None = None) -> Ended:
-    """Runs tasks until all that end by themselves have, or one fails.
+Events = queue.SimpleQueue[Ended | Signalled]
 
-    Their output goes to one stream, each line with the task's name before it. When
-    this function returns or raises, none of the processes is left.
+
+@contextmanager
+def signals_as_events(events: Events) -> Iterator[None]:
+    """Ctrl-C and SIGTERM become events, so that everything ends in good order."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        events.put(Signalled(number))
+
+    # Also Ctrl-C where it was ignored, as in the background of a script: ignoring
+    # would be inherited by every task.
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Processes:
+    """The running processes of one cluster; leaving the context ends them.
 
     Args:
-        tasks: what to start.
-        output: binary stream; None for this process's standard output.
-
-    Returns:
-        An `Ended`.
+        events: where `Ended` is put for each task.
+        grace_seconds: float, seconds between asking a process to end and killing it.
+        out: stream for what tasks print, None for `sys.stdout`.
+        err: stream for their errors, None for `sys.stderr`.
     """
-    stream: Output = sys.stdout.buffer if output is None else output
-    ended: queue.Queue[_Process] = queue.Queue()
-    lock = threading.Lock()
-    processes: list[_Process] = []
+
+    def __init__(
+        self,
+        events: Events,
+        grace_seconds: float,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ):
+        self._events = events
+        self._grace = grace_seconds
+        self._streams = (out or sys.stdout, err or sys.stderr)
+        self._running: dict[Task, subprocess.Popen[bytes]] = {}
+        self._groups: set[int] = set()
+        self._threads: dict[Task, list[threading.Thread]] = {}
+        self._guard: subprocess.Popen[str]
+        # The last signal that came, also while processes were being ended.
+        self.signalled: Signalled | None = None
+
+    def __enter__(self) -> Processes:
+        self._guard = subprocess.Popen(
+            [*_GUARD, "watch"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self.end()
+        finally:
+            assert self._guard.stdin is not None
+            with suppress(BrokenPipeError):
+                self._guard.stdin.close()
+            self._guard.wait()
+
+    def start(
+        self, task: Task, command: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """Starts one task, in a process group of its own.
+
+        It must be called by a thread that lives as long as the tasks are to.
+        """
+        process = subprocess.Popen(
+            [*_GUARD, "run", str(os.getpid()), *command],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._running[task] = process
+        self._groups.add(process.pid)
+        self._tell_guard(f"+{process.pid}")
+        assert process.stdout is not None and process.stderr is not None
+        pipes = (process.stdout, process.stderr)
+        pumps = [
+            self._thread(task, output.copy, os.dup(pipe.fileno()), stream, str(task))
+            for pipe, stream in zip(pipes, self._streams, strict=True)
+        ]
+        for pipe in pipes:
+            pipe.close()
+        self._threads[task] = [*pumps, self._thread(task, self._wait, task, process)]
+        for thread in self._threads[task]:
+            thread.start()
+
+    def _thread(
+        self, task: Task, run: Callable[..., None], *args: object
+    ) -> threading.Thread:
+        name = f"launch {task}"
+        return threading.Thread(target=run, args=args, name=name, daemon=True)
+
+    def _wait(self, task: Task, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        for thread in self._threads[task]:
+            if thread is not threading.current_thread():
+                thread.join(_PIPE_SECONDS)
+        self._events.put(Ended(task, code))
+
+    def next_event(self, timeout: float | None = None) -> Ended | Signalled | None:
+        """Waits for the next event; None after `timeout` seconds without one."""
+        try:
+            event = self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(event, Ended):
+            process = self._running.pop(event.task)
+            if not _exists(process.pid):
+                # Its number may soon be that of another group.
+                self._groups.discard(process.pid)
+                self._tell_guard(f"-{process.pid}")
+        else:
+            self.signalled = event
+        return event
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Ends all processes: with a signal, and those that stay by killing them."""
+        if self._running:
+            self._send(number)
+        deadline = time.monotonic() + self._grace
+        self._wait_until(deadline, impatient=True)
+        # Also what tasks have left behind.
+        self._send(signal.SIGKILL)
+        self._wait_until(time.monotonic() + _KILL_SECONDS, impatient=False)
+        for group in self._groups:
+            self._tell_guard(f"-{group}")
+        self._groups.clear()
+        for task in self._running:
+            output.write(self._streams[1], "launch", f"{task} cannot be killed.")
+        self._running.clear()
+
+    def _wait_until(self, deadline: float, *, impatient: bool) -> None:
+        while self._running and (left := deadline - time.monotonic()) > 0:
+            # Who presses Ctrl-C twice does not want to wait.
+            if isinstance(self.next_event(left), Signalled) and impatient:
+                return
+
+    def _send(self, number: int) -> None:
+        for group in self._groups:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+
+    def _tell_guard(self, line: str) -> None:
+        assert self._guard.stdin is not None
+        with suppress(BrokenPipeError):
+            self._guard.stdin.write(f"{line}\n")
+
+
+def _exists(group: int) -> bool:
+    """Whether a process group has a member."""
     try:
-        for task in tasks:
-            processes.append(_Process(task, stream, lock, ended))
-        waiting = {p.task.name for p in processes if not p.task.runs_forever}
-        while waiting:
-            process = ended.get()
-            if process.code or process.task.runs_forever:
-                return Ended(process.code or 1, process.task.name)
-            waiting.discard(process.task.name)
-        return Ended(0)
-    finally:
-        _end(processes)
-
-
-def _end(processes: Sequence[_Process]) -> None:
-    """Asks all to end, and ends those that do not."""
-    for process in processes:
-        process.send(signal.SIGTERM)
-    until = time.monotonic() + GRACE_SECONDS
-    for process in processes:
-        if not process.wait(until):
-            process.send(signal.SIGKILL)
-            process.wait(time.monotonic() + GRACE_SECONDS)
-        # Children that have outlived their parent.
-        process.send(signal.SIGKILL)
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -3,64 +3,175 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import psutil
 import pytest
+from harness.processes import assert_gone, pids, wait_until
 
 import keras_strategies as ks
 
 pytestmark = pytest.mark.multiprocess
 
 
-def test_each_worker_returns_its_result_and_prints_with_its_name(capfd):
+def own_task() -> tuple[int, int]:
+    resolver = ks.cluster_resolver.TFConfigClusterResolver()
+    return resolver.task_id, resolver.num_workers
+
+
+def test_each_worker_returns_its_result_and_prints_with_its_name(capsys):
     secret = object  # A closure, as functions in notebooks have them.
 
     def who(first, second=0):
         assert secret is object
-        resolver = ks.cluster_resolver.TFConfigClusterResolver()
-        print("here is", resolver.task_id)
-        return resolver.task_id, resolver.num_workers, first + second
+        print("here is", own_task()[0])
+        return (*own_task(), first + second)
 
     found = ks.launch(who, workers=3, args=(1,), kwargs={"second": 2})
     assert found == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
-    assert "[worker 1] here is 1" in capfd.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(printed) == [f"[worker {i}] here is {i}" for i in range(3)]
+    assert not psutil.Process().children()
 
 
 def test_an_error_of_a_worker_arrives_with_its_traceback():
-    def fails():
-        if ks.cluster_resolver.TFConfigClusterResolver().task_id == 1:
-            raise KeyError("boom")
-        import time
+    class Odd(Exception):
+        pass
 
+    def fails():
+        if own_task()[0] == 1:
+            raise Odd("boom")
         time.sleep(600)
 
-    with pytest.raises(KeyError, match="boom") as error:
+    with pytest.raises(Exception, match="boom") as error:
         ks.launch(fails)
+    assert type(error.value).__name__ == "Odd"
     (note,) = error.value.__notes__
     assert note.startswith("Raised in worker 1:")
     assert "in fails" in note
     assert not psutil.Process().children()
 
 
-def test_a_worker_that_dies_is_named():
-    def dies():
-        os._exit(9)
+def test_an_error_that_cannot_be_made_again_says_what_it_was():
+    class Picky(Exception):
+        def __init__(self, first, second):
+            super().__init__(first)
 
-    with pytest.raises(ks.errors.WorkerError, match="worker 0 ended with exit code 9"):
-        ks.launch(dies, workers=1)
+    def fails():
+        raise Picky("the reason", 2)
+
+    with pytest.raises(ks.errors.WorkerError, match="cannot be sent") as error:
+        ks.launch(fails, workers=1)
+    assert "Picky: the reason" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "end, message",
+    [
+        (lambda: os._exit(9), "worker 0 ended with exit code 9 before"),
+        (lambda: os.kill(os.getpid(), 9), "worker 0 was ended by SIGKILL before"),
+    ],
+)
+def test_a_worker_that_dies_is_named(end, message):
+    with pytest.raises(ks.errors.WorkerError, match=message):
+        ks.launch(end, workers=1)
+
+
+def test_sys_exit_in_a_function_is_an_error_with_its_place():
+    def leaves():
+        sys.exit(0)
+
+    with pytest.raises(ks.errors.WorkerError) as error:
+        ks.launch(leaves, workers=1)
+    assert "in leaves" in error.value.__notes__[0]
+    assert "SystemExit: 0" in error.value.__notes__[0]
+
+
+def test_a_result_that_cannot_be_sent_says_so():
+    import threading
+
+    with pytest.raises(ks.errors.WorkerError, match="a lock, which cannot be sent"):
+        ks.launch(threading.Lock, workers=1)
+
+
+def test_after_the_timeout_it_says_who_was_not_ready(tmp_path):
+    def waits(folder):
+        if own_task()[0] == 1:
+            time.sleep(600)
+
+    start = time.monotonic()
+    with pytest.raises(
+        ks.errors.WorkerError, match=r"^worker 1 had not returned after 5 seconds"
+    ):
+        ks.launch(waits, 2, (str(tmp_path),), timeout_seconds=5)
+    assert time.monotonic() - start < 30
+    assert not psutil.Process().children()
 
 
 def test_each_worker_may_have_several_devices():
     def count():
         return ks.MirroredStrategy().num_replicas_in_sync
 
-    assert ks.launch(count, workers=2, devices_per_worker=2) == [2, 2]
+    assert ks.launch(count, workers=1, devices_per_worker=2) == [2]
+
+
+NOTEBOOK = """
+import pathlib, signal, subprocess, sys, os, time
+import keras_strategies as ks
+
+def task(folder):
+    me = ks.cluster_resolver.TFConfigClusterResolver().task_id
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    child = subprocess.Popen(sleep)
+    for name, number in (("", os.getpid()), ("_child", child.pid)):
+        part = pathlib.Path(folder, f"worker{me}{name}.part")
+        part.write_text(str(number))
+        part.rename(pathlib.Path(folder, f"worker{me}{name}.pid"))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    # Where it was ignored before Python started, as in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ks.launch(task, workers=2, args=(sys.argv[1],))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_a_process_that_launches(tmp_path, number):
+    process = subprocess.Popen(
+        # The function is defined in `__main__`, as in a notebook.
+        [sys.executable, "-c", NOTEBOOK, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        begun = pids(tmp_path, 4)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert_gone(begun)
+        if number == signal.SIGINT:
+            assert "KeyboardInterrupt" in errors
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [((3,), "Received: 3"), ((print, 0), "Received: 0"), ((print, 1.5), "1.5")],
+    [
+        ((3,), "Received: 3"),
+        ((print, 0), "`workers` is a number, 1 or more. Received: 0"),
+        ((print, 1.5), "Received: 1.5"),
+        ((print, 1, (), None, 0), "`devices_per_worker` is a number"),
+    ],
 )
 def test_what_cannot_be_launched(arguments, message):
     with pytest.raises(ValueError, match=message):
         ks.launch(*arguments)
+    with pytest.raises(ValueError, match=r"above 0, or None\. Received: -1"):
+        ks.launch(print, timeout_seconds=-1)
+    wait_until(lambda: not psutil.Process().children(), "no process is left")

@@ -7,160 +7,127 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from harness.processes import (
+    TIMEOUT,
+    assert_gone,
+    command,
+    launch,
+    pids,
+    wait_until,
+    write_script,
+)
 
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX"),
 ]
-TIMEOUT = 60
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "keras_strategies", "launch", *arguments]
-
-
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=TIMEOUT
-    )
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a script, which can call `task()` and `wait_for_all(n)`."""
-
-    def write(body: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(
-            "import json, os, pathlib, sys, time\n"
-            "config = json.loads(os.environ['TF_CONFIG'])\n"
-            "me = config['task']['type'] + str(config['task']['index'])\n"
-            f"here = pathlib.Path({str(tmp_path)!r})\n"
-            "(here / f'{me}.pid').write_text(str(os.getpid()))\n" + body
-        )
-        return str(path)
-
-    return write
+    return lambda body: write_script(tmp_path, body)
 
 
-def pids(folder: Path, count: int) -> list[int]:
-    """The processes that have begun, when there are so many."""
-    until = time.monotonic() + TIMEOUT
-    while time.monotonic() < until:
-        found = [path.read_text() for path in folder.glob("*.pid")]
-        if len(found) == count and all(found):
-            return [int(text) for text in found]
-        time.sleep(0.05)
-    raise AssertionError(f"{count} tasks did not begin")
-
-
-def assert_gone(numbers: list[int]) -> None:
-    _, left = psutil.wait_procs(
-        [psutil.Process(n) for n in numbers if psutil.pid_exists(n)], timeout=30
-    )
-    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+# --- Tasks and their output ---------------------------------------------------
 
 
 def test_each_task_gets_its_place_and_its_lines_are_labelled(script):
     path = script("print(json.dumps(config), sys.argv[1:])\n")
-    arguments = ("--workers", "2", "--chief", path, "--rate", "0.1")
-    process = launch(*arguments)
+    process = launch("--workers", "2", "--chief", path, "--rate", "0.1", "-v")
     assert process.returncode == 0, process.stderr
     lines = sorted(process.stdout.splitlines())
-    assert [line.split("]")[0] for line in lines] == [
-        "[chief 0",
-        "[worker 0",
-        "[worker 1",
-    ]
+    labels = [line.split("]")[0] for line in lines]
+    assert labels == ["[chief 0", "[worker 0", "[worker 1"]
     configs = [json.loads(re.search(r"\{.*\}", line)[0]) for line in lines]
     assert len({json.dumps(config["cluster"]) for config in configs}) == 1
     cluster = configs[0]["cluster"]
+    assert {job: len(tasks) for job, tasks in cluster.items()} == {
+        "chief": 1,
+        "worker": 2,
+    }
     addresses = [address for job in cluster.values() for address in job]
     assert len(set(addresses)) == 3
     assert all(address.startswith("127.0.0.1:") for address in addresses)
-    assert configs[0]["task"] == {"type": "chief", "index": 0}
-    assert lines[0].endswith("['--rate', '0.1']")
+    assert configs[2]["task"] == {"type": "worker", "index": 1}
+    assert lines[0].endswith("['--rate', '0.1', '-v']")
 
 
-def test_servers_are_ended_when_the_workers_are_done(script, tmp_path):
+def test_both_streams_stay_apart_and_no_line_is_torn(script):
     path = script(
-        "while len(list(here.glob('*.pid'))) < 3: time.sleep(0.01)\n"
-        "if me.startswith('ps'): time.sleep(600)\n"
-    )
-    assert launch("--workers", "1", "--ps", "2", path).returncode == 0
-    assert_gone(pids(tmp_path, 3))
-
-
-def test_one_that_fails_ends_all_with_its_exit_code(script, tmp_path):
-    path = script(
-        "while len(list(here.glob('*.pid'))) < 3: time.sleep(0.01)\n"
-        "if me == 'worker1': sys.exit(7)\n"
-        "time.sleep(600)\n"
+        "for i in range(300):\n"
+        "    print(me, i, 'x' * 300)\n"
+        "    print(me, i, 'y' * 300, file=sys.stderr)\n"
+        "print('no end of line', end='')\n"
     )
     process = launch("--workers", "3", path)
-    assert process.returncode == 7
-    assert "worker 1 ended with exit code 7" in process.stderr
-    assert_gone(pids(tmp_path, 3))
+    for text, letter in ((process.stdout, "x"), (process.stderr, "y")):
+        for worker in range(3):
+            own = [line for line in text.splitlines() if f"r{worker} " in line]
+            assert own == [
+                f"[worker {worker}] worker{worker} {i} {letter * 300}"
+                for i in range(300)
+            ]
+    assert process.stdout.count("] no end of line\n") == 3
 
 
-def test_what_ignores_being_asked_is_ended_too(script, tmp_path, monkeypatch):
-    monkeypatch.setattr("keras_strategies.cli.processes.GRACE_SECONDS", 1.0)
-    from keras_strategies.cli.processes import Task, run_together
-
+def test_lines_come_while_the_task_is_still_running(script, tmp_path):
     path = script(
-        "import signal\n"
-        "if me == 'worker0': signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "(here / f'{me}.ready').touch()\n"
-        "while len(list(here.glob('*.ready'))) < 2: time.sleep(0.01)\n"
-        "if me == 'worker1': os.kill(os.getpid(), signal.SIGSEGV)\n"
-        "time.sleep(600)\n"
-    )
-    tasks = []
-    for index in range(2):
-        config = {"cluster": {}, "task": {"type": "worker", "index": index}}
-        environment = {**os.environ, "TF_CONFIG": json.dumps(config)}
-        tasks.append(Task(f"worker {index}", [sys.executable, path], environment))
-    with (tmp_path / "log").open("wb") as log:
-        ended = run_together(tasks, log)
-    assert (ended.code, ended.task) == (128 + signal.SIGSEGV, "worker 1")
-    assert_gone(pids(tmp_path, 2))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_the_launcher(script, tmp_path, number):
-    path = script("time.sleep(600)\n")
-    process = subprocess.Popen(
-        command("--workers", "2", path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        begun = pids(tmp_path, 2)
-        process.send_signal(number)
-        process.communicate(timeout=TIMEOUT)
-        assert process.returncode != 0
-        assert_gone(begun)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_cluster_that_failed_is_started_again(script, tmp_path):
-    path = script(
-        "(here / me).open('a').write('.')\n"
-        "if me == 'worker0' and len((here / me).read_text()) < 3: sys.exit(3)\n"
+        "print('begun')\n"
+        "while not (here / 'go').exists(): time.sleep(0.01)\n"
         "print('done')\n"
     )
-    process = launch("--workers", "1", "--max-restarts", "2", path)
+    with subprocess.Popen(
+        command("launch", "--workers", "1", path), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "[worker 0] begun\n"
+        (tmp_path / "go").touch()
+        assert process.communicate(timeout=TIMEOUT)[0] == "[worker 0] done\n"
     assert process.returncode == 0
-    assert (tmp_path / "worker0").read_text() == "..."
-    assert process.stderr.count("starting again") == 2
-    (tmp_path / "worker0").unlink()
-    assert launch("--workers", "1", "--max-restarts", "1", path).returncode == 3
+
+
+def test_a_module_may_be_launched(script, tmp_path):
+    script("print('as a module', __name__)\n")
+    process = launch(
+        *("--workers", "1", "-m", "script"),
+        PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+    )
+    assert process.stdout == "[worker 0] as a module __main__\n", process.stderr
+
+
+def test_a_run_goes_on_when_nobody_reads_it_any_more(script, tmp_path):
+    path = script("for i in range(1000): print('x' * 1000)\nwrite(me + '.done', '')\n")
+    line = " ".join(command("launch", "--workers", "2", path)) + " | head -1"
+    process = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert process.returncode == 0
+    assert len(process.stdout.splitlines()) == 1
+    assert process.stderr == ""
+    assert len(list(tmp_path.glob("*.done"))) == 2
+
+
+# --- Devices ------------------------------------------------------------------
+
+
+def test_gpus_are_shared_among_those_that_compute(script):
+    path = script(
+        "print(os.environ['CUDA_VISIBLE_DEVICES'], "
+        "os.environ.get('KS_DEVICES_PER_WORKER'))\n"
+    )
+    arguments = ("--workers", "2", "--ps", "1", "--devices-per-worker", "2", path)
+    process = launch(*arguments, CUDA_VISIBLE_DEVICES="4,5,6,7")
+    assert "[worker 0] 4,5 None" in process.stdout
+    assert "[worker 1] 6,7 None" in process.stdout
+    too_many = launch(*arguments, CUDA_VISIBLE_DEVICES="0,1,2")
+    assert too_many.returncode == 2
+    assert "need 4 GPUs, and 3 are visible: 0, 1, 2" in too_many.stderr
 
 
 def test_devices_per_worker_are_the_strategys(script):
@@ -169,46 +136,232 @@ def test_devices_per_worker_are_the_strategys(script):
         "print(ks.MirroredStrategy().num_replicas_in_sync)\n"
     )
     process = launch("--workers", "1", "--devices-per-worker", "3", path)
-    assert process.stdout.splitlines() == ["[worker 0] 3"], process.stderr
+    assert "[worker 0] 3" in process.stdout.splitlines(), process.stderr
 
 
-def test_numbers_that_cannot_be(script):
-    process = launch("--workers", "0", script(""))
-    assert process.returncode == 2
-    assert "--workers is 0; it is 1 or more" in process.stderr
+# --- The end ------------------------------------------------------------------
 
 
-def test_doctor_says_what_is_set_and_who_answers(monkeypatch):
-    import socket
-
-    with socket.socket() as server, socket.socket() as silent:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        silent.bind(("127.0.0.1", 0))
-        there, not_there = server.getsockname()[1], silent.getsockname()[1]
-        cluster = {"worker": ["me:1", f"127.0.0.1:{there}", f"127.0.0.1:{not_there}"]}
-        config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
-        process = subprocess.run(
-            [sys.executable, "-m", "keras_strategies", "doctor"],
-            env={**os.environ, "TF_CONFIG": json.dumps(config)},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
-    assert process.returncode == 1
-    assert f"worker 1 at 127.0.0.1:{there}: answers" in process.stdout
-    assert f"worker 2 at 127.0.0.1:{not_there}: does not answer" in process.stdout
-    assert "keras " in process.stdout
-    assert "cpu:0" in process.stdout
+def test_servers_are_ended_when_the_workers_are_done(script, tmp_path):
+    path = script("begun(3)\nif me.startswith('ps'): time.sleep(600)\n")
+    assert launch("--workers", "1", "--ps", "2", path).returncode == 0
+    assert_gone(pids(tmp_path, 3))
 
 
-def test_doctor_shows_what_cannot_be():
-    process = subprocess.run(
-        [sys.executable, "-m", "keras_strategies", "doctor"],
-        env={**os.environ, "TF_CONFIG": "{"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
+def test_the_end_of_a_coordinating_chief_is_the_end_of_all(script, tmp_path):
+    path = script("begun(3)\nif me != 'chief0': time.sleep(600)\n")
+    arguments = ("--workers", "1", "--ps", "1", "--chief", path)
+    assert launch(*arguments).returncode == 0
+    assert_gone(pids(tmp_path, 3))
+
+
+def test_one_that_fails_ends_all_with_its_exit_code(script, tmp_path):
+    path = script(
+        "begun(3)\n"
+        "if me == 'worker1':\n"
+        "    print('last words', file=sys.stderr)\n"
+        "    sys.exit(7)\n"
+        "time.sleep(600)\n"
     )
-    assert process.returncode == 1
-    assert "TF_CONFIG is not JSON" in process.stdout
+    process = launch("--workers", "3", path)
+    assert process.returncode == 7
+    assert process.stderr.splitlines() == [
+        "[worker 1] last words",
+        "[launch] worker 1 ended with exit code 7; ending the others.",
+    ]
+    assert_gone(pids(tmp_path, 3))
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_one_that_is_killed_is_named_with_its_signal(script, tmp_path, name):
+    path = script(
+        "begun(2)\n"
+        f"if me == 'worker1': os.kill(os.getpid(), signal.{name})\n"
+        "time.sleep(600)\n"
+    )
+    process = launch("--workers", "2", path)
+    assert process.returncode == 128 + signal.Signals[name]
+    assert f"worker 1 was ended by {name}" in process.stderr
+    assert_gone(pids(tmp_path, 2))
+
+
+# Ignores being asked, and has a child that does so too.
+STUBBORN = (
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "child = subprocess.Popen([sys.executable, '-S', '-c', "
+    "'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    'print("ready", flush=True); time.sleep(600)\'], stdout=subprocess.PIPE)\n'
+    "child.stdout.readline()\n"
+    "write(me + '_child.pid', str(child.pid))\n"
+)
+
+
+def test_what_ignores_being_asked_is_killed_with_its_children(script, tmp_path):
+    path = script(
+        STUBBORN + "begun(4)\nif me == 'worker1': sys.exit(5)\ntime.sleep(600)\n"
+    )
+    start = time.monotonic()
+    process = launch("--workers", "2", "--grace-seconds", "0.5", path)
+    assert process.returncode == 5
+    assert_gone(pids(tmp_path, 4))
+    assert time.monotonic() - start < 30
+
+
+def test_a_stopped_task_is_ended_too(script, tmp_path):
+    path = script(
+        "begun(2)\n"
+        "if me == 'worker0': os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "while b'State:\\tT' not in pathlib.Path('/proc', "
+        "(here / 'worker0.pid').read_text(), 'status').read_bytes(): "
+        "time.sleep(0.01)\n"
+        "sys.exit(6)\n"
+    )
+    process = launch("--workers", "2", "--grace-seconds", "0.5", path)
+    assert process.returncode == 6
+    assert_gone(pids(tmp_path, 2))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_reaches_every_task(script, tmp_path, number, code):
+    path = script(
+        "def clean(number, frame):\n"
+        "    write(me + '.told', str(number))\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, clean)\n"
+        "signal.signal(signal.SIGINT, clean)\n"
+        "write(me + '.ready', '')\n"
+        "time.sleep(600)\n"
+    )
+    with launched("--workers", "2", path) as process:
+        wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "all are ready")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == code
+        assert f"[launch] {number.name}: ending all tasks." in errors
+        told = [(tmp_path / f"worker{i}.told").read_text() for i in range(2)]
+        assert told == [str(int(number))] * 2
+        assert_gone(pids(tmp_path, 2))
+
+
+def test_who_presses_ctrl_c_twice_does_not_wait(script, tmp_path):
+    path = script(
+        "signal.signal(signal.SIGINT, lambda *_: write(me + '.told', ''))\n"
+        "write(me + '.ready', '')\n"
+        "while True: time.sleep(600)\n"
+    )
+    with launched("--workers", "1", "--grace-seconds", "600", path) as process:
+        wait_until((tmp_path / "worker0.ready").exists, "the task is ready")
+        process.send_signal(signal.SIGINT)
+        wait_until((tmp_path / "worker0.told").exists, "the task was told")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 130
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_nothing_outlives_a_launcher_that_is_killed(script, tmp_path, whole_group):
+    path = script(STUBBORN + "time.sleep(600)\n")
+    with launched("--workers", "2", path) as process:
+        begun = pids(tmp_path, 4)
+        if whole_group:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        process.communicate(timeout=TIMEOUT)
+        assert process.returncode == -signal.SIGKILL
+        assert_gone(begun)
+
+
+class launched:
+    """A launcher that runs while the context is open."""
+
+    def __init__(self, *arguments: str):
+        self.process = subprocess.Popen(
+            command("launch", *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        return self.process
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+# --- Restarts -----------------------------------------------------------------
+
+
+def test_a_cluster_that_failed_is_started_again_with_other_ports(script, tmp_path):
+    path = script(
+        "with (here / me).open('a') as log: log.write(json.dumps(config) + '\\n')\n"
+        "attempt = len((here / me).read_text().splitlines())\n"
+        "if me == 'worker0' and attempt < 3: sys.exit(3)\n"
+        "if attempt < 3: time.sleep(600)\n"
+    )
+    process = launch("--workers", "2", "--max-restarts", "2", path)
+    assert process.returncode == 0
+    assert re.findall(r"starting again \((.*)\)", process.stderr) == [
+        "1 of 2",
+        "2 of 2",
+    ]
+    configs = [json.loads(x) for x in (tmp_path / "worker0").read_text().splitlines()]
+    assert len(configs) == 3
+    assert len({json.dumps(config["cluster"]) for config in configs}) == 3
+
+
+def test_a_signal_while_a_failed_cluster_is_ended_stops_the_restarts(script, tmp_path):
+    path = script(
+        "signal.signal(signal.SIGTERM, lambda *_: write(me + '.told', ''))\n"
+        "write(me + '.ready', '')\n"
+        "while len(list(here.glob('*.ready'))) < 2: time.sleep(0.01)\n"
+        "if me == 'worker0': sys.exit(3)\n"
+        "while True: time.sleep(600)\n"
+    )
+    arguments = ("--workers", "2", "--max-restarts", "9", "--grace-seconds", "600")
+    with launched(*arguments, path) as process:
+        wait_until((tmp_path / "worker1.told").exists, "worker 1 is being ended")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 143
+        assert "starting again" not in errors
+
+
+def test_after_the_last_restart_its_exit_code_is_returned(script, tmp_path):
+    path = script("(here / me).open('a').write('.')\nsys.exit(3)\n")
+    assert launch("--workers", "1", "--max-restarts", "1", path).returncode == 3
+    assert (tmp_path / "worker0").read_text() == ".."
+
+
+# --- Bad input ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--workers", "0", __file__], "`workers` is a number, 1 or more. Received: 0"),
+        (["--workers", "1", "--ps", "-1", __file__], "`ps` is a number, 0 or more"),
+        (["--workers", "1", "there.py"], "there is no script 'there.py'"),
+        (["--workers", "1", "--max-restarts", "-1", __file__], "-1 is below 0"),
+        (["--workers", "1", "--grace-seconds", "x", __file__], "invalid"),
+        (["--workers", "1"], "required: SCRIPT"),
+        ([__file__], "required: --workers"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, message):
+    process = launch(*arguments)
+    assert process.returncode == 2
+    assert message in process.stderr
+
+
+def test_it_is_a_command_and_a_module():
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    assert 'keras-strategies = "keras_strategies.cli.main:main"' in project.read_text()
+    process = subprocess.run(
+        command("--help"), capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert "launch" in process.stdout
+    assert "doctor" in process.stdout

@@ -1,0 +1,91 @@
+"""The worker's side of `ks.launch`: reads a call, makes it, writes what came of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keras_strategies.errors import WorkerError
+
+CALL = "call.pickle"
+PATH = "path.json"
+
+
+def result_file(directory: Path, index: int) -> Path:
+    """Where the outcome of a worker's call is."""
+    return directory / f"result-{index}.pickle"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a call.
+
+    Args:
+        value: what it returned.
+        pickled_error: bytes, the exception that it raised; empty without one, or
+            where it cannot be sent.
+        traceback: str, the exception's traceback; empty without one.
+    """
+
+    value: Any = None
+    pickled_error: bytes = b""
+    traceback: str = ""
+
+    def error(self) -> Exception | None:
+        """The exception, None where it cannot be made again here."""
+        if not self.pickled_error:
+            return None
+        try:
+            error = pickle.loads(self.pickled_error)
+        except Exception:  # Its class may do anything when it is made again.
+            return None
+        return error if isinstance(error, Exception) else None
+
+    def write(self, file: Path) -> None:
+        """Writes the whole outcome, or no file."""
+        import cloudpickle
+
+        part = file.with_suffix(".part")
+        part.write_bytes(cloudpickle.dumps(self))
+        os.replace(part, file)
+
+    @classmethod
+    def read(cls, file: Path) -> Outcome:
+        found: Outcome = pickle.loads(file.read_bytes())
+        return found
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> Outcome:
+        import cloudpickle
+
+        # The first entry is the call in `main`, which says nothing to its reader.
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(error.with_traceback(trace)))
+        try:
+            return cls(pickled_error=cloudpickle.dumps(error), traceback=text)
+        except Exception:  # What an exception carries may be anything.
+            return cls(traceback=text)
+
+
+def main(directory: str, index: int) -> None:
+    """Makes the call as worker `index`; exits with 1 if it raised."""
+    file = result_file(Path(directory), index)
+    try:
+        function, args, kwargs = pickle.loads((Path(directory) / CALL).read_bytes())
+        value = function(*args, **kwargs)
+        try:
+            Outcome(value).write(file)
+        except Exception as error:
+            raise WorkerError(
+                f"The function returned a {type(value).__name__}, which cannot be sent "
+                f"to another process: {error}"
+            ) from error
+    except BaseException as error:
+        traceback.print_exc()
+        Outcome.of_error(error).write(file)
+        sys.exit(1)

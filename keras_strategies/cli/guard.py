@@ -1,0 +1,56 @@
+"""Sees to it that no process outlives the launcher, however the launcher ends.
+
+It is run by its path, without the package, so that it starts in milliseconds:
+
+    python -I -S guard.py watch
+        Reads lines "+42" and "-42", process groups that began and ended. When the
+        input ends, because the launcher did, the groups that are left are killed.
+
+    python -I -S guard.py run 17 COMMAND...
+        Becomes COMMAND, which the kernel kills with its parent, process 17. This
+        covers the moment before `watch` has read of it, on Linux.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+# <linux/prctl.h>. It stays through an exec, and means the thread that forked.
+PR_SET_PDEATHSIG = 1
+
+
+def watch(lines: Iterable[str]) -> None:
+    groups: set[int] = set()
+    for line in lines:
+        group = int(line[1:])
+        if line.startswith("+"):
+            groups.add(group)
+        else:
+            groups.discard(group)
+    for group in groups:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def run(parent: int, command: list[str]) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # It died before the kernel was asked.
+        sys.exit(1)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "watch":
+        # Ctrl-C is for the launcher, which ends the groups in good order.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        watch(sys.stdin)
+    else:
+        run(int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,60 @@
+"""What tasks print, line by line, each with the task's name in front."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import threading
+from collections.abc import Iterator
+from typing import TextIO
+
+# A progress bar returns to the start of its line instead of ending it.
+_END = re.compile(r"\r\n|\n|\r(?=[^\n])")
+_lock = threading.Lock()
+
+
+def lines(descriptor: int) -> Iterator[str]:
+    """The lines that come through a pipe, as soon as each is complete.
+
+    Args:
+        descriptor: int, the reading end; it is read until the last writer is gone.
+
+    Yields:
+        str, without the end of the line. What is no UTF-8 is replaced.
+    """
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    rest = ""
+    while True:
+        chunk = os.read(descriptor, 65536)
+        *complete, rest = _END.split(rest + decode(chunk, final=not chunk))
+        yield from complete
+        if not chunk:
+            break
+    if rest.rstrip("\r"):
+        yield rest.rstrip("\r")
+
+
+def write(stream: TextIO, label: str, line: str) -> None:
+    """Writes one line whole, whatever other threads write."""
+    with _lock:
+        stream.write(f"[{label}] {line}\n" if line else f"[{label}]\n")
+        stream.flush()
+
+
+def copy(descriptor: int, stream: TextIO, label: str) -> None:
+    """Copies a pipe to a stream until it ends, and closes it.
+
+    Where nobody reads the stream any more, as after `| head`, the pipe is still
+    emptied: a long training is not to end because a terminal did.
+    """
+    is_read = True
+    try:
+        for line in lines(descriptor):
+            if is_read:
+                try:
+                    write(stream, label, line)
+                except (BrokenPipeError, ValueError):  # ValueError: it was closed.
+                    is_read = False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,200 @@
+"""Whether the other tasks of a cluster can be reached.
+
+While a doctor runs, it listens on the port that the cluster gives its task, so that
+doctors on all machines can find each other before anything is trained. It greets who
+connects, and waits until every other doctor has done so, so that none finds it gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from keras_strategies.cluster.spec import ClusterSpec, split_address
+from keras_strategies.errors import ClusterError
+
+_HELLO = b"keras-strategies doctor: "
+# Another program does not greet; it is not waited for longer than this.
+_GREETING_SECONDS = 1.0
+_RETRY_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What came of connecting to one task.
+
+    Args:
+        task: str, such as `"worker 1"`.
+        address: str.
+        answers: bool, whether something listens there, and it is who it should be.
+        found: str, what was found, for people.
+        is_doctor: bool, whether a doctor answered.
+    """
+
+    task: str
+    address: str
+    answers: bool
+    found: str
+    is_doctor: bool = False
+
+
+@dataclass
+class Listener:
+    """What listens on this task's port, and who has been there."""
+
+    task: str
+    problem: str = ""
+    visitors: set[str] = field(default_factory=set)
+    arrived: threading.Condition = field(default_factory=threading.Condition)
+
+    def wait_for(self, tasks: set[str], timeout: float) -> bool:
+        """Whether all these tasks have come within `timeout` seconds."""
+        with self.arrived:
+            return self.arrived.wait_for(lambda: tasks <= self.visitors, timeout)
+
+    def serve(self, server: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # It was closed: the doctor is done.
+                return
+            with contextlib.suppress(OSError), connection:
+                connection.settimeout(_GREETING_SECONDS)
+                connection.sendall(_HELLO + self.task.encode() + b"\n")
+                visitor = _greeting(connection)
+                if visitor:
+                    with self.arrived:
+                        self.visitors.add(visitor)
+                        self.arrived.notify_all()
+
+
+@contextlib.contextmanager
+def listening(task: str, address: str) -> Iterator[Listener]:
+    """Listens on a task's address; says in `problem` why it cannot."""
+    listener = Listener(task)
+    try:
+        host, port = split_address(address)
+        server = socket.create_server((host, port), family=_family(host, port))
+    except (OSError, ClusterError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            listener.problem = "another program uses the port already"
+        else:
+            listener.problem = _reason(error)
+        yield listener
+        return
+    thread = threading.Thread(target=listener.serve, args=(server,), name="doctor")
+    thread.start()
+    try:
+        yield listener
+    finally:
+        # Closing alone does not wake a thread that waits for a connection.
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join()
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return socket.AddressFamily(found[0][0])
+
+
+def find_peers(
+    spec: ClusterSpec, own: str, timeout: float, *, retry: bool = True
+) -> list[Peer]:
+    """Connects to every other task of a cluster, to all at the same time.
+
+    Args:
+        spec: the cluster.
+        own: str, this process's task, such as `"worker 0"`.
+        timeout: float, seconds for all of it.
+        retry: bool, whether to try again until then where nothing listens yet.
+
+    Returns:
+        list of `Peer`, in the cluster's order.
+    """
+    deadline = time.monotonic() + timeout
+    addresses = {
+        f"{job} {index}": spec.task_address(job, index)
+        for job in spec.jobs
+        for index in spec.task_indices(job)
+    }
+    addresses.pop(own, None)
+    found: dict[str, Peer] = {}
+
+    def look(task: str, address: str) -> None:
+        found[task] = _look(own, task, address, deadline if retry else 0.0)
+
+    threads = [
+        threading.Thread(target=look, args=item, name=f"peer {item[0]}")
+        for item in addresses.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[task] for task in addresses]
+
+
+def _look(own: str, task: str, address: str, deadline: float) -> Peer:
+    try:
+        host, port = split_address(address)
+    except ClusterError:
+        return Peer(task, address, False, "the address is not known on this machine")
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            with socket.create_connection((host, port), max(left, 0.5)) as connection:
+                return _meet(own, task, address, connection)
+        except OSError as error:
+            name_is_unknown = isinstance(error, socket.gaierror)
+            if name_is_unknown or left <= _RETRY_SECONDS:
+                return Peer(task, address, False, _reason(error))
+        time.sleep(_RETRY_SECONDS)
+
+
+def _meet(own: str, task: str, address: str, connection: socket.socket) -> Peer:
+    connection.settimeout(_GREETING_SECONDS)
+    there = _greeting(connection)
+    if not there:
+        # Nothing is said to it: training in progress should not notice.
+        return Peer(task, address, True, "answers (a program that is no doctor)")
+    connection.sendall(_HELLO + own.encode() + b"\n")
+    if there != task:
+        return Peer(task, address, False, f"a doctor answers that is {there}", True)
+    return Peer(task, address, True, "answers", True)
+
+
+def _greeting(connection: socket.socket) -> str:
+    """The task that the other side says it is; empty if it is no doctor."""
+    text = b""
+    try:
+        while not text.endswith(b"\n") and len(text) < 200:
+            chunk = connection.recv(200)
+            if not chunk:
+                break
+            text += chunk
+    except OSError:
+        return ""
+    if not text.startswith(_HELLO):
+        return ""
+    return text.removeprefix(_HELLO).decode(errors="replace").strip()
+
+
+def _reason(error: Exception) -> str:
+    """Why a connection failed, for people."""
+    if isinstance(error, ConnectionRefusedError):
+        return "refused: the machine is there, and nothing listens on the port"
+    if isinstance(error, TimeoutError):
+        return "no answer: the machine is off, or a firewall drops the connection"
+    if isinstance(error, socket.gaierror):
+        return f"the name of the machine is not known here ({error.strerror})"
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return str(error)

@@ -1,0 +1,180 @@
+"""The tasks of a cluster on this machine, and what each finds in its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keras_strategies.cluster import tf_config
+from keras_strategies.cluster.environment import DEVICES_PER_WORKER
+from keras_strategies.cluster.local import free_addresses
+from keras_strategies.errors import InvalidArgumentError
+
+GPUS = "CUDA_VISIBLE_DEVICES"
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a cluster: `Task("worker", 1)`, written `worker 1`."""
+
+    job: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.job} {self.index}"
+
+
+@dataclass(frozen=True)
+class LocalCluster:
+    """How many tasks of which kind run on this machine.
+
+    Args:
+        workers: int, 1 or more.
+        ps: int, parameter servers.
+        chief: bool, whether there is a chief. With parameter servers it coordinates;
+            otherwise it computes as the workers do.
+        evaluator: bool, whether there is an evaluator.
+        devices_per_worker: int or None. That many GPUs of this machine for each
+            task that computes, or virtual CPU devices where it has none; None to
+            share the GPUs equally.
+
+    Raises:
+        ValueError: for numbers that cannot be.
+    """
+
+    workers: int
+    ps: int = 0
+    chief: bool = False
+    evaluator: bool = False
+    devices_per_worker: int | None = None
+
+    def __post_init__(self) -> None:
+        least = {"workers": 1, "ps": 0, "devices_per_worker": 1}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is None and name == "devices_per_worker":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise InvalidArgumentError(
+                    f"`{name}` is a number, {minimum} or more. Received: {value!r}"
+                )
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks, the chief first."""
+        counts = {
+            "chief": int(self.chief),
+            "worker": self.workers,
+            "ps": self.ps,
+            "evaluator": int(self.evaluator),
+        }
+        return tuple(Task(job, i) for job, n in counts.items() for i in range(n))
+
+    @property
+    def decisive(self) -> frozenset[Task]:
+        """The tasks whose end is the end of the cluster.
+
+        Parameter servers, and workers that get their work from a chief, run until
+        they are told to end.
+        """
+        serving = {"ps", "worker"} if self.ps and self.chief else {"ps"}
+        return frozenset(task for task in self.tasks if task.job not in serving)
+
+    @property
+    def computing(self) -> tuple[Task, ...]:
+        """The tasks that need devices."""
+        idle = {"ps", "chief"} if self.ps else {"ps"}
+        return tuple(task for task in self.tasks if task.job not in idle)
+
+    def environments(self, outer: Mapping[str, str]) -> dict[Task, dict[str, str]]:
+        """What is set for each task, with addresses that are free now.
+
+        Args:
+            outer: the environment around; it is extended.
+
+        Returns:
+            dict from task to its environment.
+
+        Raises:
+            ValueError: if there are fewer GPUs than were asked for.
+        """
+        cluster: dict[str, list[str]] = {}
+        addresses = free_addresses(len(self.tasks))
+        for task, address in zip(self.tasks, addresses, strict=True):
+            cluster.setdefault(task.job, []).append(address)
+        # Processes side by side share the cores instead of competing for them.
+        threads = max(1, _cores() // len(self.tasks))
+        devices = self._devices(visible_gpus(outer))
+        return {
+            task: {
+                THREADS: str(threads),
+                **outer,
+                "PYTHONUNBUFFERED": "1",
+                tf_config.VARIABLE: json.dumps(
+                    {
+                        "cluster": cluster,
+                        "task": {"type": task.job, "index": task.index},
+                    }
+                ),
+                **devices[task],
+            }
+            for task in self.tasks
+        }
+
+    def _devices(self, gpus: list[str]) -> dict[Task, dict[str, str]]:
+        computing = self.computing
+        each = self.devices_per_worker
+        if not gpus:
+            set_for = {} if each is None else {DEVICES_PER_WORKER: str(each)}
+            return {task: set_for if task in computing else {} for task in self.tasks}
+        if each is None:
+            each = len(gpus) // len(computing)
+            if not each:  # Workers that have to share a GPU are left to do so.
+                return {task: {} for task in self.tasks}
+        if each * len(computing) > len(gpus):
+            raise InvalidArgumentError(
+                f"{len(computing)} tasks with {each} devices each need "
+                f"{each * len(computing)} GPUs, and {len(gpus)} are visible: "
+                f"{', '.join(gpus)}. Ask for fewer, or set {GPUS}= to nothing for "
+                "virtual CPU devices."
+            )
+        shares = {
+            task: ",".join(gpus[i * each : (i + 1) * each])
+            for i, task in enumerate(computing)
+        }
+        return {task: {GPUS: shares.get(task, "")} for task in self.tasks}
+
+
+def _cores() -> int:
+    """The cores that this process may use, which may be fewer than there are."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """The GPUs of this machine that processes may use, without a framework.
+
+    Returns:
+        list of str, numbers or names as `CUDA_VISIBLE_DEVICES` has them.
+    """
+    given = environment.get(GPUS)
+    if given is not None:
+        names = [name.strip() for name in given.split(",") if name.strip()]
+        # CUDA reads up to the first number that is none.
+        return names[: names.index("-1")] if "-1" in names else names
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(
+        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60
+    )
+    if listed.returncode:
+        return []
+    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(i) for i in range(len(gpus))]

@@ -1,0 +1,107 @@
+"""`keras-strategies doctor`: what it says, and doctors that find each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+
+import pytest
+from harness.processes import TIMEOUT, command, launch
+
+from keras_strategies.cli import doctor as doctors
+from keras_strategies.cli.peers import find_peers, listening
+from keras_strategies.cluster import ClusterSpec
+from keras_strategies.cluster.local import free_addresses
+
+
+def doctor(timeout: str = "0.5", **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command("doctor", "--timeout", timeout),
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+
+
+def tf_config(cluster: dict, job: str = "worker", index: int = 0) -> str:
+    return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+
+
+def test_alone_it_says_versions_and_devices(monkeypatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    process = doctor(KS_DEVICES_PER_WORKER="2")
+    assert process.returncode == 0, process.stdout
+    assert "KS_DEVICES_PER_WORKER  '2'" in process.stdout
+    assert "MirroredStrategy()     2 replicas: cpu:0, cpu:1" in process.stdout
+    assert os.environ["KERAS_BACKEND"] in process.stdout
+    assert "none: this is the only worker" in process.stdout
+    assert "0 problems" in process.stdout
+
+
+def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
+    with socket.socket() as server, socket.socket() as silent:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        silent.bind(("127.0.0.1", 0))
+        there, not_there = server.getsockname()[1], silent.getsockname()[1]
+        (own,) = free_addresses(1)
+        cluster = {
+            "chief": [own],
+            "worker": [
+                f"127.0.0.1:{there}",
+                f"127.0.0.1:{not_there}",
+                "no-such-machine.invalid:1",
+                "rank-3",
+            ],
+        }
+        monkeypatch.setenv("TF_CONFIG", tf_config(cluster, "chief"))
+        assert doctors.doctor(timeout_seconds=0.3) == 1
+    printed = capsys.readouterr().out
+    assert "chief 0, the chief" in printed
+    assert f"127.0.0.1:{there}  answers (a program that is no doctor)" in printed
+    assert f"! worker 1               127.0.0.1:{not_there}  refused" in printed
+    assert "the name of the machine is not known here" in printed
+    assert "rank-3  the address is not known on this machine" in printed
+
+
+def test_what_cannot_be_is_shown(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert doctors.doctor(timeout_seconds=0) == 1
+    printed = capsys.readouterr().out
+    assert "! cluster" in printed
+    assert "TF_CONFIG is not JSON" in printed
+
+
+@pytest.mark.multiprocess
+def test_doctors_on_all_tasks_find_each_other() -> None:
+    process = launch(
+        *("--workers", "2", "--chief", "-m", "keras_strategies", "doctor"),
+        *("--timeout", "50"),
+    )
+    assert process.returncode == 0, process.stdout
+    assert process.stdout.count("0 problems") == 3
+    assert process.stdout.count("  answers\n") == 6
+
+
+def test_a_doctor_that_is_another_task_is_a_problem() -> None:
+    # Two machines have each other's address.
+    first, second = free_addresses(2)
+    spec = ClusterSpec({"worker": [first, second, *free_addresses(1)]})
+    with listening("worker 2", second) as listener:
+        peers = find_peers(spec, "worker 0", timeout=0.3)
+    assert not listener.problem
+    assert (peers[0].answers, peers[0].is_doctor) == (False, True)
+    assert peers[0].found == "a doctor answers that is worker 2"
+    assert listener.visitors == {"worker 0"}
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with listening("worker 0", address) as listener:
+            assert listener.problem == "another program uses the port already"
+    with listening("worker 0", "rank-1") as listener:
+        assert "no address of a task" in listener.problem

@@ -1,0 +1,135 @@
+"""Which tasks a local cluster has, what is set for them, and their lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+
+import pytest
+
+from keras_strategies.cli import output, tasks
+from keras_strategies.cli.tasks import LocalCluster, Task, visible_gpus
+
+
+def names(found) -> list[str]:
+    return sorted(str(task) for task in found)
+
+
+@pytest.mark.parametrize(
+    "cluster, decisive, computing",
+    [
+        (LocalCluster(2), ["worker 0", "worker 1"], ["worker 0", "worker 1"]),
+        (
+            LocalCluster(1, chief=True),
+            ["chief 0", "worker 0"],
+            ["chief 0", "worker 0"],
+        ),
+        (LocalCluster(1, ps=1), ["worker 0"], ["worker 0"]),
+        (LocalCluster(1, ps=1, chief=True), ["chief 0"], ["worker 0"]),
+        (
+            LocalCluster(1, ps=1, chief=True, evaluator=True),
+            ["chief 0", "evaluator 0"],
+            ["evaluator 0", "worker 0"],
+        ),
+    ],
+)
+def test_who_decides_and_who_computes(cluster, decisive, computing) -> None:
+    assert names(cluster.decisive) == decisive
+    assert names(cluster.computing) == computing
+
+
+def test_environments_extend_the_one_around() -> None:
+    cluster = LocalCluster(2, devices_per_worker=3)
+    outer = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
+    first = cluster.environments(outer)
+    one = first[Task("worker", 1)]
+    assert one["HOME"] == "/h"
+    assert one["KS_DEVICES_PER_WORKER"] == "3"
+    assert int(one["OMP_NUM_THREADS"]) == max(1, tasks._cores() // 2)
+    assert json.loads(one["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
+    assert outer == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
+    asked = cluster.environments({**outer, "OMP_NUM_THREADS": "7"})
+    assert asked[Task("worker", 0)]["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(
+    "cluster, gpus, shares",
+    [
+        (LocalCluster(2), "0,1,2,3", ["0,1", "2,3"]),
+        (LocalCluster(2), "0,1,2", ["0", "1"]),
+        (LocalCluster(2, devices_per_worker=1), "0,1,2,3", ["0", "1"]),
+        (LocalCluster(2), "GPU-a,GPU-b", ["GPU-a", "GPU-b"]),
+        # Fewer than workers: left as it is.
+        (LocalCluster(2), "0", ["0", "0"]),
+        # Servers have none, so that they do not take a worker's memory.
+        (LocalCluster(1, ps=1), "0", ["0", ""]),
+    ],
+)
+def test_shares_of_gpus(cluster, gpus, shares) -> None:
+    found = cluster.environments({"CUDA_VISIBLE_DEVICES": gpus})
+    assert [found[task]["CUDA_VISIBLE_DEVICES"] for task in cluster.tasks] == shares
+
+
+@pytest.mark.parametrize(
+    "text, gpus", [("", []), ("-1", []), ("0, 2", ["0", "2"]), ("1,-1,2", ["1"])]
+)
+def test_visible_gpus(text, gpus) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == gpus
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"workers": True}, {"workers": 1, "devices_per_worker": 0}]
+)
+def test_numbers_that_cannot_be(arguments) -> None:
+    with pytest.raises(ValueError, match="is a number, 1 or more"):
+        LocalCluster(**arguments)
+
+
+@pytest.mark.parametrize(
+    "written, expected",
+    [
+        (b"a\nb\r\nc", ["a", "b", "c"]),
+        (b"1%\r2%\r3%\n", ["1%", "2%", "3%"]),
+        (b"\n\nx\n", ["", "", "x"]),
+        ("gr\u00fc\u00df\n".encode(), ["gr\u00fc\u00df"]),
+        (b"\xff\n", ["\ufffd"]),
+        (b"", []),
+    ],
+)
+def test_lines(written, expected) -> None:
+    for pieces in ([written], [written[i : i + 1] for i in range(len(written))]):
+        assert read(pieces) == expected
+
+
+def read(pieces: list[bytes]) -> list[str]:
+    """What comes out when a writer writes these pieces one by one."""
+    import threading
+
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        for piece in pieces:
+            os.write(writing, piece)
+        os.close(writing)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        return list(output.lines(reading))
+    finally:
+        writer.join()
+        os.close(reading)
+
+
+def test_a_stream_that_nobody_reads_does_not_stop_the_task() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    reading, writing = os.pipe()
+    os.write(writing, b"one\ntwo\n")
+    os.close(writing)
+    output.copy(reading, Closed(), "worker 0")
+    with pytest.raises(OSError):
+        os.fstat(reading)
