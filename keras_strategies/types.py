@@ -137,8 +137,9 @@ class InputOptions:
         experimental_replication_mode: an `InputReplicationMode` or its name. With
             `PER_REPLICA`, `distribute_datasets_from_function` calls its function once
             for each replica.
-        experimental_place_dataset_on_device: bool, for `tf.distribute`'s sake, and
-            with `PER_REPLICA` only. Pipelines run on the host on every backend.
+        experimental_place_dataset_on_device: bool, with `PER_REPLICA` only: whether
+            the function and the dataset that it makes run with the replica's device
+            as the current one, so that the tensors that they make are there at once.
         experimental_per_replica_buffer_size: int, batches that are moved ahead of
             their use; 0 moves each when it is asked for.
 

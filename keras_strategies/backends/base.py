@@ -213,6 +213,35 @@ class Backend(abc.ABC):
         """The error of an iterator that has ended."""
         return OutOfRangeError(message)
 
+    def on_device(self, device: Device) -> contextlib.AbstractContextManager[Any]:
+        """Tensors made inside are on this device."""
+        return contextlib.nullcontext()
+
+    # Datasets in programs
+
+    def in_program(self) -> bool:
+        """Whether a program is being traced, in which Python runs only once."""
+        return False
+
+    def program_iterator(
+        self,
+        start: Callable[[], Iterator[Any]],
+        spec: Callable[[], Any],
+        devices: Sequence[Device] | None,
+    ) -> Any:
+        """An iterator over batches in the program that is being traced.
+
+        `spec` says what the batches are; `start` makes a Python iterator whenever the
+        program runs; `devices` are those that the replicas' batches are moved to, None
+        if they stay where they are.
+        """
+        raise NotImplementedError
+
+    def loops_over(  # noqa: B027
+        self, iterable: type, in_program: Callable[[Any], Any]
+    ) -> None:
+        """Makes `for` loops over such objects part of programs, where that needs it."""
+
     # Collectives, called once for all replicas: a list has one tensor for each.
 
     @abc.abstractmethod

@@ -45,6 +45,8 @@ class DistributedDataset:
         self._devices = tuple(devices)
         self._feed = feed
         self._options = options
+        backend.loops_over(DistributedDataset, iter)
+        backend.loops_over(DistributedIterator, DistributedIterator.in_program)
 
     @property
     def feed(self) -> Feed:
@@ -81,8 +83,20 @@ class DistributedDataset:
             )
         return self.cardinality
 
-    def __iter__(self) -> DistributedIterator:
+    def __iter__(self) -> Any:
+        if self._backend.in_program():
+            return self.in_program(self.on_host, move=True)
         return DistributedIterator(self, self._batches())
+
+    def on_host(self) -> Iterator[Any]:
+        """A pass over batches that are moved nowhere yet."""
+        for parts in self._feed.steps(self._backend.is_tensor, copy=False):
+            yield regroup(parts)
+
+    def in_program(self, start: Callable[[], Iterator[Any]], move: bool) -> Any:
+        """An iterator in the program that is being traced; see `Backend`."""
+        where = self._where() if move else None
+        return self._backend.program_iterator(start, lambda: self.element_spec, where)
 
     def _batches(self) -> Iterator[Any]:
         size = self._options.experimental_per_replica_buffer_size
@@ -94,7 +108,10 @@ class DistributedDataset:
         return Prefetcher(begin, size) if size else begin()
 
     def _where(self) -> tuple[Device, ...]:
-        if self._options.experimental_fetch_to_device:
+        if (
+            self._options.experimental_fetch_to_device
+            or self._options.experimental_place_dataset_on_device
+        ):
             return self._devices
         return (Device("cpu", 0),) * len(self._devices)
 
@@ -142,7 +159,13 @@ class DistributedIterator:
     def __iter__(self) -> DistributedIterator:
         return self
 
+    def in_program(self) -> Any:
+        """The same iterator, for the program that is being traced."""
+        return self._dataset.in_program(lambda: self, move=False)
+
     def __next__(self) -> Any:
+        if self._dataset._backend.in_program():
+            return self.in_program().get_next()
         if self._is_done:
             raise StopIteration
         try:
@@ -167,11 +190,11 @@ class DistributedIterator:
                 "`iter(dataset)`, or use a `for` loop or `get_next_as_optional`."
             ) from None
 
-    def get_next_as_optional(self) -> OptionalBatch:
+    def get_next_as_optional(self) -> Any:
         """The next batch or nothing, as something that says which.
 
         Returns:
-            An `OptionalBatch`.
+            An `OptionalBatch`; inside a `tf.function` its `has_value()` is a tensor.
 
         Example:
 
@@ -180,6 +203,8 @@ class DistributedIterator:
         ...     strategy.run(train_step, args=(optional.get_value(),))
         ...     optional = iterator.get_next_as_optional()
         """
+        if self._dataset._backend.in_program():
+            return self.in_program().get_next_as_optional()
         try:
             return OptionalBatch([next(self)])
         except StopIteration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.arrays import ArrayDataset, are_arrays
 from keras_strategies.input.dataset import DistributedDataset
 from keras_strategies.input.feeds import Feed, PerReplicaFeed, SplitFeed
-from keras_strategies.input.sources import source_of
+from keras_strategies.input.sources import PlacedSource, Source, source_of
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:
@@ -48,10 +49,18 @@ def from_function(
     check_dataset_fn(dataset_fn)
     pipelines = strategy.input_context()
     count = strategy.input_share().count
-    calls = 1
-    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-        calls = count
-    sources = [source_of(dataset_fn(pipelines)) for _ in range(calls)]
+    if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
+        sources: list[Source] = [source_of(dataset_fn(pipelines))]
+    elif not options.experimental_place_dataset_on_device:
+        sources = [source_of(dataset_fn(pipelines)) for _ in range(count)]
+    else:
+        sources = []
+        for device in strategy.placement.replicas:
+            on_device = functools.partial(strategy.backend.on_device, device)
+            with on_device():
+                sources.append(
+                    PlacedSource(source_of(dataset_fn(pipelines)), on_device)
+                )
     return _distributed(strategy, PerReplicaFeed(sources, count), options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -227,6 +228,44 @@ class JoinedSource(Source):
         return keras_compat.batches_adapter(
             self.batches, self.cardinality, class_weight
         )
+
+
+class PlacedSource(Source):
+    """A dataset that runs with a device as the current one.
+
+    Args:
+        source: the dataset.
+        on_device: enters the device.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        on_device: Callable[[], contextlib.AbstractContextManager[Any]],
+    ):
+        super().__init__(source.given)
+        self._source = source
+        self._on_device = on_device
+        self.may_reuse_memory = source.may_reuse_memory
+
+    def read(self) -> Iterator[Any]:
+        # Current while a batch is made, and not while it is used.
+        with self._on_device():
+            batches = self._source.read()
+        nothing = object()
+        while True:
+            with self._on_device():
+                batch = next(batches, nothing)
+            if batch is nothing:
+                return
+            yield batch
+
+    @property
+    def cardinality(self) -> int | None:
+        return self._source.cardinality
+
+    def spec(self) -> Any:
+        return self._source.spec()
 
 
 def source_of(dataset: Any, batch_size: int | None = None) -> Source:

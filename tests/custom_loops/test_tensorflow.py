@@ -229,3 +229,15 @@ def test_the_migrated_script_trains_on_two_replicas(monkeypatch, capsys):
 def test_the_script_before_migration_is_valid_python():
     source = (MIGRATION / "before.py").read_text()
     compile(source, "before.py", "exec")
+
+
+def test_a_loop_over_a_dataset_that_is_not_converted_is_told_so(mirrored):
+    dataset = mirrored.experimental_distribute_dataset([np.zeros(4, "float32")])
+
+    @tf.function(autograph=False)
+    def epoch():
+        for _ in dataset:
+            pass
+
+    with pytest.raises(RuntimeError, match="iterated by Python while TensorFlow"):
+        epoch()

@@ -77,6 +77,8 @@ def _threads(before: Snapshot) -> list[str]:
     for thread in set(threading.enumerate()) - before.threads:
         if thread is threading.current_thread():
             continue
+        if isinstance(thread, threading._DummyThread):
+            continue  # Of TensorFlow's runtime, which has called Python.
         if thread.name.startswith(_POOL_THREADS):
             if not _is_idle(thread):
                 found.append(f"the replica thread {thread.name!r} is still busy")

@@ -504,3 +504,40 @@ def test_the_default_strategy_makes_batches_of_what_has_none(kind) -> None:
     default = ks.get_strategy()
     found = rows(default, distribute(default, kind))
     assert [len(part) for (part,) in found] == [8, 8, 6]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_dataset_that_is_placed_on_the_replicas_device(
+    mirrored, ahead, backend_name
+) -> None:
+    if backend_name == "torch":
+        pytest.skip("all virtual CPUs are one device to torch")
+    made_on = []
+
+    def dataset_fn(context):
+        offset = keras.ops.ones((2, 3))
+        made_on.append(str(mirrored.backend.device_of(offset)))
+
+        class Batches:
+            def __iter__(self):
+                for i in range(2):
+                    batch = keras.ops.ones((2, 3)) * i
+                    made_on.append(str(mirrored.backend.device_of(batch)))
+                    yield batch + offset
+
+        return Batches()
+
+    options = ks.InputOptions(
+        experimental_replication_mode="PER_REPLICA",
+        experimental_place_dataset_on_device=True,
+        experimental_fetch_to_device=False,
+        experimental_per_replica_buffer_size=ahead,
+    )
+    dataset = mirrored.distribute_datasets_from_function(dataset_fn, options)
+    assert made_on == ["cpu:0", "cpu:1"]
+    for i, batch in enumerate(dataset):
+        for part in numpy(mirrored, batch):
+            assert part.tolist() == [[1 + i] * 3] * 2
+        devices = [str(mirrored.backend.device_of(part)) for part in batch.values]
+        assert devices == ["cpu:0", "cpu:1"]
+    assert made_on[2:] == ["cpu:0", "cpu:1"] * 2

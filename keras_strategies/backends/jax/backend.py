@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,6 +14,7 @@ from keras_strategies.backends.jax import collectives, devices, function
 from keras_strategies.backends.jax.central import CentralStorageTrainer
 from keras_strategies.backends.jax.trainer import MeshTrainer, OneDeviceTrainer
 from keras_strategies.devices import Device
+from keras_strategies.errors import ContextError
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -59,7 +61,29 @@ class JaxBackend(Backend):
 
     def device_of(self, tensor: jax.Array) -> Device:
         # The first one of an array that lies on several.
-        return devices.device_of(tensor.sharding._device_assignment[0])
+        return devices.device_of(tensor.addressable_shards[0].device)
+
+    def on_device(self, device: Device) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = jax.default_device(
+            devices.jax_device(device)
+        )
+        return context
+
+    def in_program(self) -> bool:
+        return function.in_trace()
+
+    def program_iterator(
+        self,
+        start: Callable[[], Iterator[Any]],
+        spec: Callable[[], Any],
+        devices: Sequence[Device] | None,
+    ) -> Any:
+        raise ContextError(
+            "A distributed dataset was asked for batches where JAX traces a program: "
+            "in a `ks.function`, or in a function that `run` calls. They would become "
+            "constants of the program. Iterate outside, and call the function with "
+            "each batch: `for batch in dataset: step(batch)`."
+        )
 
     def all_reduce(self, op: ReduceOp, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         return collectives.all_reduce(op, tensors)

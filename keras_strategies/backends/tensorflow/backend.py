@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -17,6 +18,10 @@ from keras_strategies.backends.tensorflow.devices import (
     tf_device,
 )
 from keras_strategies.backends.tensorflow.function import function, value_and_grad
+from keras_strategies.backends.tensorflow.iteration import (
+    ProgramIterator,
+    loop_over,
+)
 from keras_strategies.backends.tensorflow.replicas import reduce_tensors
 from keras_strategies.backends.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.devices import Device
@@ -69,6 +74,26 @@ class TensorFlowBackend(Backend):
 
     def device_of(self, tensor: Any) -> Device:
         return device_of(tensor)
+
+    def on_device(self, device: Device) -> contextlib.AbstractContextManager[Any]:
+        return tf.device(tf_device(device))  # type: ignore[no-any-return]
+
+    def in_program(self) -> bool:
+        return not tf.executing_eagerly()
+
+    def program_iterator(
+        self,
+        start: Callable[[], Iterator[Any]],
+        spec: Callable[[], Any],
+        devices: Sequence[Device] | None,
+    ) -> Any:
+        where = None if devices is None else [tf_device(device) for device in devices]
+        with tf.init_scope():  # A dataset may have to read a batch for it.
+            found = spec()
+        return ProgramIterator(start, found, where)
+
+    def loops_over(self, iterable: type, in_program: Callable[[Any], Any]) -> None:
+        loop_over(iterable, in_program)
 
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
         with tf.device(tf_device(device_of(tensors[0]))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,12 @@ class TorchBackend(Backend):
 
     def device_of(self, tensor: torch.Tensor) -> Device:
         return device_of(tensor)
+
+    def on_device(self, device: Device) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = keras.device(
+            str(torch_device(device))
+        )
+        return context
 
     def all_reduce(
         self, op: ReduceOp, tensors: Sequence[torch.Tensor]

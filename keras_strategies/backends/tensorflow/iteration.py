@@ -1,0 +1,205 @@
+"""Loops over distributed datasets that are part of a TensorFlow program.
+
+Inside a `tf.function` a batch is the result of an operation. That operation asks a
+Python iterator, since datasets of all kinds are read by Python; it is made anew each
+time that the program comes to the loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.autograph.operators import control_flow
+
+from keras_strategies.errors import ContextError
+from keras_strategies.values import PerReplica, flatten, map_structure
+
+# Passes that a program may have under way: several threads may call one function.
+# A loop that an error ends leaves one of them behind.
+_MAX_PASSES = 8
+# More batches than a program asks for by name; a Python loop would never end.
+_MAX_BATCHES_IN_A_TRACE = 1000
+
+
+class _Passes:
+    """The Python side of a program's loop.
+
+    Args:
+        start: makes an iterator of batches.
+        empty: list of NumPy arrays, the tensors of a batch without rows.
+    """
+
+    def __init__(self, start: Callable[[], Iterator[Any]], empty: list[Any]):
+        self._start = start
+        self._empty = empty
+        self._numbers = itertools.count()
+        self._passes: collections.OrderedDict[int, Any] = collections.OrderedDict()
+
+    def begin(self) -> int:
+        """Starts a pass; its number."""
+        number = next(self._numbers)
+        self._passes[number] = self._start()
+        while len(self._passes) > _MAX_PASSES:
+            _close(self._passes.popitem(last=False)[1])
+        return number
+
+    def next(self, number: Any) -> list[Any]:
+        """The tensors of the next batch; TensorFlow knows what StopIteration is."""
+        return _tensors(next(self._passes[int(number)]), len(self._empty))
+
+    def next_if_any(self, number: Any) -> list[Any]:
+        """Whether there is a batch, and its tensors."""
+        iterator = self._passes.get(int(number))
+        batch = None if iterator is None else next(iterator, None)
+        if batch is None:
+            return [False, *self._empty]
+        return [True, *_tensors(batch, len(self._empty))]
+
+    def end(self, number: Any) -> None:
+        """Closes a pass, also one that a `break` has left."""
+        _close(self._passes.pop(int(number), None))
+
+
+def _close(iterator: Any) -> None:
+    close = getattr(iterator, "close", None)
+    if close is not None:
+        close()
+
+
+def _tensors(batch: Any, count: int) -> list[Any]:
+    """The tensors of all replicas, leaf by leaf."""
+    found: list[Any] = []
+    for leaf in flatten(batch):
+        if leaf is not None:
+            found.extend(leaf.values if isinstance(leaf, PerReplica) else [leaf])
+    assert len(found) == count
+    return found
+
+
+class ProgramIterator:
+    """An iterator whose batches are operations of the program that is being traced.
+
+    Args:
+        start: makes an iterator of batches, when the program runs.
+        spec: the structure of a batch; leaves are `tf.TensorSpec`s, `PerReplica`s of
+            them, or None.
+        devices: the device of each replica; None to leave tensors on the host.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Iterator[Any]],
+        spec: Any,
+        devices: Sequence[str] | None,
+    ):
+        self.element_spec = spec
+        self._specs: list[tf.TensorSpec] = []
+        self._where: list[str | None] = []
+        for leaf in flatten(spec):
+            if leaf is None:
+                continue
+            own = leaf.values if isinstance(leaf, PerReplica) else [leaf]
+            self._specs.extend(own)
+            self._where.extend(devices or [None] * len(own))
+        empty = [_without_rows(spec) for spec in self._specs]
+        self._passes = _Passes(start, empty)
+        self._number = tf.py_function(self._passes.begin, [], tf.int64)
+        self._asked = 0
+
+    def __iter__(self) -> ProgramIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self.get_next()
+
+    def get_next(self) -> Any:
+        """The next batch; the program fails with `OutOfRangeError` without one."""
+        self._count()
+        types = [spec.dtype for spec in self._specs]
+        return self._batch(tf.py_function(self._passes.next, [self._number], types))
+
+    def get_next_as_optional(self) -> _ProgramOptional:
+        """The next batch, or nothing."""
+        self._count()
+        types = [tf.bool, *(spec.dtype for spec in self._specs)]
+        has_value, *tensors = tf.py_function(
+            self._passes.next_if_any, [self._number], types
+        )
+        has_value.set_shape(())
+        return _ProgramOptional(has_value, self._batch(tensors))
+
+    def end(self) -> None:
+        """Closes the pass where the program has come to."""
+        tf.py_function(self._passes.end, [self._number], [])
+
+    def _count(self) -> None:
+        self._asked += 1
+        if self._asked > _MAX_BATCHES_IN_A_TRACE:
+            raise ContextError(
+                "A distributed dataset was iterated by Python while TensorFlow traces "
+                f"a `tf.function`: {_MAX_BATCHES_IN_A_TRACE} batches were asked for. "
+                "Use a `for` loop in code that AutoGraph converts, or iterate outside "
+                "and call the function with each batch."
+            )
+
+    def _batch(self, tensors: Sequence[Any]) -> Any:
+        moved = []
+        for tensor, spec, device in zip(tensors, self._specs, self._where, strict=True):
+            tensor.set_shape(spec.shape)
+            with tf.device(device):
+                moved.append(tensor if device is None else tf.identity(tensor))
+        rest = iter(moved)
+
+        def leaf(spec: Any) -> Any:
+            if isinstance(spec, PerReplica):
+                return PerReplica([next(rest) for _ in spec.values])
+            return None if spec is None else next(rest)
+
+        return map_structure(leaf, self.element_spec)
+
+
+class _ProgramOptional:
+    """A batch or nothing; which, the program knows when it runs."""
+
+    def __init__(self, has_value: Any, batch: Any):
+        self._has_value = has_value
+        self._batch = batch
+
+    def has_value(self) -> Any:
+        """bool tensor, whether there is a batch."""
+        return self._has_value
+
+    def get_value(self) -> Any:
+        """The batch; zero rows where there is none."""
+        return self._batch
+
+
+def _without_rows(spec: tf.TensorSpec) -> Any:
+    shape = [0 if size is None else size for size in spec.shape]
+    return np.zeros(shape, spec.dtype.as_numpy_dtype)
+
+
+def loop_over(iterable: type, in_program: Callable[[Any], ProgramIterator]) -> None:
+    """Makes a `for` loop over such objects a loop of the program in `tf.function`.
+
+    Args:
+        iterable: the class, whose `for` loops are Python's elsewhere.
+        in_program: gives the iterator in the program.
+    """
+
+    def for_statement(given: Any, *loop: Any) -> None:
+        if tf.executing_eagerly():
+            control_flow._py_for_stmt(given, *loop)
+            return
+        iterator = in_program(given)
+        control_flow._tf_iterator_for_stmt(iterator, *loop)
+        iterator.end()
+
+    with contextlib.suppress(KeyError):  # Registered before.
+        control_flow.for_loop_registry.register(iterable, for_statement)
