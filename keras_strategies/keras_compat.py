@@ -443,6 +443,27 @@ def layer_calls_through(
         _route.call = previous
 
 
+def layer_settings(layer: Any) -> Any:
+    """What a layer's call depends on beside its weights, equal if that is the same.
+
+    Keras 3.15: `Layer._flatten_layers`. Switches of Keras's own begin with an
+    underscore, except for `built`, which the first call changes.
+    """
+    return tuple(
+        (
+            sublayer.trainable,
+            *(
+                (name, value)
+                for name, value in vars(sublayer).items()
+                if isinstance(value, (bool, int, float, str))
+                and not name.startswith("_")
+                and name != "built"
+            ),
+        )
+        for sublayer in layer._flatten_layers()
+    )
+
+
 def wraps_torch_modules(layer: Any) -> bool:
     """Whether a layer contains torch modules that hold parameters of their own.
 

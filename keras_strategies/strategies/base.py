@@ -168,6 +168,11 @@ class Strategy:
     ) -> Any:
         """Calls `fn` once on each replica, in replica context.
 
+        On JAX `fn` is compiled, and its Python runs again when something that it
+        closes over has changed: a name, an attribute that its code names, what is in
+        a list or dictionary, a setting of a Keras layer. What changes otherwise, the
+        contents of NumPy arrays among it, is to be an argument or a `keras.Variable`.
+
         Args:
             fn: callable; ordinary Keras code that may call models, apply optimizers,
                 update metrics and assign variables.

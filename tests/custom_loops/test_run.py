@@ -95,6 +95,17 @@ def test_with_one_replica_there_is_no_wrapper():
     assert float(found) == 2
 
 
+def test_gather_inside_a_replica_is_refused(mirrored):
+    with pytest.raises(RuntimeError, match="inside a replica function"):
+        mirrored.run(lambda: mirrored.gather(ops.ones((1,)), axis=0))
+
+
+def test_run_of_another_strategy_inside_a_replica_is_refused(mirrored):
+    other = ks.OneDeviceStrategy("cpu:0")
+    with pytest.raises(RuntimeError):
+        mirrored.run(lambda: other.run(lambda: 1))
+
+
 def test_run_and_reduce_inside_a_replica_are_refused(mirrored):
     with pytest.raises(RuntimeError, match="inside a replica function"):
         mirrored.run(lambda: mirrored.run(lambda: 1))
@@ -170,6 +181,42 @@ def test_a_replica_knows_its_number_and_its_strategy(mirrored):
     assert numbers(mirrored.run(fn)) == [0, 1]
     with mirrored.scope():
         assert ks.get_replica_context() is None
+
+
+def test_a_replica_knows_its_devices(mirrored, backend_name):
+    seen = []
+    mirrored.run(lambda: seen.append(ks.get_replica_context().devices))
+    # Where replicas are one program, it is traced for all of their devices.
+    every = {device for devices in seen for device in devices}
+    assert every == set(mirrored.extended.worker_devices)
+    if backend_name != "jax":
+        assert seen == [("cpu:0",), ("cpu:1",)]
+
+
+def test_merge_call_takes_keyword_arguments_and_returns_structures(mirrored):
+    def merge(strategy, *, value, scale):
+        total = strategy.reduce("SUM", value, axis=None)
+        return {"total": total * scale, "name": "sum"}
+
+    def fn(x):
+        context = ks.get_replica_context()
+        found = context.merge_call(merge, kwargs={"value": x, "scale": 2.0})
+        return found["total"] + 0, found["name"]
+
+    total, name = mirrored.run(fn, args=(per_replica(1.0, 2.0),))
+    assert numbers(total) == [6, 6]
+    assert name == "sum"
+
+
+def test_all_gather_of_a_structure(mirrored):
+    def fn(x):
+        given = {"a": x, "b": (x * 10,)}
+        found = ks.get_replica_context().all_gather(given, axis=0)
+        return found["a"] + 0, found["b"][0] + 0
+
+    once, ten_times = mirrored.run(fn, args=(per_replica([1], [2]),))
+    assert numbers(once) == [[1, 2]] * 2
+    assert numbers(ten_times) == [[10, 20]] * 2
 
 
 def test_merge_call_runs_once_in_cross_replica_context(mirrored):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
+from keras_strategies.backends.jax.closures import static_key
 from keras_strategies.values import (
     DistributedValues,
     flatten,
@@ -17,67 +17,6 @@ from keras_strategies.values import (
 )
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
-
-
-class Same:
-    """Equal to another one of the same object only, which it keeps alive."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-
-def static_key(value: Any) -> Any:
-    """Equal for values that a program may take for each other."""
-    if isinstance(value, _SCALARS):
-        return (type(value), value)
-    return Same(value)
-
-
-def function_key(fn: Callable[..., Any], seen: tuple[Any, ...] = ()) -> Any:
-    """Equal for functions that do the same: one code over the same objects.
-
-    A lambda in a loop is a new function each time, and is not to be compiled anew;
-    a function whose global variables have been replaced is.
-
-    Args:
-        fn: a function, or another callable, which equals itself alone.
-        seen: the functions that lead to this one, which may call each other.
-    """
-    if isinstance(fn, types.MethodType):
-        return (function_key(fn.__func__, seen), Same(fn.__self__))
-    if not isinstance(fn, types.FunctionType) or fn in seen:
-        return static_key(fn)
-    seen = (*seen, fn)
-
-    def key(value: Any) -> Any:
-        # A helper that is defined beside the function is made anew with it.
-        if isinstance(value, types.FunctionType) and (
-            value.__globals__ is fn.__globals__
-        ):
-            return function_key(value, seen)
-        return static_key(value)
-
-    def cell_key(cell: Any) -> Any:
-        try:
-            return key(cell.cell_contents)
-        except ValueError:  # Not assigned yet.
-            return Same(cell)
-
-    names = fn.__code__.co_names
-    return (
-        fn.__code__,
-        tuple(map(cell_key, fn.__closure__ or ())),
-        tuple(map(static_key, fn.__defaults__ or ())),
-        tuple((n, static_key(v)) for n, v in (fn.__kwdefaults__ or {}).items()),
-        tuple(key(fn.__globals__[n]) for n in names if n in fn.__globals__),
-        Same(fn.__globals__),
-    )
 
 
 def is_array(value: Any) -> bool:

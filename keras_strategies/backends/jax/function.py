@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,8 @@ from jax import numpy as jnp
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.jax import jax_compat
-from keras_strategies.backends.jax.arguments import Packed, Same, function_key
+from keras_strategies.backends.jax.arguments import Packed
+from keras_strategies.backends.jax.closures import Same, code_of, function_key
 from keras_strategies.backends.jax.run import ReplicaScope
 from keras_strategies.backends.jax.state import (
     Given,
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 
 # Programs that are kept for functions that are no longer called, at most.
 _MAX_PROGRAMS = 128
+# Programs of one function, after which something seems to be wrong.
+_MANY_PROGRAMS = 32
 
 
 class CompiledFunction:
@@ -153,10 +158,14 @@ def layout_of(scope: ProgramScope) -> Layout:
 
 
 class RunPrograms:
-    """`Strategy.run` outside of `ks.function`: a program for each function."""
+    """`Strategy.run` outside of `ks.function`: a program for each function.
+
+    What else makes two calls different is said in `closures`.
+    """
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
+        self._made: collections.Counter[Any] = collections.Counter()
         self._compiled: collections.OrderedDict[Any, CompiledFunction] = (
             collections.OrderedDict()
         )
@@ -174,9 +183,25 @@ class RunPrograms:
             self._compiled[key] = compiled
             if len(self._compiled) > _MAX_PROGRAMS:
                 self._compiled.popitem(last=False)
+            self._count(fn)
         own_args = regroup([list(own) for own in args])
         result = compiled(own_args, {"kwargs": regroup(list(kwargs))})
         return [select_replica(i, result) for i in range(len(args))]
+
+    def _count(self, fn: Callable[..., Any]) -> None:
+        code = code_of(fn)
+        self._made[code] += 1
+        if self._made[code] == _MANY_PROGRAMS and isinstance(code, types.CodeType):
+            name = getattr(fn, "__qualname__", repr(fn))
+            warnings.warn_explicit(
+                f"`run` has compiled {name!r} {_MANY_PROGRAMS} times, because what it "
+                "closes over was another thing each time: a number, an attribute, an "
+                "array. Pass what changes as an argument, or keep it in a "
+                "`keras.Variable`.",
+                UserWarning,
+                code.co_filename,
+                code.co_firstlineno,
+            )
 
     def _traced(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         run = self._strategy.trainer.run  # type: ignore[attr-defined]

@@ -28,7 +28,8 @@ from jax import numpy as jnp
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.base import Communicator
-from keras_strategies.backends.jax.arguments import Columns, function_key
+from keras_strategies.backends.jax.arguments import Columns
+from keras_strategies.backends.jax.closures import function_key
 from keras_strategies.backends.jax.devices import jax_device
 from keras_strategies.backends.jax.lockstep import meet, run_in_lockstep
 from keras_strategies.backends.jax.state import (

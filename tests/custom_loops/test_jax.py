@@ -1,0 +1,147 @@
+"""Custom loops on JAX: programs, their state, and where it lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "jax":
+    pytest.skip("JAX only", allow_module_level=True)
+
+import jax
+
+ROWS = np.arange(10, dtype="float32")
+
+
+def per_replica(*parts: Any) -> Any:
+    return ks.PerReplica([ops.convert_to_tensor(np.float32(part)) for part in parts])
+
+
+# Datasets.
+
+
+@pytest.mark.parametrize("use", ["for", "next", "optional", "run"])
+def test_a_dataset_is_not_iterated_in_a_program(mirrored, use):
+    dataset = mirrored.experimental_distribute_dataset([ROWS[:4], ROWS[4:]])
+    iterator = iter(dataset)
+
+    def ask() -> Any:
+        if use == "for":
+            return [mirrored.run(ops.sum, args=(batch,)) for batch in dataset]
+        if use == "optional":
+            return iterator.get_next_as_optional()
+        return next(iterator)
+
+    with pytest.raises(RuntimeError, match=r"constants of the program.*each batch"):
+        mirrored.run(ask) if use == "run" else ks.function(ask)()
+    assert len(list(iterator)) == 2
+
+
+# Programs.
+
+
+def trace_counter(strategy: Any) -> tuple[Any, list[Any]]:
+    traces: list[Any] = []
+
+    @ks.function
+    def step(x: Any, scale: float = 1.0) -> Any:
+        traces.append(x)
+        return strategy.run(lambda x: x * scale, args=(x,))
+
+    return step, traces
+
+
+def test_a_function_is_compiled_once_for_each_shape(mirrored):
+    step, traces = trace_counter(mirrored)
+    step(per_replica([1, 2], [3, 4]))
+    first = len(traces)
+    for value in range(3):
+        step(per_replica([value, 2], [3, 4]))
+    assert len(traces) == first
+    step(per_replica([1], [3]))
+    second = len(traces)
+    assert second > first
+    for _ in range(2):
+        step(per_replica([1], [3]))
+        step(per_replica([1, 2], [3, 4]))
+    assert len(traces) == second
+    found = step(per_replica([1], [3]), scale=2.0)
+    assert [float(part[0]) for part in found.values] == [2, 6]
+    assert len(traces) > second
+
+
+def counting_step(strategy: Any) -> tuple[Any, Any]:
+    with strategy.scope():
+        variable = keras.Variable(np.zeros(4, "float32"), aggregation="mean")
+
+    def replica_step(x: Any) -> None:
+        variable.assign_add(x)
+
+    return variable, ks.function(lambda x: strategy.run(replica_step, args=(x,)))
+
+
+def test_state_that_is_assigned_is_donated():
+    variable, step = counting_step(ks.OneDeviceStrategy("cpu:0"))
+    step(np.ones(4, "float32"))
+    where = variable.value.unsafe_buffer_pointer()
+    for _ in range(3):
+        step(np.ones(4, "float32"))
+        assert variable.value.unsafe_buffer_pointer() == where
+    np.testing.assert_array_equal(variable.numpy(), 4 * np.ones(4))
+
+
+def test_state_that_somebody_holds_is_not_donated(mirrored):
+    variable, step = counting_step(mirrored)
+    x = per_replica(np.ones(4), np.ones(4))
+    step(x)
+    held = variable.value
+    step(x)
+    np.testing.assert_array_equal(np.asarray(held), np.ones(4))
+    np.testing.assert_array_equal(variable.numpy(), 2 * np.ones(4))
+
+
+def test_an_error_while_tracing_leaves_state_as_it_was(mirrored):
+    variable, step = counting_step(mirrored)
+    step(per_replica(np.ones(4), np.ones(4)))
+    with pytest.raises(Exception, match=r"shape|broadcast"):
+        step(per_replica(np.ones(3), np.ones(3)))
+    np.testing.assert_array_equal(variable.numpy(), np.ones(4))
+    step(per_replica(np.ones(4), np.ones(4)))
+    np.testing.assert_array_equal(variable.numpy(), 2 * np.ones(4))
+
+
+def test_run_inside_jax_jit_is_refused(mirrored):
+    with pytest.raises(RuntimeError, match=r"not a `ks\.function`"):
+        jax.jit(lambda x: mirrored.run(lambda x: x, args=(x,)))(np.ones(2))
+
+
+# Central storage.
+
+
+def central() -> Any:
+    return ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0")
+
+
+def test_central_storage_has_its_variables_on_one_device_after_a_loop():
+    strategy = central()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def replica_step(x: Any) -> None:
+        variables = model.trainable_variables
+        _, gradients = ks.value_and_grad(lambda: ops.sum(model(x)), variables)()
+        optimizer.apply(gradients, variables)
+
+    step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
+    for _ in range(2):
+        step(per_replica(np.ones((2, 4)), np.ones((2, 4))))
+    for variable in (*model.variables, *optimizer.variables):
+        assert variable.value.devices() == {jax.devices("cpu")[0]}

@@ -1,0 +1,218 @@
+"""Optimizers in custom loops: what is summed, when, and by whom it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+
+
+def gradients_of(*values: float) -> Any:
+    """A gradient for each replica."""
+    return ks.PerReplica([ops.convert_to_tensor(np.float32(value)) for value in values])
+
+
+def made(strategy: Any, optimizer: Any, value: float = 0.0) -> Any:
+    with strategy.scope():
+        variable = keras.Variable(np.float32(value))
+        optimizer.build([variable])
+    return variable
+
+
+def apply(optimizer: Any, variable: Any) -> Any:
+    return lambda gradient: optimizer.apply([gradient], [variable])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_summed_before_they_are_clipped(strategy, compiled):
+    if strategy.num_replicas_in_sync != 2:
+        pytest.skip("two gradients for two replicas")
+    optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
+    variable = made(strategy, optimizer)
+
+    def step(gradient: Any) -> None:
+        strategy.run(apply(optimizer, variable), args=(gradient,))
+
+    step = ks.function(step) if compiled else step
+    step(gradients_of(3.0, -2.5))  # 0.5 in all; clipped first it would be 0.
+    assert float(variable.numpy()) == -0.5
+    step(gradients_of(1.5, 1.5))  # 3 in all.
+    assert float(variable.numpy()) == -2.5
+
+
+def test_weight_decay_is_applied_once(mirrored):
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
+    variable = made(mirrored, optimizer, 2.0)
+    mirrored.run(apply(optimizer, variable), args=(gradients_of(0.0, 0.0),))
+    assert float(variable.numpy()) == pytest.approx(2 - 0.1 * 0.5 * 2)
+
+
+def test_iterations_count_steps_and_not_replicas(mirrored):
+    optimizer = keras.optimizers.Adam(0.1)
+    variable = made(mirrored, optimizer)
+    for _ in range(3):
+        mirrored.run(apply(optimizer, variable), args=(gradients_of(1.0, 2.0),))
+    assert int(ops.convert_to_numpy(optimizer.iterations)) == 3
+
+
+def test_apply_gradients_takes_pairs(mirrored):
+    optimizer = keras.optimizers.SGD(1.0)
+    variable = made(mirrored, optimizer)
+
+    def step(gradient: Any) -> None:
+        optimizer.apply_gradients([(gradient, variable)])
+
+    mirrored.run(step, args=(gradients_of(1.0, 2.0),))
+    assert float(variable.numpy()) == -3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_apply_in_cross_replica_context_takes_what_it_is_given(mirrored, compiled):
+    optimizer = keras.optimizers.SGD(1.0)
+    variable = made(mirrored, optimizer)
+
+    def merged(strategy: Any, gradient: Any) -> None:
+        largest = strategy.reduce("MAX", gradient, axis=None)
+        optimizer.apply([largest], [variable])
+
+    def replica_step(gradient: Any) -> None:
+        ks.get_replica_context().merge_call(merged, args=(gradient,))
+
+    def step(gradient: Any) -> None:
+        mirrored.run(replica_step, args=(gradient,))
+
+    step = ks.function(step) if compiled else step
+    for expected in (-2, -4):
+        step(gradients_of(1.0, 2.0))
+        assert float(variable.numpy()) == expected
+
+
+def test_a_replica_without_a_gradient_adds_nothing(mirrored):
+    optimizer = keras.optimizers.SGD(1.0)
+    with mirrored.scope():
+        used, unused = keras.Variable(np.float32(0)), keras.Variable(np.float32(5))
+        optimizer.build([used, unused])
+
+    def step(gradient: Any) -> None:
+        optimizer.apply([gradient, None], [used, unused])
+
+    mirrored.run(step, args=(gradients_of(1.0, 2.0),))
+    assert [float(used.numpy()), float(unused.numpy())] == [-3, 5]
+
+
+def train(strategy: Any, optimizer: Any, steps: int = 5) -> list[np.ndarray]:
+    """A loop over rows that two replicas share unevenly."""
+    random = np.random.default_rng(5)
+    x = random.normal(size=(5, 3)).astype("float32")
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [keras.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(1)]
+        )
+        optimizer.build(model.trainable_variables)
+
+    def replica_step(x: Any) -> Any:
+        def loss_fn() -> Any:
+            loss = ks.compute_average_loss(ops.square(model(x)[:, 0] - 1))
+            return optimizer.scale_loss(loss)
+
+        variables = model.trainable_variables
+        loss, gradients = ks.value_and_grad(loss_fn, variables)()
+        optimizer.apply(gradients, variables)
+        return loss
+
+    step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
+    dataset = strategy.experimental_distribute_dataset(x, batch_size=5)
+    for _ in range(steps):
+        for batch in dataset:
+            step(batch)
+    return model.get_weights()
+
+
+OPTIMIZERS = {
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "average": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
+    "global_clipnorm": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=8.0
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loop_equals_one_device_with(mirrored, name):
+    found = train(mirrored, OPTIMIZERS[name]())
+    expected = train(ks.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name]())
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_variable_made_in_the_first_call_lives_on(mirrored, compiled):
+    class Counter:
+        total: Any = None
+
+        def __call__(self, x: Any) -> Any:
+            if self.total is None:
+                self.total = keras.Variable(
+                    np.float32(10), trainable=False, aggregation="sum"
+                )
+            self.total.assign_add(x)
+            return self.total.value + 0
+
+    counter = Counter()
+
+    def step(x: Any) -> Any:
+        return mirrored.run(counter, args=(x,))
+
+    step = ks.function(step) if compiled else step
+    for expected in (13, 16):
+        found = step(gradients_of(1.0, 2.0))
+        assert [float(part) for part in found.values] == [expected] * 2
+    assert float(counter.total.numpy()) == 16
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="`backward` is Torch's")
+def test_the_backward_pass_of_torch(mirrored):
+    def train(strategy: Any, x: Any) -> list[np.ndarray]:
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential(
+                [keras.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(1)]
+            )
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            optimizer.build(model.trainable_variables)
+
+        def replica_step(x: Any) -> Any:
+            model.zero_grad()
+            loss = ks.compute_average_loss(ops.square(model(x)[:, 0] - 1))
+            loss.backward()
+            variables = model.trainable_variables
+            gradients = [variable.value.grad for variable in variables]
+            optimizer.apply(gradients, variables)
+            return loss
+
+        losses = [
+            float(strategy.reduce("SUM", strategy.run(replica_step, args=(x,))))
+            for _ in range(4)
+        ]
+        return [np.array(losses), *model.get_weights()]
+
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
+    tensor = ops.convert_to_tensor(x)
+    found = train(mirrored, ks.PerReplica([tensor[:3], tensor[3:]]))
+    expected = train(ks.OneDeviceStrategy("cpu:0"), tensor)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
