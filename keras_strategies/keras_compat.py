@@ -49,6 +49,9 @@ class ModelHooks(Protocol):
     def creating(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around `Variable.__init__`."""
 
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        """The first three arguments of `Variable.__init__`, of which one is a value."""
+
     def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[Any]:
         """Entered around `fit`, `evaluate`, ... and `compile`."""
 
@@ -125,9 +128,20 @@ def install(hooks: ModelHooks) -> None:
 
     def wrap_variable_init(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(
+            self: Any,
+            initializer: Any,
+            shape: Any = None,
+            dtype: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
             with hooks.creating():
-                original(self, *args, **kwargs)
+                if not callable(initializer) and not isinstance(initializer, str):
+                    initializer, shape, dtype = hooks.initial_value(
+                        initializer, shape, dtype
+                    )
+                original(self, initializer, shape, dtype, *args, **kwargs)
             hooks.created(self)
 
         return __init__
@@ -441,6 +455,14 @@ def layer_calls_through(
         yield
     finally:
         _route.call = previous
+
+
+def trained_variables(optimizer: Any) -> Any:
+    """The variables that an optimizer was built for.
+
+    Keras 3.15: `BaseOptimizer._trainable_variables`.
+    """
+    return optimizer._trainable_variables
 
 
 def layer_settings(layer: Any) -> Any:

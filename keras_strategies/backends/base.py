@@ -277,6 +277,16 @@ class Backend(abc.ABC):
         """See `ks.value_and_grad`."""
         raise NotImplementedError
 
+    def optimizer_apply(
+        self, optimizer: Any, apply: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """`optimizer.apply` in the way that the program under way needs it."""
+        return apply
+
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        """Arguments of `keras.Variable` that say the same in the program under way."""
+        return value, shape, dtype
+
     def function(
         self, fn: Callable[..., Any], jit_compile: bool | None
     ) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategies import context, keras_compat
-from keras_strategies.backends import run_scope
+from keras_strategies.backends import get_backend, run_scope
 from keras_strategies.backends.run_scope import RunScope
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.model import model_arguments, on_first_dataset
@@ -83,6 +83,9 @@ class StrategyHooks:
             return make(force)
         return strategy.trainer.step_function(model, kind, make, force)
 
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        return get_backend().initial_value(value, shape, dtype)
+
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
     ) -> Any:
@@ -90,12 +93,13 @@ class StrategyHooks:
         if replica is None or not isinstance(
             keras_compat.current_stateless_scope(), RunScope
         ):
-            return original(grads, variables)
+            return get_backend().optimizer_apply(optimizer, original)(grads, variables)
         if variables is not None and not optimizer.built:
             replica.merge_call(
                 lambda strategy, variables: optimizer.build(list(variables)),
                 args=(tuple(variables),),
             )
+        original = get_backend().optimizer_apply(optimizer, original)
         return replica.strategy.trainer.apply_gradients(
             optimizer, original, grads, variables, aggregate=not _are_aggregated()
         )

@@ -160,6 +160,29 @@ def test_a_loop_equals_one_device_with(mirrored, name):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_scale_steps_over_what_is_not_finite(strategy, compiled):
+    if strategy.num_replicas_in_sync != 2:
+        pytest.skip("two gradients for two replicas")
+    inner = keras.optimizers.SGD(1.0)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+    variable = made(strategy, optimizer)
+
+    def step(gradient: Any) -> None:
+        strategy.run(apply(optimizer, variable), args=(gradient,))
+
+    def scale() -> float:
+        return float(ops.convert_to_numpy(optimizer.dynamic_scale))
+
+    step = ks.function(step) if compiled else step
+    step(gradients_of(8.0, 16.0))
+    assert (float(variable.numpy()), scale()) == (-3, 8)
+    step(gradients_of(1.0, np.inf))
+    assert (float(variable.numpy()), scale()) == (-3, 4)
+    step(gradients_of(4.0, 0.0))
+    assert (float(variable.numpy()), scale()) == (-4, 4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_variable_made_in_the_first_call_lives_on(mirrored, compiled):
     class Counter:
         total: Any = None

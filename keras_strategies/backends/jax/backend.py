@@ -12,6 +12,7 @@ import numpy as np
 from keras_strategies.backends.base import Backend, TrainerAdapter
 from keras_strategies.backends.jax import collectives, devices, function
 from keras_strategies.backends.jax.central import CentralStorageTrainer
+from keras_strategies.backends.jax.optimizers import traceable_apply
 from keras_strategies.backends.jax.trainer import MeshTrainer, OneDeviceTrainer
 from keras_strategies.devices import Device
 from keras_strategies.errors import ContextError
@@ -107,6 +108,14 @@ class JaxBackend(Backend):
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
         return function.value_and_grad(fn, variables, has_aux)
+
+    def optimizer_apply(
+        self, optimizer: Any, apply: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        return traceable_apply(optimizer, apply) if function.in_trace() else apply
+
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        return function.initial_value(value, shape, dtype)
 
     def function(
         self, fn: Callable[..., Any], jit_compile: bool | None

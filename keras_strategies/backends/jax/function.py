@@ -26,6 +26,7 @@ from keras_strategies.backends.jax.state import (
     TraceScope,
     is_stacked,
 )
+from keras_strategies.backends.run_scope import RunScope
 from keras_strategies.values import (
     DistributedValues,
     PerReplica,
@@ -219,6 +220,24 @@ def in_trace() -> bool:
     """Whether this thread is tracing, so that there is nothing to compile."""
     scope = keras_compat.current_stateless_scope()
     return scope is not None or jax_compat.is_tracing()
+
+
+def initial_value(value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """An initializer for a value; in a program, variables get theirs after the trace.
+
+    Keras refuses values there. One that is computed in the program is left to it.
+    """
+    scope = keras_compat.current_stateless_scope()
+    if not isinstance(scope, (TraceScope, RunScope)):
+        return value, shape, dtype
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        return value, shape, dtype
+    found = jax.eval_shape(lambda: keras.ops.convert_to_tensor(value, dtype))
+
+    def initializer(shape: Any, dtype: Any = None) -> Any:
+        return keras.ops.convert_to_tensor(value, dtype)
+
+    return initializer, found.shape, found.dtype.name
 
 
 def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., Any]:
