@@ -7,11 +7,16 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from harness.strategies import STRATEGIES
 from keras import layers, ops
 
 import keras_strategies as ks
 
-BACKEND = keras.backend.backend()
+
+@pytest.fixture(params=["mirrored_2", "central"])
+def two(request) -> Any:
+    """Strategies of two replicas."""
+    return STRATEGIES[request.param].make()
 
 
 def gradients_of(*values: float) -> Any:
@@ -31,14 +36,12 @@ def apply(optimizer: Any, variable: Any) -> Any:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_are_summed_before_they_are_clipped(strategy, compiled):
-    if strategy.num_replicas_in_sync != 2:
-        pytest.skip("two gradients for two replicas")
+def test_gradients_are_summed_before_they_are_clipped(two, compiled):
     optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
-    variable = made(strategy, optimizer)
+    variable = made(two, optimizer)
 
     def step(gradient: Any) -> None:
-        strategy.run(apply(optimizer, variable), args=(gradient,))
+        two.run(apply(optimizer, variable), args=(gradient,))
 
     step = ks.function(step) if compiled else step
     step(gradients_of(3.0, -2.5))  # 0.5 in all; clipped first it would be 0.
@@ -160,15 +163,13 @@ def test_a_loop_equals_one_device_with(mirrored, name):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_loss_scale_steps_over_what_is_not_finite(strategy, compiled):
-    if strategy.num_replicas_in_sync != 2:
-        pytest.skip("two gradients for two replicas")
+def test_a_loss_scale_steps_over_what_is_not_finite(two, compiled):
     inner = keras.optimizers.SGD(1.0)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
-    variable = made(strategy, optimizer)
+    variable = made(two, optimizer)
 
     def step(gradient: Any) -> None:
-        strategy.run(apply(optimizer, variable), args=(gradient,))
+        two.run(apply(optimizer, variable), args=(gradient,))
 
     def scale() -> float:
         return float(ops.convert_to_numpy(optimizer.dynamic_scale))
@@ -205,37 +206,3 @@ def test_a_variable_made_in_the_first_call_lives_on(mirrored, compiled):
         found = step(gradients_of(1.0, 2.0))
         assert [float(part) for part in found.values] == [expected] * 2
     assert float(counter.total.numpy()) == 16
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="`backward` is Torch's")
-def test_the_backward_pass_of_torch(mirrored):
-    def train(strategy: Any, x: Any) -> list[np.ndarray]:
-        with strategy.scope():
-            keras.utils.set_random_seed(1)
-            model = keras.Sequential(
-                [keras.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(1)]
-            )
-            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-            optimizer.build(model.trainable_variables)
-
-        def replica_step(x: Any) -> Any:
-            model.zero_grad()
-            loss = ks.compute_average_loss(ops.square(model(x)[:, 0] - 1))
-            loss.backward()
-            variables = model.trainable_variables
-            gradients = [variable.value.grad for variable in variables]
-            optimizer.apply(gradients, variables)
-            return loss
-
-        losses = [
-            float(strategy.reduce("SUM", strategy.run(replica_step, args=(x,))))
-            for _ in range(4)
-        ]
-        return [np.array(losses), *model.get_weights()]
-
-    x = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
-    tensor = ops.convert_to_tensor(x)
-    found = train(mirrored, ks.PerReplica([tensor[:3], tensor[3:]]))
-    expected = train(ks.OneDeviceStrategy("cpu:0"), tensor)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
