@@ -1,0 +1,267 @@
+"""The hub, in the chief's process: where workers meet and are watched."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from typing import Any
+
+from keras_strategies.cluster.group.messages import BEAT, Line
+
+
+@dataclasses.dataclass
+class _Member:
+    """A worker that has come."""
+
+    line: Line
+    info: dict[str, Any]
+    seen: float
+    progress: str = ""
+    has_left: bool = False
+
+
+class Hub:
+    """Brings workers together, and says which of them is lost.
+
+    Args:
+        server: the socket that workers connect to.
+        job: str, what tells this cluster from another one at the same address.
+        addresses: the workers' addresses, for messages.
+        timeout: float, seconds that workers have to come, and that one may be silent.
+    """
+
+    def __init__(
+        self, server: socket.socket, job: str, addresses: list[str], timeout: float
+    ):
+        self._server = server
+        self._job = job
+        self._addresses = addresses
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._members: dict[int, _Member] = {}
+        self._refusal: dict[str, Any] | None = None
+        self._gathered: dict[tuple[str, int], dict[int, tuple[str, bytes]]] = {}
+        self._lost = False
+        self._closed = threading.Event()
+        self._start(self._accept)
+        self._start(self._watch)
+
+    def _start(self, target: Any, *args: Any) -> None:
+        threading.Thread(
+            target=target, args=args, name="group-hub", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        with self._lock:
+            members = list(self._members.values())
+        for member in members:
+            member.line.close()
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._members) == len(self._addresses)
+
+    # Meeting.
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connected, _ = self._server.accept()
+            except OSError:
+                return
+            self._start(self._serve, connected)
+
+    def _serve(self, connected: socket.socket) -> None:
+        try:
+            line = Line(connected)
+            message = line.receive(self._timeout)
+        except (OSError, EOFError):
+            return
+        if message is None or message[0].get("kind") != "hello":
+            line.close()
+            return
+        hello = message[0]
+        if hello.get("job") != self._job:
+            line.send({"kind": "stranger"})
+            line.close()
+            return
+        index = self._join(line, hello)
+        if index is None:
+            line.close()
+            return
+        try:
+            while True:
+                received = line.receive()
+                if received is not None:
+                    self._handle(index, *received)
+        except EOFError:
+            self._ended(index)
+            line.close()
+
+    def _join(self, line: Line, hello: dict[str, Any]) -> int | None:
+        index, info = int(hello["index"]), dict(hello["info"])
+        info["host"] = line.other_host
+        with self._lock:
+            why = self._why_not(index, info)
+            if self._refusal is None and why is not None:
+                self._refuse(why, is_late=False)
+            if self._refusal is not None:
+                line.send(self._refusal)
+                return None
+            self._members[index] = _Member(line, info, time.monotonic())
+            if self.is_complete:
+                infos = [self._members[i].info for i in range(len(self._addresses))]
+                self._tell_all({"kind": "welcome", "members": infos})
+            return index
+
+    def _why_not(self, index: int, info: dict[str, Any]) -> str | None:
+        """Why a worker cannot take part; None if it can."""
+        if index in self._members:
+            first = self._members[index].info
+            return (
+                f"Two processes say that they are worker {index}: process "
+                f"{first['pid']} on {first['host']}, and process {info['pid']} on "
+                f"{info['host']}. Give each its own index (`task.index` in TF_CONFIG)."
+            )
+        for other, member in self._members.items():
+            for key, value in member.info["same"].items():
+                own = info["same"].get(key)
+                if own != value:
+                    return (
+                        f"Workers do not agree on {key}: worker {other} has {value!r}, "
+                        f"worker {index} has {own!r}. All run the same script with the "
+                        "same versions."
+                    )
+        return None
+
+    def _refuse(self, why: str, is_late: bool) -> None:
+        """Nobody can begin. The lock is held."""
+        if self._refusal is None:
+            self._refusal = {"kind": "refused", "why": why, "is_late": is_late}
+            self._tell_all(self._refusal)
+
+    def _tell_all(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        for member in self._members.values():
+            member.line.send(header, payload)
+
+    # Watching.
+
+    def _watch(self) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not self._closed.wait(BEAT):
+            now = time.monotonic()
+            with self._lock:
+                self._tell_all({"kind": "beat"})
+                if not self.is_complete:
+                    if now > deadline:
+                        self._refuse(self._who_is_missing(), is_late=True)
+                    continue
+                for index, member in self._members.items():
+                    silent = now - member.seen
+                    if silent > self._timeout and not member.has_left:
+                        self._lose(
+                            index, f"nothing has been heard of it for {silent:.0f} s"
+                        )
+
+    def _who_is_missing(self) -> str:
+        missing = [i for i in range(len(self._addresses)) if i not in self._members]
+        named = " and ".join(f"worker {i} ({self._addresses[i]})" for i in missing)
+        return (
+            f"Of {len(self._addresses)} workers, {named} did not come within "
+            f"{self._timeout:g} s. Was it started, with the same cluster, and can it "
+            f"reach the chief at {self._addresses[0]}? "
+            "`CommunicationOptions(timeout_seconds=...)` changes the wait."
+        )
+
+    def _ended(self, index: int) -> None:
+        """A connection has ended, in order or not."""
+        with self._lock:
+            if not self.is_complete:
+                # It may come again: a launcher restarts what fails.
+                if index in self._members and self._refusal is None:
+                    del self._members[index]
+                return
+            if not self._members[index].has_left:
+                self._lose(index, "its process, or the connection to it, has ended")
+
+    def _lose(self, index: int, how: str) -> None:
+        """Tells all of the first loss, from which the others may follow."""
+        if self._lost:
+            return
+        self._lost = True
+        member = self._members[index]
+        self._tell_all(
+            {
+                "kind": "lost",
+                "index": index,
+                "how": how,
+                "progress": member.progress,
+                "host": member.info["host"],
+                "pid": member.info["pid"],
+            }
+        )
+
+    # Messages.
+
+    def _handle(self, index: int, header: dict[str, Any], payload: bytes) -> None:
+        kind = header.get("kind")
+        with self._lock:
+            member = self._members[index]
+            member.seen = time.monotonic()
+            if kind == "beat":
+                member.progress = header["progress"]
+            elif kind == "gather":
+                member.progress = header["progress"]
+                key = (header["stream"], header["number"])
+                self._gather(index, key, header["what"], payload)
+            elif kind == "failed":
+                member.progress = header["progress"]
+                for other, each in self._members.items():
+                    if other != index:
+                        each.line.send(
+                            {
+                                "kind": "failed",
+                                "index": index,
+                                "how": header["how"],
+                                "progress": member.progress,
+                                "host": member.info["host"],
+                                "pid": member.info["pid"],
+                            }
+                        )
+            elif kind == "bye":
+                member.has_left = True
+                self._check_gathers()
+
+    def _gather(
+        self, index: int, key: tuple[str, int], what: str, payload: bytes
+    ) -> None:
+        values = self._gathered.setdefault(key, {})
+        values[index] = (what, payload)
+        if len(values) == len(self._addresses):
+            del self._gathered[key]
+            whats = [values[i][0] for i in range(len(values))]
+            parts = [values[i][1] for i in range(len(values))]
+            header = {
+                "kind": "gathered",
+                "key": key,
+                "whats": whats,
+                "sizes": [len(part) for part in parts],
+            }
+            self._tell_all(header, b"".join(parts))
+        self._check_gathers()
+
+    def _check_gathers(self) -> None:
+        """Who waits for a worker that has left waits in vain."""
+        for values in self._gathered.values():
+            for index, member in self._members.items():
+                if member.has_left and index not in values:
+                    what = next(iter(values.values()))[0]
+                    self._lose(index, f"it has ended, while others wait in {what!r}")
+                    return

@@ -1,0 +1,79 @@
+"""Messages between workers and the hub: a header in JSON, and bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+Message = tuple[dict[str, Any], bytes]
+
+# How often each side says that it is alive, in seconds.
+BEAT = 0.25
+
+
+class Line:
+    """One end of a connection, which any thread may send on.
+
+    Messages are sent by a thread of their own, so that a receiver that does not read,
+    because it was stopped, cannot keep anybody.
+    """
+
+    def __init__(self, connected: socket.socket):
+        self.own_host = str(connected.getsockname()[0])
+        self.other_host = str(connected.getpeername()[0])
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.settimeout(None)
+        self._connection = Connection(connected.detach())
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(
+            target=self._send_all, name="group-sender", daemon=True
+        )
+        self._sender.start()
+
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        self._outgoing.put(json.dumps(header).encode() + b"\n" + payload)
+
+    def _send_all(self) -> None:
+        try:
+            while (message := self._outgoing.get()) is not None:
+                self._connection.send_bytes(message)
+        except OSError:
+            pass  # The reader sees that the connection has ended.
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """The next message; None if none has come in time.
+
+        Raises:
+            EOFError: if the connection has ended, or the other end is no worker.
+        """
+        try:
+            if not self._connection.poll(timeout):
+                return None
+            header, _, payload = self._connection.recv_bytes().partition(b"\n")
+            found = json.loads(header)
+        except (OSError, ValueError) as error:
+            raise EOFError(str(error)) from error
+        if not isinstance(found, dict):
+            raise EOFError("That was no message of a worker.")
+        return found, payload
+
+    def close(self, wait: float = 1.0) -> None:
+        """Ends the connection after what was to be sent."""
+        self._outgoing.put(None)
+        self._sender.join(wait)
+        self.cut()
+
+    def cut(self) -> None:
+        """Ends the connection at once; both ends' readers see it."""
+        try:
+            # Closing alone would not wake a reader that waits in this process.
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+        except OSError:
+            pass

@@ -1,0 +1,412 @@
+"""A worker's view of the group that it belongs to."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keras_strategies.cluster.group.hub import Hub
+from keras_strategies.cluster.group.messages import BEAT, Line
+from keras_strategies.cluster.spec import split_address
+from keras_strategies.errors import ClusterError, WorkerError
+
+# Ports after the first one's that the hub may be at (see `WorkerGroup.join`).
+_MORE_PORTS = 16
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that the others cannot go on without.
+
+    Args:
+        index: int, the worker's number.
+        how: str, what is known.
+        progress: str, how far it had come, such as `"step 12 of fit"`.
+        host: str, its address.
+        pid: int, its process.
+    """
+
+    index: int
+    how: str
+    progress: str
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        at = f" at {self.progress}" if self.progress else ""
+        return (
+            f"Worker {self.index} ({self.host}, process {self.pid}) was lost{at}: "
+            f"{self.how}."
+        )
+
+
+class WorkerGroup:
+    """The workers of a cluster, all of which are there.
+
+    Use `join`.
+
+    Args:
+        index: int, the number of this worker; 0 is the chief.
+        members: what each worker has said of itself; `"host"` is its address.
+        line: the connection to the hub.
+        hub: the hub, in the chief's process.
+        timeout: float, seconds.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        members: list[dict[str, Any]],
+        line: Line,
+        hub: Hub | None,
+        timeout: float,
+    ):
+        self.index = index
+        self.members = members
+        self.count = len(members)
+        self.timeout = timeout
+        #: How far this worker is, such as "step 12 of fit"; others are told.
+        self.progress = ""
+        self._line = line
+        self._hub = hub
+        self._numbers: dict[str, int] = {}
+        self._condition = threading.Condition()
+        self._results: dict[tuple[str, int], tuple[dict[str, Any], bytes]] = {}
+        self._loss: Loss | None = None
+        self._failure: Loss | None = None
+        self._heard = time.monotonic()
+        self._closed = threading.Event()
+        self._on_loss: list[Callable[[Loss], None]] = []
+        for target in (self._read, self._beat):
+            threading.Thread(target=target, name="group", daemon=True).start()
+
+    # Meeting.
+
+    @classmethod
+    def join(
+        cls,
+        addresses: list[str],
+        index: int,
+        same: dict[str, Any],
+        info: dict[str, Any] | None = None,
+        timeout: float = 300.0,
+        *,
+        job: str | None = None,
+        shares_port: bool = False,
+    ) -> WorkerGroup:
+        """Waits until all workers have come.
+
+        Args:
+            addresses: the workers' addresses; the first is the chief's, where the hub
+                listens.
+            index: int, the number of this worker.
+            same: dict of what has to be the same on all workers, by its name.
+            info: dict, what else the others are to know.
+            timeout: float, seconds to wait, and that a worker may be silent later.
+            job: str, tells this cluster from others at the same address; None to use
+                the addresses.
+            shares_port: bool, whether something else listens at the chief's port,
+                as under torchrun; the hub is at one of those after it then.
+
+        Returns:
+            A `WorkerGroup`.
+
+        Raises:
+            ValueError: if the chief's address cannot be listened at, two workers have
+                one index, or workers do not agree.
+            WorkerError: if workers did not come in time.
+        """
+        name = job or hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]
+        host, port = split_address(addresses[0])
+        shift = range(1, _MORE_PORTS) if shares_port else range(1)
+        ports = [port + each for each in shift]
+        hub = None
+        if index == 0:
+            hub = Hub(_listen(host, ports), name, addresses, timeout)
+        own = {**(info or {}), "same": same, "pid": os.getpid()}
+        hello = {"kind": "hello", "job": name, "index": index, "info": own}
+        try:
+            line, members = _meet(host, ports, hello, timeout)
+        except BaseException:
+            if hub is not None:
+                hub.close()
+            raise
+        return cls(index, members, line, hub, timeout)
+
+    @property
+    def own_host(self) -> str:
+        """str, the address by which the others reach this worker."""
+        return str(self.members[self.index]["host"])
+
+    @property
+    def is_chief(self) -> bool:
+        """bool, whether this worker leads."""
+        return self.index == 0
+
+    # Agreeing.
+
+    def gather(self, what: str, payload: bytes, stream: str = "") -> list[bytes]:
+        """Every worker's bytes, on every worker.
+
+        Args:
+            what: str, what is gathered; the same on all workers.
+            payload: bytes, what this worker gives.
+            stream: str, tells the calls of one thread from those of others: the n-th
+                call of a stream meets the n-th one of the other workers.
+
+        Returns:
+            list of bytes, by worker.
+
+        Raises:
+            WorkerError: if a worker is lost, or gathers something else.
+        """
+        number = self._numbers.get(stream, 0)
+        self._numbers[stream] = number + 1
+        key = (stream, number)
+        header = {
+            "kind": "gather",
+            "stream": stream,
+            "number": number,
+            "what": what,
+            "progress": self.progress,
+        }
+        self._line.send(header, payload)
+        until = time.monotonic() + self.timeout
+        with self._condition:
+            while key not in self._results:
+                self.check()
+                if time.monotonic() > until:
+                    # A worker that was stopped is known to be lost a moment later.
+                    self.loss(wait=2.0)
+                    self.check()
+                    raise WorkerError(
+                        f"Not all workers came to {what!r} within {self.timeout:g} s. "
+                        + self._hint()
+                    )
+                self._condition.wait(BEAT)
+            answer, joined = self._results.pop(key)
+        for other, other_what in enumerate(answer["whats"]):
+            if other_what != what:
+                raise WorkerError(
+                    f"Worker {self.index} is at {what!r} and worker {other} at "
+                    f"{other_what!r}: they no longer do the same. All workers make the "
+                    "same calls in the same order; check for branches on the worker's "
+                    "number or on its data."
+                )
+        parts, start = [], 0
+        for size in answer["sizes"]:
+            parts.append(joined[start : start + size])
+            start += size
+        return parts
+
+    def _hint(self) -> str:
+        if self._failure is not None:
+            return str(self._failure)
+        return "CommunicationOptions(timeout_seconds=...) changes the wait."
+
+    def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
+        """Every worker's value, of what JSON can say, on every worker."""
+        parts = self.gather(what, json.dumps(value).encode(), stream)
+        return [json.loads(part) for part in parts]
+
+    def broadcast(self, what: str, payload: bytes | None) -> bytes:
+        """The chief's bytes on every worker."""
+        return self.gather(what, (payload or b"") if self.is_chief else b"")[0]
+
+    def barrier(self, what: str) -> None:
+        """Waits until all workers are here."""
+        self.gather(what, b"")
+
+    def agree(self, what: str, value: Any) -> None:
+        """Checks that a value, of what JSON can say, is the same on all workers.
+
+        Raises:
+            ValueError: that says who has what.
+        """
+        value = json.loads(json.dumps(value))
+        for other, found in enumerate(self.gather_values(what, value)):
+            if found != value:
+                raise ClusterError(
+                    f"Workers do not agree on {what}: worker {self.index} has "
+                    f"{value!r}, worker {other} has {found!r}. All run the same "
+                    "script on the same data."
+                )
+
+    # Watching.
+
+    def check(self) -> None:
+        """Raises `WorkerError` if a worker is lost."""
+        if self._loss is not None:
+            raise WorkerError(self.describe(self._loss))
+
+    def describe(self, loss: Loss) -> str:
+        """What to tell of a loss."""
+        own = f" This is worker {self.index}"
+        own += f", at {self.progress}." if self.progress else "."
+        return (
+            f"{loss}{own} Training cannot go on without it. Start all workers again, "
+            "with keras.callbacks.BackupAndRestore to go on where they stopped."
+        )
+
+    def loss(self, wait: float = 0.0) -> Loss | None:
+        """Who is lost, or has failed, if that becomes known in so many seconds."""
+        until = time.monotonic() + wait
+        with self._condition:
+            while self._loss is None and self._failure is None:
+                left = until - time.monotonic()
+                if left <= 0:
+                    return None
+                self._condition.wait(min(left, BEAT))
+            return self._loss or self._failure
+
+    def on_loss(self, callback: Callable[[Loss], None]) -> None:
+        """Calls `callback`, on a thread, when a worker is lost."""
+        self._on_loss.append(callback)
+
+    def report(self, error: BaseException) -> None:
+        """Tells the others that this worker has failed."""
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._line.send({"kind": "failed", "how": text, "progress": self.progress})
+
+    def leave(self) -> None:
+        """Ends the membership in order."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._line.send({"kind": "bye"})
+        if self._hub is not None:
+            # The others may still have something to say to it.
+            time.sleep(2 * BEAT)
+            self._hub.close()
+        self._line.close()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT):
+            self._line.send({"kind": "beat", "progress": self.progress})
+            silent = time.monotonic() - self._heard
+            if silent > self.timeout:
+                self._chief_lost(f"nothing has been heard of it for {silent:.0f} s")
+
+    def _chief_lost(self, how: str) -> None:
+        chief = self.members[0]
+        self._lost(Loss(0, how, "", str(chief["host"]), int(chief["pid"])))
+
+    def _lost(self, loss: Loss) -> None:
+        with self._condition:
+            if self._loss is not None or self._closed.is_set():
+                return
+            self._loss = loss
+            self._condition.notify_all()
+        for callback in self._on_loss:
+            callback(loss)
+
+    def _read(self) -> None:
+        try:
+            while not self._closed.is_set():
+                received = self._line.receive()
+                if received is not None:
+                    self._heard = time.monotonic()
+                    self._handle(*received)
+        except EOFError:
+            if not self._closed.is_set():
+                self._chief_lost("its process, or the connection to it, has ended")
+
+    def _handle(self, header: dict[str, Any], payload: bytes) -> None:
+        kind = header.get("kind")
+        if kind == "gathered":
+            with self._condition:
+                stream, number = header["key"]
+                self._results[stream, number] = (header, payload)
+                self._condition.notify_all()
+        elif kind in ("lost", "failed"):
+            names = ("index", "how", "progress", "host", "pid")
+            loss = Loss(**{name: header[name] for name in names})
+            if kind == "lost":
+                if loss.index != self.index:
+                    self._lost(loss)
+                return
+            with self._condition:
+                self._failure = loss
+                self._condition.notify_all()
+
+
+def _listen(host: str, ports: list[int]) -> socket.socket:
+    """A server at the first port that is free."""
+    problem: OSError | None = None
+    for port in ports:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            problem = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    assert problem is not None
+    where = f"{host}:{ports[0]}"
+    if problem.errno == errno.EADDRINUSE:
+        what = (
+            "something else listens there. Is an earlier run still alive? End it, or "
+            "name another port in the cluster's description"
+        )
+    else:
+        what = (
+            f"{problem.strerror or problem}. The first address of the cluster is the "
+            "chief's, and this process is the chief: it has to be an address of this "
+            "machine"
+        )
+    raise ClusterError(f"The chief cannot listen at {where}: {what}.") from problem
+
+
+def _meet(
+    host: str, ports: list[int], hello: dict[str, Any], timeout: float
+) -> tuple[Line, list[dict[str, Any]]]:
+    """Connects to the hub and waits there for all others."""
+    until = time.monotonic() + timeout
+    problem = "nothing listens there"
+    while time.monotonic() < until:
+        for port in ports:
+            try:
+                connected = socket.create_connection((host, port), timeout=5)
+                line = Line(connected)
+            except OSError as error:
+                problem = error.strerror or str(error)
+                continue
+            line.send(hello)
+            try:
+                # The hub has its own deadline, and says who is missing.
+                answer = _answer(line, until + 5)
+            except EOFError:
+                problem = "what listens there is no chief"
+            else:
+                if answer.get("kind") == "welcome":
+                    return line, answer["members"]
+                if answer.get("kind") == "refused":
+                    line.close()
+                    raise (WorkerError if answer["is_late"] else ClusterError)(
+                        answer["why"]
+                    )
+                problem = "the chief there belongs to another cluster"
+            line.close()
+        time.sleep(0.1)
+    raise WorkerError(
+        f"Worker {hello['index']} could not reach the chief at {host}:{ports[0]} for "
+        f"{timeout:g} s: {problem}. Was the chief started, is the first address of the "
+        "cluster right, and does a firewall let this machine through? "
+        "`CommunicationOptions(timeout_seconds=...)` changes the wait."
+    )
+
+
+def _answer(line: Line, until: float) -> dict[str, Any]:
+    while (left := until - time.monotonic()) > 0:
+        received = line.receive(left)
+        if received is not None and received[0].get("kind") != "beat":
+            return received[0]
+    raise EOFError("no answer")

@@ -1,0 +1,252 @@
+"""Workers meet, agree, and hear of one another's end: real sockets, real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from harness.processes import assert_gone, wait_until
+
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.local import free_addresses
+from keras_strategies.errors import ClusterError, WorkerError
+
+SAME = {"backend": "none"}
+
+
+def join_all(count, timeout=10.0, indices=None, same=None):
+    addresses = free_addresses(count)
+    indices = range(count) if indices is None else indices
+    with ThreadPoolExecutor(count) as pool:
+        futures = [
+            pool.submit(
+                WorkerGroup.join,
+                addresses,
+                index,
+                same[i] if same else SAME,
+                {"name": f"w{i}"},
+                timeout,
+            )
+            for i, index in enumerate(indices)
+        ]
+        return [future.exception(60) or future.result() for future in futures]
+
+
+def everywhere(groups, call):
+    with ThreadPoolExecutor(len(groups)) as pool:
+        futures = [pool.submit(call, group) for group in groups]
+        return [future.exception(60) or future.result() for future in futures]
+
+
+@pytest.fixture
+def three():
+    groups = join_all(3)
+    yield groups
+    everywhere(groups, WorkerGroup.leave)
+
+
+def test_workers_learn_of_one_another(three):
+    for index, group in enumerate(three):
+        assert (group.index, group.count) == (index, 3)
+        assert [member["name"] for member in group.members] == ["w0", "w1", "w2"]
+        assert group.own_host == "127.0.0.1"
+
+
+def test_values_are_gathered_in_the_order_of_workers(three):
+    for turn in range(20):
+        found = everywhere(
+            three,
+            lambda group, turn=turn: group.gather_values("x", [group.index, turn]),
+        )
+        assert found == [[[0, turn], [1, turn], [2, turn]]] * 3
+
+
+def test_large_payloads_arrive_whole(three):
+    found = everywhere(three, lambda g: g.gather("x", bytes([g.index]) * 5_000_000))
+    assert all(len(part) == 5_000_000 for parts in found for part in parts)
+    assert [part[0] for part in found[1]] == [0, 1, 2]
+
+
+def test_the_chief_broadcasts(three):
+    found = everywhere(three, lambda g: g.broadcast("x", bytes([g.index])))
+    assert found == [b"\0"] * 3
+
+
+def test_agreement_says_who_has_what(three):
+    everywhere(three, lambda g: g.agree("the batch size", 32))
+    found = everywhere(three, lambda g: g.agree("the batch size", 32 + (g.index == 2)))
+    assert all(isinstance(error, ClusterError) for error in found)
+    assert "worker 2 has 33" in str(found[0])
+
+
+def test_workers_that_do_different_things_are_told(three):
+    found = everywhere(three, lambda g: g.gather("a" if g.index else "b", b""))
+    assert all(isinstance(error, WorkerError) for error in found)
+    assert "'b'" in str(found[1])
+    assert "no longer do the same" in str(found[1])
+
+
+def test_one_worker_that_never_comes_is_named():
+    start = time.monotonic()
+    found = join_all(3, timeout=1.0, indices=[0, 2])
+    assert all(isinstance(error, WorkerError) for error in found)
+    assert all("worker 1 (127.0.0.1:" in str(error) for error in found)
+    assert "timeout_seconds" in str(found[0])
+    assert time.monotonic() - start < 8
+
+
+def test_a_chief_that_never_comes_is_named():
+    found = join_all(2, timeout=1.0, indices=[1])
+    assert isinstance(found[0], WorkerError)
+    assert "Worker 1 could not reach the chief at 127.0.0.1:" in str(found[0])
+
+
+def test_two_workers_with_one_index_are_refused():
+    found = join_all(3, indices=[0, 1, 1])
+    assert all(isinstance(error, ClusterError) for error in found)
+    assert all("Two processes say that they are worker 1" in str(e) for e in found)
+
+
+def test_workers_that_differ_are_refused():
+    same = [{"backend": "jax"}, {"backend": "torch"}]
+    found = join_all(2, same=same)
+    assert all(isinstance(error, ClusterError) for error in found)
+    assert "do not agree on backend" in str(found[0])
+    assert "'jax'" in str(found[0]) and "'torch'" in str(found[0])
+
+
+def test_a_port_in_use_is_an_error_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ClusterError, match="something else listens there"):
+            WorkerGroup.join([address, "127.0.0.1:1"], 0, SAME, timeout=30)
+
+
+def test_an_address_of_another_machine_is_an_error_at_once():
+    # From a block that is set aside for documentation.
+    with pytest.raises(ClusterError, match="has to be an address of this"):
+        WorkerGroup.join(["192.0.2.1:4711", "127.0.0.1:1"], 0, SAME, timeout=30)
+
+
+def test_something_else_at_the_chiefs_port_is_no_chief():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def serve():
+            try:
+                while True:
+                    connected, _ = server.accept()
+                    connected.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    connected.close()
+            except OSError:
+                return
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(WorkerError, match="no chief"):
+            WorkerGroup.join([f"127.0.0.1:{port}", "127.0.0.1:1"], 1, SAME, timeout=1)
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_hub_finds_another_port_beside_a_launcher():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def join(index):
+            return WorkerGroup.join(
+                [first, "rank-1"], index, SAME, timeout=10, shares_port=True
+            )
+
+        with ThreadPoolExecutor(2) as pool:
+            groups = list(pool.map(join, range(2)))
+        assert everywhere(groups, lambda g: g.gather_values("x", g.index)) == [
+            [0, 1],
+            [0, 1],
+        ]
+        everywhere(groups, WorkerGroup.leave)
+
+
+def test_a_worker_that_leaves_ends_the_wait_of_others(three):
+    three[2].leave()
+    found = everywhere(three[:2], lambda g: g.barrier("the end of the epoch"))
+    assert all(isinstance(error, WorkerError) for error in found)
+    assert "Worker 2" in str(found[0])
+    assert "'the end of the epoch'" in str(found[0])
+
+
+def test_a_failure_is_told_to_the_others(three):
+    three[1].progress = "step 7 of fit"
+    three[1].report(ValueError("bad\nrows"))
+    for index in (0, 2):
+        loss = three[index].loss(wait=10)
+        assert loss is not None and loss.index == 1
+        assert "step 7 of fit: ValueError: bad." in str(loss)
+    assert three[1].loss() is None
+
+
+WORKER = """
+import sys, time
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.errors import WorkerError
+folder, index, *addresses = sys.argv[1:]
+group = WorkerGroup.join(addresses, int(index), {}, timeout=3.0)
+open(f"{folder}/ready{index}", "w").close()
+try:
+    for step in range(10**6):
+        group.progress = f"step {step} of fit"
+        group.barrier("a step")
+        time.sleep(0.01)
+except WorkerError as error:
+    print(error)
+    group.leave()
+    sys.exit(3)
+"""
+
+
+def start_processes(folder: Path, count: int) -> list[subprocess.Popen[str]]:
+    addresses = free_addresses(count)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(folder), str(index), *addresses],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    wait_until(
+        lambda: len(list(folder.glob("ready*"))) == count, "all workers have met"
+    )
+    time.sleep(0.5)
+    return started
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_is_named_by_the_others(tmp_path, victim, fault):
+    processes = start_processes(tmp_path, 3)
+    try:
+        begin = time.monotonic()
+        os.kill(processes[victim].pid, fault)
+        for index, process in enumerate(processes):
+            if index == victim:
+                continue
+            text, _ = process.communicate(timeout=20)
+            assert process.returncode == 3
+            assert (
+                f"Worker {victim} (127.0.0.1, process {processes[victim].pid})" in text
+            )
+            assert "of fit" in text
+        # The timeout, three seconds, where nothing tells that it is stopped.
+        assert time.monotonic() - begin < (13 if fault is signal.SIGSTOP else 5)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert_gone([process.pid for process in processes])
