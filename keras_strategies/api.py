@@ -27,6 +27,7 @@ from keras_strategies.strategies.describe import Description
 from keras_strategies.strategies.devices import set_virtual_cpu_devices
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.mirrored import MirroredStrategy
+from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
 from keras_strategies.training.hooks import gradients_are_aggregated
 from keras_strategies.training.losses import (
@@ -65,6 +66,7 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",

@@ -87,7 +87,8 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """tuple of str, the device of this replica."""
-        return (self._strategy.extended.worker_devices[self._replica_id],)
+        placement = self._strategy.placement
+        return (str(placement.replicas[self._replica_id - placement.share.first]),)
 
     @property
     def synchronizes_batch_norm(self) -> bool:

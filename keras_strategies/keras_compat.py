@@ -15,7 +15,8 @@ needs them and none by an import:
 - `EpochIterator.__init__`, `Trainer._symbolic_build`: input that cannot be split is
   refused at once;
 - `optimizer.apply`, `variable.assign` and its siblings: replicas in `run`;
-- `Variable.__repr__`: says where the variable is.
+- `Variable.__repr__`: says where the variable is;
+- `Model.save`, `save_weights` and `export`: only the chief of several workers writes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import functools
 import inspect
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -84,6 +86,9 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `variable.assign_add(delta)`."""
 
+    def saves(self, model: Any) -> bool:
+        """Whether this process writes the files of a model that is saved."""
+
     def representation(self, variable: Any, text: str) -> str:
         """Instead of `repr(variable)`, which would be `text`."""
 
@@ -111,6 +116,7 @@ def install(hooks: ModelHooks) -> None:
     from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.layers.layer import Layer
     from keras.src.layers.normalization.batch_normalization import BatchNormalization
+    from keras.src.models.model import Model
     from keras.src.models.model import Trainer as BackendTrainer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -256,6 +262,15 @@ def install(hooks: ModelHooks) -> None:
 
         return _symbolic_build
 
+    def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs) if hooks.saves(self) else None
+
+        return save
+
+    for name in ("save", "save_weights", "export"):
+        _replace(Model, name, wrap_save)
     _replace(Trainer, "_symbolic_build", wrap_build)
     _replace(EpochIterator, "__init__", wrap_epochs)
     _replace(BaseOptimizer, "apply", wrap_apply)
@@ -528,6 +543,45 @@ def raw_value(variable: Any) -> Any:
     Keras 3.15: `KerasVariable._value`.
     """
     return variable._value
+
+
+def all_variables(model: Any) -> list[Any]:
+    """The variables of a model, its optimizer and its metrics, each once."""
+    found = list(model.variables)
+    if getattr(model, "optimizer", None) is not None:
+        found += model.optimizer.variables
+    found += getattr(model, "metrics_variables", [])
+    unique = {id(variable): variable for variable in found}
+    return [v for v in unique.values() if raw_value(v) is not None]
+
+
+def initial_epoch(model: Any) -> int:
+    """The epoch that `fit` begins with, where a backup has been restored.
+
+    Keras 3.15: `BackupAndRestore` sets `_initial_epoch`.
+    """
+    return int(getattr(model, "_initial_epoch", 0) or 0)
+
+
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    model._initial_epoch = epoch
+
+
+class IdSet:
+    """Objects that are known by identity, and forgotten when they end."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, value: Any) -> None:
+        key = id(value)
+        self._references[key] = weakref.ref(
+            value, lambda _: self._references.pop(key, None)
+        )
+
+    def __contains__(self, value: Any) -> bool:
+        reference = self._references.get(id(value))
+        return reference is not None and reference() is value
 
 
 def guard_value(variable: Any, check: Callable[[Any], None]) -> None:

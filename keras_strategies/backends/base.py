@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 
+from keras_strategies import keras_compat
 from keras_strategies.devices import Device
-from keras_strategies.errors import OutOfRangeError
-from keras_strategies.types import ReduceOp
+from keras_strategies.errors import OutOfRangeError, WorkerError
+from keras_strategies.input.workers import Share
+from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import map_structure
 
 if TYPE_CHECKING:
+    from keras_strategies.cluster.group import WorkerGroup
     from keras_strategies.strategies.base import Strategy
 
 
@@ -33,16 +36,121 @@ class Placement:
             batch meets there: its outputs, loss, metrics and update.
         mirrored: bool, whether every replica keeps a copy of its own, or gets the
             values that a step needs from the authoritative one.
+        workers: the other processes that compute with this one; None without any.
+            Devices are those of this process.
     """
 
     replicas: tuple[Device, ...]
     variables: Device
     mirrored: bool
+    workers: Workers | None = None
 
     @property
     def is_single(self) -> bool:
         """Whether one device does everything, so that nothing is split or moved."""
-        return self.replicas == (self.variables,)
+        return self.replicas == (self.variables,) and self.workers is None
+
+    @property
+    def share(self) -> Share:
+        """Which of all replicas are those of this process."""
+        if self.workers is not None:
+            return self.workers.share
+        return Share(0, len(self.replicas), len(self.replicas))
+
+
+class Workers(abc.ABC):
+    """The engine between the workers of a cluster: collectives of their tensors.
+
+    Every worker makes the same calls in the same order. When one is lost, the others'
+    calls raise `WorkerError`, which names it.
+
+    Args:
+        group: the workers, who have met.
+        options: `CommunicationOptions`.
+    """
+
+    def __init__(self, group: WorkerGroup, options: CommunicationOptions):
+        self.group = group
+        self.options = options
+        #: The number of replicas of each worker, as `set_replicas` was told.
+        self.replicas: tuple[int, ...] = (1,) * group.count
+        self._method = ""
+        self._steps = 0
+
+    def set_replicas(self, count: int) -> None:
+        """Tells the other workers how many replicas this one has."""
+        found = self.group.gather_values("the number of replicas", count)
+        self.replicas = tuple(found)
+
+    @property
+    def share(self) -> Share:
+        """Which of all replicas are those of this worker."""
+        return Share.of_worker(self.replicas, self.group.index)
+
+    @abc.abstractmethod
+    def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
+        """Reduces each tensor over the workers, in packs; all have equal shapes."""
+
+    @abc.abstractmethod
+    def gather_rows(self, tensor: Any, rows: Sequence[int]) -> Any:
+        """Concatenates the workers' tensors along axis 0.
+
+        Args:
+            tensor: this worker's; of shape `(rows[index], ...)`.
+            rows: the rows of each worker's.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
+        """The chief's tensors, in place of those of the same shapes and dtypes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the engine, when no more calls are made."""
+
+    @contextlib.contextmanager
+    def method(self, name: str) -> Iterator[bool]:
+        """Entered around a method of a model, whose steps are counted.
+
+        Returns:
+            Whether no other method is under way.
+        """
+        previous = self._method, self._steps
+        self._method, self._steps = name, 0
+        self.group.progress = f"the beginning of {name}"
+        try:
+            yield not previous[0]
+        finally:
+            self._method, self._steps = previous
+            self.group.progress = self._progress()
+
+    def begin_steps(self, count: int = 1) -> None:
+        """Says that another step, or several, begin.
+
+        Raises:
+            WorkerError: if a worker is lost.
+        """
+        self._steps += count
+        self.group.progress = self._progress()
+        self.group.check()
+
+    def _progress(self) -> str:
+        if not self._method:
+            return ""
+        return f"step {self._steps} of {self._method}"
+
+    def lost(self, error: BaseException) -> WorkerError:
+        """What to raise where the engine has raised `error`."""
+        loss = self.group.loss(wait=min(self.group.timeout, 5.0))
+        if loss is not None:
+            return WorkerError(self.group.describe(loss))
+        progress = self.group.progress or "a collective"
+        return WorkerError(
+            f"Workers could not exchange values at {progress}, though none is known to "
+            f"be lost: {type(error).__name__}: {str(error).splitlines()[0]}. Do all "
+            "workers do the same, and does the network let them reach one another? "
+            "`CommunicationOptions(timeout_seconds=...)` changes how long they wait."
+        )
 
 
 @dataclass(frozen=True)
@@ -91,6 +199,8 @@ class TrainerAdapter(abc.ABC):
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
         self.placement = strategy.placement
+        # Variables that have been the same on all workers.
+        self._shared = keras_compat.IdSet()
 
     @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -130,6 +240,26 @@ class TrainerAdapter(abc.ABC):
 
     def variable_assigned(self, variable: Any, value: Any) -> None:  # noqa: B027
         """An on-read variable was assigned in cross-replica context."""
+
+    def same_variables(self, model: Any, all_of_them: bool) -> None:
+        """Gives a model's variables the chief's values, where there are workers.
+
+        Args:
+            model: a `keras.Model`, which need not have its variables yet.
+            all_of_them: bool, whether to do so for those too that already had them.
+        """
+        workers = self.placement.workers
+        if workers is None:
+            return
+        variables = keras_compat.all_variables(model)
+        if not all_of_them:
+            variables = [v for v in variables if v not in self._shared]
+        if not variables:
+            return
+        values = [keras_compat.raw_value(variable) for variable in variables]
+        for variable, value in zip(variables, workers.broadcast(values), strict=True):
+            variable.assign(value)
+            self._shared.add(variable)
 
     def check_model(self, model: Any) -> None:  # noqa: B027
         """Raises `ModelScopeError` if the model's variables lie elsewhere."""
@@ -255,6 +385,19 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def broadcast(self, tensor: Any, devices: Sequence[Device]) -> list[Any]:
         """Copies of one tensor on several devices."""
+
+    # Workers
+
+    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
+        """Starts the engine between workers, before the devices are first used."""
+        raise NotImplementedError(f"{self.name} does not connect workers.")
+
+    def random_state(self) -> bytes:
+        """The state of the framework's global random numbers."""
+        return b""
+
+    def set_random_state(self, state: bytes) -> None:  # noqa: B027
+        """Makes the random numbers go on as those of another worker."""
 
     # Replicas and training
 

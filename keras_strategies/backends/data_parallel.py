@@ -299,8 +299,7 @@ class DataParallelCall(abc.ABC):
             value = next(values)
             masks = [result.masks[i] for result in results]
             if masks[0] is not None:
-                mask = keras.ops.concatenate([self.to_lead(m) for m in masks], axis=0)
-                keras_compat.set_mask(value, mask)
+                keras_compat.set_mask(value, self.joined(masks))
             leaves.append(value)
         return keras.tree.pack_sequence_as(results[0].outputs, leaves)
 
@@ -402,6 +401,23 @@ class DataParallelCall(abc.ABC):
         known[key] = kinds
         return kinds
 
+    # Replicas of other workers.
+
+    def joined(self, parts: list[Any]) -> Any:
+        """The rows of all replicas, without gradient, from those of the local ones."""
+        return keras.ops.concatenate([self.to_lead(part) for part in parts], axis=0)
+
+    def all_fractions(self, sizes: list[Any], rows: Any) -> list[Any]:
+        """The share in the global batch of each replica, of all workers."""
+        return self.fractions(sizes, rows)
+
+    def on_all_workers(self, columns: list[list[Any]]) -> list[list[Any]]:
+        """For each variable the values of all replicas, from those of the local ones.
+
+        Values of one variable have equal shapes.
+        """
+        return columns
+
     # State that layers update.
 
     def _merge_updates(
@@ -413,12 +429,20 @@ class DataParallelCall(abc.ABC):
         by rows, which is exact for a moving average of a batch mean and leaves
         alone what all replicas agree on. Counters and seeds are the first's.
         """
-        for key, (variable, first) in results[0].scope.updates.items():
-            values = [self.to_lead(first)]
-            for result in results[1:]:
-                if key in result.scope.updates:
-                    values.append(self.to_lead(result.scope.updates[key][1]))
-            variable.assign(_merged(variable, values, self.fractions(sizes, rows)))
+        first = results[0].scope.updates
+        columns = [
+            [
+                self.to_lead(result.scope.updates[key][1])
+                for result in results
+                if key in result.scope.updates
+            ]
+            for key in first
+        ]
+        variables = [variable for variable, _ in first.values()]
+        weights = self.all_fractions(sizes, rows)
+        everywhere = self.on_all_workers(columns)
+        for variable, values in zip(variables, everywhere, strict=True):
+            variable.assign(_merged(variable, values, weights))
 
 
 def _merged(variable: Any, values: list[Any], weights: list[Any]) -> Any:

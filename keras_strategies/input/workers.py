@@ -5,6 +5,7 @@ Nothing here knows what rows are made of. With one worker, everything is its own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keras_strategies.errors import InvalidArgumentError
@@ -34,7 +35,7 @@ class Share:
             )
 
     @classmethod
-    def of_worker(cls, replicas: list[int], worker: int) -> Share:
+    def of_worker(cls, replicas: Sequence[int], worker: int) -> Share:
         """The share of one worker, of workers with so many replicas each.
 
         >>> Share.of_worker([2, 1, 3], 2)
@@ -75,6 +76,20 @@ def worker_range(rows: int, share: Share) -> tuple[int, int]:
     """
     ranges = replica_ranges(rows, share)
     return ranges[0][0], ranges[-1][1]
+
+
+def worker_rows(rows: int, replicas: Sequence[int]) -> list[int]:
+    """The rows of a global batch that each worker takes.
+
+    Args:
+        rows: int, rows of the global batch.
+        replicas: sequence of int, the replicas of each worker.
+
+    >>> worker_rows(7, [2, 1, 1]), worker_rows(2, [1, 2])
+    ([4, 2, 1], [1, 1])
+    """
+    sizes = iter(split_sizes(rows, sum(replicas)))
+    return [sum(next(sizes) for _ in range(count)) for count in replicas]
 
 
 def elements_of(count: int | None, num_shards: int, index: int) -> int | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Backend, Placement, TrainerAdapter
+from keras_strategies.backends.base import Backend, Placement, TrainerAdapter, Workers
 from keras_strategies.errors import (
     ContextError,
     InvalidArgumentError,
@@ -112,7 +112,12 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """int, how many replicas compute one step together."""
-        return len(self._placement.replicas)
+        return self._placement.share.total
+
+    @property
+    def workers(self) -> Workers | None:
+        """The processes that compute with this one; None without any."""
+        return self._placement.workers
 
     @property
     def cluster_resolver(self) -> Any:
@@ -203,7 +208,7 @@ class Strategy:
                 f"the function. Received: {type(args).__name__}. Write "
                 "`args=(value,)` for one argument."
             )
-        replicas = range(self.num_replicas_in_sync)
+        replicas = range(len(self._placement.replicas))
         own_args = [tuple(select_replica(i, list(args))) for i in replicas]
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
         with self.scope():
@@ -298,9 +303,12 @@ class Strategy:
         ...     lambda context: context.replica_id_in_sync_group)
         """
         self._check_outside_replicas("experimental_distribute_values_from_function")
-        count = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(i, count)) for i in range(count)]
-        return values[0] if count == 1 else PerReplica(values)
+        share = self.input_share()
+        values = [
+            value_fn(ValueContext(share.first + i, share.total))
+            for i in range(share.count)
+        ]
+        return values[0] if share.count == 1 else PerReplica(values)
 
     def experimental_distribute_dataset(
         self,
@@ -406,12 +414,14 @@ class Strategy:
 
     def input_context(self) -> InputContext:
         """Which of the workers' input pipelines this process makes."""
-        return InputContext(1, 0, self.num_replicas_in_sync)
+        if self.workers is None:
+            return InputContext(1, 0, self.num_replicas_in_sync)
+        group = self.workers.group
+        return InputContext(group.count, group.index, self.num_replicas_in_sync)
 
     def input_share(self) -> Share:
         """Which of all replicas are those of this process."""
-        count = len(self._placement.replicas)
-        return Share(0, count, count)
+        return self._placement.share
 
     def _check_outside_replicas(self, method: str) -> None:
         if context.current_replica() is not None:
@@ -456,4 +466,8 @@ class Strategy:
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._placement.replicas)
-        return f"<{type(self).__name__} on {devices}>"
+        text = f"<{type(self).__name__} on {devices}"
+        if self.workers is not None:
+            group = self.workers.group
+            text += f", worker {group.index} of {group.count}"
+        return f"{text}>"

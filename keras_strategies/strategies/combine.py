@@ -88,7 +88,7 @@ def components(strategy: Strategy, leaf: Any) -> list[Any]:
     if isinstance(leaf, DistributedValues):
         values = list(leaf.values)
     else:
-        values = [leaf] * strategy.num_replicas_in_sync
+        values = [leaf] * len(strategy.placement.replicas)
     return [ops.convert_to_tensor(value) for value in values]
 
 

@@ -16,6 +16,7 @@ from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.model import model_arguments, on_first_dataset
 from keras_strategies.input.sharding import check_batch
 from keras_strategies.strategies.base import on_first_use
+from keras_strategies.training import workers
 from keras_strategies.training.batch_norm import replica_moments
 
 
@@ -55,7 +56,11 @@ class StrategyHooks:
                 )
             yield
             return
-        with strategy.scope(), strategy.trainer.method(model, name):
+        with (
+            strategy.scope(),
+            strategy.trainer.method(model, name),
+            workers.method(strategy, model, name),
+        ):
             yield
 
     def input_made(self, adapter: Any) -> None:
@@ -73,7 +78,16 @@ class StrategyHooks:
         self, model: Any, name: str, arguments: dict[str, Any]
     ) -> dict[str, Any]:
         strategy = keras_compat.strategy_of(model)
-        return model_arguments(strategy, name, arguments)
+        changed = model_arguments(strategy, name, arguments)
+        if strategy is not None:
+            changed |= workers.arguments(strategy, model, name, arguments | changed)
+        return changed
+
+    def saves(self, model: Any) -> bool:
+        strategy = keras_compat.strategy_of(model)
+        if strategy is None or strategy.workers is None:
+            return True
+        return bool(strategy.workers.group.is_chief)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool

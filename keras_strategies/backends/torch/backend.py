@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
-from keras_strategies.backends.base import Backend, TrainerAdapter
+from keras_strategies.backends.base import Backend, TrainerAdapter, Workers
 from keras_strategies.backends.torch.devices import (
     accelerators,
     device_of,
@@ -20,8 +20,10 @@ from keras_strategies.backends.torch.replicas import (
     reduce_tensors,
 )
 from keras_strategies.backends.torch.trainer import TorchTrainer
+from keras_strategies.backends.torch.workers import TorchWorkers
+from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
-from keras_strategies.types import ReduceOp
+from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -78,6 +80,15 @@ class TorchBackend(Backend):
         self, tensor: torch.Tensor, devices: Sequence[Device]
     ) -> list[torch.Tensor]:
         return [tensor.to(torch_device(device)) for device in devices]
+
+    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
+        return TorchWorkers(group, options)
+
+    def random_state(self) -> bytes:
+        return bytes(torch.get_rng_state().numpy())
+
+    def set_random_state(self, state: bytes) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def run_replicas(
         self,

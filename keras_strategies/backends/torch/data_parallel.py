@@ -20,13 +20,19 @@ from keras_strategies.backends.data_parallel import (
 )
 from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.random import NoRandom, RandomCalls, ReplicaRandom
-from keras_strategies.backends.torch.replicas import ReplicaThreads, ThreadCommunicator
+from keras_strategies.backends.torch.replicas import (
+    ReplicaThreads,
+    Team,
+    ThreadCommunicator,
+)
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.backends.torch.work import Work, measure
 from keras_strategies.errors import ContextError
 from keras_strategies.input.sharding import split_sizes
+from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
+    from keras_strategies.backends.base import Workers
     from keras_strategies.strategies.base import Strategy
 
 
@@ -41,7 +47,11 @@ class TorchDataParallelCall(DataParallelCall):
         self._lead = torch_device(self.placement.variables)
         self._threads = threads
         self._variables = variables
+        self._workers = self.placement.workers
+        self._share = self.placement.share
         self._communicator: ThreadCommunicator | None = None
+        # How the rows of the call under way are spread.
+        self._spread = Spread.local([1])
         self._random_calls = RandomCalls()
         self._random: ReplicaRandom = NoRandom()
         # On one physical device a small call is faster whole; what it computes is the
@@ -50,6 +60,7 @@ class TorchDataParallelCall(DataParallelCall):
             set(self._devices) == {self._lead}
             and strategy.sync_batch_norm
             and not strategy.always_split
+            and self._workers is None
         )
         self._work: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
         # How the calls of the current step were made.
@@ -103,10 +114,19 @@ class TorchDataParallelCall(DataParallelCall):
     ) -> list[int] | None:
         if self._has_foreign_modules(layer):
             return None
+        every = split_sizes(rows, self._share.total)
+        if self._workers is None:
+            spread = Spread.local(every)
+        else:
+            spread = Spread.over(every, self._workers)
+            if not all(spread.worker_rows):
+                # Too few for all workers: each computes all of them.
+                return None
         # Replicas without rows do not take part: they would add nothing.
-        sizes = [size for size in split_sizes(rows, len(self._devices)) if size]
-        if not sizes or (len(sizes) == 1 and self._devices[0] == self._lead):
+        sizes = spread.sizes
+        if not sizes or (len(spread.every) == 1 and self._devices[0] == self._lead):
             return None
+        self._spread = spread
         if self._may_call_whole:
             work = self._work_of(layer, call_few)
             self._were_small.append(not work.worth_splitting(rows, len(sizes)))
@@ -136,7 +156,7 @@ class TorchDataParallelCall(DataParallelCall):
         return known
 
     def split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        parts = torch.split(tensor.detach(), list(sizes))
+        parts = torch.split(self._spread.own(tensor.detach()), list(sizes))
         local = [
             part.to(device, non_blocking=True)
             for part, device in zip(parts, self._devices, strict=False)
@@ -148,7 +168,9 @@ class TorchDataParallelCall(DataParallelCall):
     def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         # The backward pass of these tasks meets in the same communicator. Calls do
         # not nest: none is routed while one is under way.
-        self._communicator = ThreadCommunicator(self.placement.replicas[: len(tasks)])
+        self._communicator = ThreadCommunicator(
+            self.placement.replicas[: len(tasks)], team=self._spread.team
+        )
         return self._run(tasks, self._communicator, self._random)
 
     def _run(
@@ -157,9 +179,11 @@ class TorchDataParallelCall(DataParallelCall):
         communicator: ThreadCommunicator,
         random: ReplicaRandom,
     ) -> list[Any]:
+        team = communicator.team
+
         def in_context(replica_id: int, task: Callable[[], Any]) -> Callable[[], Any]:
             replica = context.ReplicaContext(
-                self.strategy, replica_id, communicator, len(tasks)
+                self.strategy, team.first + replica_id, communicator, team.total
             )
 
             def run() -> Any:
@@ -183,7 +207,9 @@ class TorchDataParallelCall(DataParallelCall):
     ) -> list[torch.Tensor]:
         assert self._communicator is not None
         sources = _sources(inputs, results) if torch.is_grad_enabled() else []
-        job = _Job(self, channels, sources, len(results), self._communicator)
+        job = _Job(
+            self, channels, sources, len(results), self._communicator, self._spread
+        )
         if not sources:
             return job.combine()
         return list(_Boundary.apply(job, *(source.tensor for source in sources)))
@@ -191,12 +217,108 @@ class TorchDataParallelCall(DataParallelCall):
     def to_lead(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self._lead)
 
+    def joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return self._spread.joined(torch.cat([self.to_lead(part) for part in parts]))
+
+    def all_fractions(self, sizes: list[int], rows: int) -> list[float]:
+        return self.fractions(self._spread.every, rows)
+
+    def on_all_workers(
+        self, columns: list[list[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
+        return self._spread.on_all_workers(columns)
+
     def probe_input(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         return tensor[:rows].detach().to(self._lead)
 
     def probe(self, fn: Callable[[], list[Any]]) -> list[float]:
         with torch.no_grad():
             return [float(value) for value in fn()]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the rows of one call are spread over the replicas that take part.
+
+    Args:
+        every: the rows of each replica that has any, of all workers.
+        sizes: those of the local ones.
+        start: int, the first row of this worker.
+        worker_rows: the rows of each worker.
+        team: the replicas that take part.
+    """
+
+    every: list[int]
+    sizes: list[int]
+    start: int
+    worker_rows: list[int]
+    team: Team
+
+    @classmethod
+    def local(cls, sizes: Sequence[int]) -> Spread:
+        """Over the replicas of this process alone."""
+        present = [size for size in sizes if size]
+        team = Team(None, (len(present),), 0)
+        return cls(present, present, 0, [sum(present)], team)
+
+    @classmethod
+    def over(cls, sizes: Sequence[int], workers: Workers) -> Spread:
+        """Over the replicas of all workers."""
+        own, remaining = [], list(sizes)
+        for count in workers.replicas:
+            own.append([size for size in remaining[:count] if size])
+            remaining = remaining[count:]
+        index = workers.group.index
+        before = own[:index]
+        counts = tuple(len(each) for each in own)
+        team = Team(workers, counts, sum(counts[:index]))
+        return cls(
+            [size for each in own for size in each],
+            own[index],
+            sum(sum(each) for each in before),
+            [sum(each) for each in own],
+            team,
+        )
+
+    @property
+    def workers(self) -> Workers | None:
+        return self.team.workers
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This worker's rows of a tensor of the global batch."""
+        if self.workers is None:
+            return tensor
+        return tensor[self.start : self.start + sum(self.sizes)]
+
+    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All rows, from those of this worker."""
+        if self.workers is None:
+            return tensor
+        return self.workers.gather_rows(tensor, self.worker_rows)
+
+    def summed(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums over workers."""
+        if self.workers is None or not tensors:
+            return tensors
+        return self.workers.all_reduce(ReduceOp.SUM, tensors)
+
+    def on_all_workers(
+        self, columns: list[list[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
+        """For each variable the values of all replicas, in one message per dtype."""
+        if self.workers is None:
+            return columns
+        found: list[Any] = [None] * len(columns)
+        kinds = dict.fromkeys(column[0].dtype for column in columns)
+        for kind in kinds:
+            places = [i for i, column in enumerate(columns) if column[0].dtype == kind]
+            own = torch.cat([torch.stack(columns[i]).flatten(1) for i in places], dim=1)
+            rows = self.workers.gather_rows(own, self.team.counts)
+            widths = [columns[i][0].numel() for i in places]
+            for i, part in zip(places, rows.split(widths, dim=1), strict=True):
+                shape = columns[i][0].shape
+                found[i] = [value.view(shape) for value in part.contiguous()]
+        return found
 
 
 @dataclass
@@ -263,8 +385,10 @@ class _Job:
         sources: Sequence[_Source],
         count: int,
         communicator: ThreadCommunicator,
+        spread: Spread,
     ):
         self.call = call
+        self.spread = spread
         self.channels = channels
         self.sources = sources
         self.count = count
@@ -276,10 +400,11 @@ class _Job:
         for channel in self.channels:
             parts = [part.detach().to(self.lead) for part in channel.parts]
             if channel.weights is None:
-                combined.append(torch.cat(parts))
+                combined.append(self.spread.joined(torch.cat(parts)))
             else:
                 pairs = zip(parts, channel.weights, strict=True)
-                combined.append(torch.stack([p * w for p, w in pairs]).sum(0))
+                own = torch.stack([p * w for p, w in pairs]).sum(0)
+                combined.extend(self.spread.summed([own]))
         return combined
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -296,6 +421,8 @@ class _Job:
         for channel, gradient in zip(self.channels, gradients, strict=True):
             if gradient is None:
                 continue
+            if channel.weights is None:
+                gradient = self.spread.own(gradient)
             shares = _share(channel, gradient)
             for i, (part, share) in enumerate(zip(channel.parts, shares, strict=True)):
                 if part.requires_grad:
@@ -328,10 +455,37 @@ class _Job:
             [task(i) for i in range(self.count)], self.communicator, NoRandom()
         )
         columns = zip(*per_replica, strict=True)
-        return [
+        found = [
             source.gradient(parts)
             for source, parts in zip(self.sources, columns, strict=True)
         ]
+        return found if self.spread.workers is None else self._over_workers(found)
+
+    def _over_workers(
+        self, found: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The sources' gradients of all workers, from those of this one."""
+        present = torch.tensor([float(gradient is not None) for gradient in found])
+        summed = [
+            torch.zeros_like(source.tensor) if gradient is None else gradient
+            for source, gradient in zip(self.sources, found, strict=True)
+            if not source.by_rows
+        ]
+        # Those that a layer computes last have their gradients first.
+        *summed, present = self.spread.summed([*reversed(summed), present])
+        totals = iter(reversed(summed))
+        results: list[torch.Tensor | None] = []
+        for source, gradient, count in zip(
+            self.sources, found, present.tolist(), strict=True
+        ):
+            if source.by_rows:
+                if gradient is None:
+                    gradient = torch.zeros_like(self.spread.own(source.tensor))
+                results.append(self.spread.joined(gradient))
+            else:
+                total = next(totals)
+                results.append(total if count else None)
+        return results
 
 
 def _share(channel: Channel, gradient: torch.Tensor) -> list[torch.Tensor]:

@@ -7,13 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
 
 from keras_strategies import context, keras_compat
-from keras_strategies.backends.base import Communicator
+from keras_strategies.backends.base import Communicator, Workers
 from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.random import ReplicaRandom
 from keras_strategies.devices import Device
@@ -71,7 +72,7 @@ class ReplicaThreads:
                 with (
                     keras_compat.with_thread_state(own),
                     torch.set_grad_enabled(grad),
-                    random.numbers(replica_id),
+                    random.numbers(communicator.team.first + replica_id),
                 ):
                     return task()
             except BaseException as error:
@@ -100,6 +101,73 @@ def _shut_down(pools: list[ThreadPoolExecutor]) -> None:
         pool.shutdown(wait=False)
 
 
+@dataclass(frozen=True)
+class Team:
+    """The replicas that take part in a computation, on all workers.
+
+    Args:
+        workers: the engine between workers; None where there is one worker.
+        counts: how many replicas take part on each worker.
+        first: int, the number of this worker's first replica.
+    """
+
+    workers: Workers | None
+    counts: tuple[int, ...]
+    first: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    def reduce(self, op: ReduceOp, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Reduces the local replicas' tensors, and those of other workers.
+
+        Args:
+            op: the operation.
+            values: for each local replica a list of tensors.
+        """
+        lead = [tensor.device for tensor in values[0]]
+        columns = zip(*values, strict=True)
+        moved = [
+            [t.to(device) for t in column]
+            for device, column in zip(lead, columns, strict=True)
+        ]
+        if self.workers is None:
+            return [reduce_tensors(op, column) for column in moved]
+        mean = op is ReduceOp.MEAN
+        own = ReduceOp.SUM if mean else op
+        local = [reduce_tensors(own, column) for column in moved]
+        found = self.workers.all_reduce(own, local)
+        return [tensor / self.total for tensor in found] if mean else found
+
+    def gather(
+        self, values: Sequence[Any], axis: int
+    ) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """Concatenates tensors of all replicas, and says how long each part is."""
+        gathered, lengths = [], []
+        for column in zip(*values, strict=True):
+            parts = [part.to(column[0].device) for part in column]
+            sizes = [part.shape[axis] for part in parts]
+            if self.workers is None:
+                gathered.append(torch.cat(parts, dim=axis))
+            else:
+                whole, sizes = self._gather(parts, sizes, axis)
+                gathered.append(whole)
+            lengths.append(sizes)
+        return gathered, lengths
+
+    def _gather(
+        self, parts: list[torch.Tensor], sizes: list[int], axis: int
+    ) -> tuple[torch.Tensor, list[int]]:
+        assert self.workers is not None
+        own = torch.tensor(sizes, dtype=torch.int64)
+        found: list[int] = self.workers.gather_rows(own, self.counts).tolist()
+        remaining = iter(found)
+        rows = [sum(itertools.islice(remaining, count)) for count in self.counts]
+        joined = torch.cat(parts, dim=axis).movedim(axis, 0)
+        return self.workers.gather_rows(joined, rows).movedim(0, axis), found
+
+
 class _Slot:
     """Where the replicas leave their values of one collective."""
 
@@ -120,10 +188,17 @@ class ThreadCommunicator(Communicator):
         devices: the device of each replica.
         takes_turns: bool, whether only one replica runs at a time, from one collective
             to the next and in their order, so that the first one makes what all use.
+        team: the replicas of other processes, None where there are none.
     """
 
-    def __init__(self, devices: Sequence[Device], takes_turns: bool = False):
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        takes_turns: bool = False,
+        team: Team | None = None,
+    ):
         self._devices = tuple(devices)
+        self._team = team or Team(None, (len(self._devices),), 0)
         # The replica whose turn it is; None where they run side by side.
         self._turn: int | None = 0 if takes_turns else None
         self._condition = threading.Condition()
@@ -131,6 +206,11 @@ class ThreadCommunicator(Communicator):
         self._counters = [itertools.count() for _ in devices]
         self._finished: set[int] = set()
         self.error: BaseException | None = None
+
+    @property
+    def team(self) -> Team:
+        """All replicas that take part."""
+        return self._team
 
     # Meeting.
 
@@ -233,12 +313,14 @@ class ThreadCommunicator(Communicator):
     # Collectives.
 
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+        replica_id -= self._team.first
         leaves = _tensors(value)
         number = self._next(replica_id)
         reduced = _AllReduce.apply(self, replica_id, number, op, *leaves)
         return keras.tree.pack_sequence_as(value, list(reduced))
 
     def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+        replica_id -= self._team.first
         leaves = _tensors(value)
         number = self._next(replica_id)
         gathered = _AllGather.apply(self, replica_id, number, axis, *leaves)
@@ -251,6 +333,7 @@ class ThreadCommunicator(Communicator):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        replica_id -= self._team.first
         replica = context.current_replica()
         assert replica is not None
         strategy = replica.strategy
@@ -306,10 +389,20 @@ def _reduced(
     op: ReduceOp,
     tensors: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    values = communicator.exchange(replica_id, key, "all_reduce", tensors)
+    team = communicator.team
+    if team.workers is None:
+        values = communicator.exchange(replica_id, key, "all_reduce", tensors)
+        # Each on its own device, at the same time.
+        return tuple(
+            reduce_tensors(op, [v.to(own.device) for v in column])
+            for own, column in zip(tensors, zip(*values, strict=True), strict=True)
+        )
+    reduced = communicator.exchange(
+        replica_id, key, "all_reduce", tensors, lambda all: team.reduce(op, all)
+    )
     return tuple(
-        reduce_tensors(op, [v.to(own.device) for v in column])
-        for own, column in zip(tensors, zip(*values, strict=True), strict=True)
+        found.to(own.device, copy=True)
+        for own, found in zip(tensors, reduced, strict=True)
     )
 
 
@@ -328,27 +421,36 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, communicator, replica_id, number, axis, *tensors):  # type: ignore[no-untyped-def]
-        values = communicator.exchange(replica_id, number, "all_gather", tensors)
-        columns = list(zip(*values, strict=True))
+        team = communicator.team
+        found, lengths = communicator.exchange(
+            replica_id,
+            number,
+            "all_gather",
+            tensors,
+            lambda values: team.gather(values, axis),
+        )
         ctx.call = (communicator, replica_id, number, axis)
-        ctx.lengths = [[part.shape[axis] for part in column] for column in columns]
+        ctx.lengths = lengths
         return tuple(
-            torch.cat([part.to(own.device) for part in column], dim=axis)
-            for own, column in zip(tensors, columns, strict=True)
+            whole.to(own.device, copy=True)
+            for own, whole in zip(tensors, found, strict=True)
         )
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
         communicator, replica_id, number, axis = ctx.call
         key = ("backward", number)
-        values = communicator.exchange(replica_id, key, "all_gather", gradients)
-        own = []
-        for column, lengths in zip(zip(*values, strict=True), ctx.lengths, strict=True):
-            start = sum(lengths[:replica_id])
-            device = column[replica_id].device
-            parts = [
-                gradient.narrow(axis, start, lengths[replica_id]).to(device)
-                for gradient in column
-            ]
-            own.append(reduce_tensors(ReduceOp.SUM, parts))
+        team = communicator.team
+        total = communicator.exchange(
+            replica_id,
+            key,
+            "all_gather",
+            gradients,
+            lambda values: team.reduce(ReduceOp.SUM, values),
+        )
+        place = team.first + replica_id
+        own = [
+            whole.narrow(axis, sum(lengths[:place]), lengths[place]).to(own.device)
+            for own, whole, lengths in zip(gradients, total, ctx.lengths, strict=True)
+        ]
         return (None, None, None, None, *own)

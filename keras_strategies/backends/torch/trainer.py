@@ -60,9 +60,12 @@ class TorchTrainer(TrainerAdapter):
             return function
 
         was_small = False
+        workers = self.placement.workers
 
         def step(data: Any) -> Any:
             nonlocal was_small
+            if workers is not None:
+                workers.begin_steps(len(data))
             for batch in data:
                 check_batch(batch)
             with call.step(was_small) as is_small:

@@ -43,7 +43,8 @@ class ReplicaVariables:
             local = self._mirrors.get(raw, device)
         else:
             local = raw.detach().to(device, non_blocking=True)
-        offset = keras_compat.seed_offset(variable, replica_id)
+        first = self._placement.share.first
+        offset = keras_compat.seed_offset(variable, first + replica_id)
         if offset:
             local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
         if raw.requires_grad and torch.is_grad_enabled():

@@ -1,0 +1,215 @@
+"""Collectives between workers on Torch: Gloo between CPUs, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keras_strategies.backends.base import Workers
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.types import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
+
+#: Bytes that travel together where nothing else is said, as in torch's own DDP.
+DEFAULT_PACK = 25 * 2**20
+
+_OPERATIONS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+}
+# Gloo's names for what it cannot reduce or move.
+_CARRIERS = {torch.bool: torch.uint8}
+
+
+class TorchWorkers(Workers):
+    """A process group of this package's own.
+
+    It is not torch's default one: Keras 3.16 wraps models in
+    `DistributedDataParallel` when that exists, which would reduce twice, and the
+    user's code may have one for other ends.
+    """
+
+    def __init__(self, group: WorkerGroup, options: CommunicationOptions):
+        super().__init__(group, options)
+        self._timeout = datetime.timedelta(seconds=group.timeout)
+        self._store = _store(group, self._timeout)
+        self._groups: dict[str, Any] = {}
+        group.on_loss(lambda loss: self._abort())
+
+    def _engine(self, device: torch.device) -> Any:
+        """The process group for tensors of a device, made when first needed."""
+        wanted = self.options.implementation
+        use_nccl = device.type == "cuda" and (
+            wanted is not CommunicationImplementation.RING
+        )
+        kind = "nccl" if use_nccl else "gloo"
+        if kind not in self._groups:
+            store = dist.PrefixStore(kind, self._store)
+            index, count = self.group.index, self.group.count
+            self._groups[kind] = (
+                _nccl(store, index, count, self._timeout)
+                if use_nccl
+                else _gloo(store, index, count, self._timeout, self.group.own_host)
+            )
+        return self._groups[kind]
+
+    def _abort(self) -> None:
+        """Ends the wait for a worker that does not answer."""
+        for engine in self._groups.values():
+            engine.abort()
+
+    def close(self) -> None:
+        self._groups.clear()
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    # Collectives.
+
+    def all_reduce(
+        self, op: ReduceOp, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        results: list[Any] = [None] * len(tensors)
+        for indices in self.packs(tensors):
+            pack = Pack([tensors[i] for i in indices])
+            self.start_all_reduce(op, pack.flat)()
+            for i, result in zip(indices, pack.tensors(), strict=True):
+                results[i] = result
+        return results
+
+    def packs(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+        """Indices of tensors that travel together, in their order."""
+        kinds = [f"{tensor.dtype} {tensor.device}" for tensor in tensors]
+        sizes = [tensor.nbytes for tensor in tensors]
+        limit = self.options.bytes_per_pack or DEFAULT_PACK
+        return pack_indices(kinds, sizes, bytes_per_pack=limit)
+
+    def start_all_reduce(self, op: ReduceOp, flat: torch.Tensor) -> Callable[[], None]:
+        """Begins to reduce a tensor in place.
+
+        Returns:
+            A callable that waits until it is done.
+        """
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS.get(op, dist.ReduceOp.SUM)
+        try:
+            work = self._engine(flat.device).allreduce([flat], options)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+        def finish() -> None:
+            self._wait(lambda: work)
+            if op is ReduceOp.MEAN:
+                flat.div_(self.group.count)
+
+        return finish
+
+    def gather_rows(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        kind = tensor.dtype
+        own = tensor.detach().to(_CARRIERS.get(kind, kind)).contiguous()
+        most = max(rows)
+        if own.shape[0] < most:
+            # Equal lengths are what the engines gather.
+            missing = own.new_zeros((most - own.shape[0], *own.shape[1:]))
+            own = torch.cat([own, missing])
+        parts = [torch.empty_like(own) for _ in rows]
+        self._wait(lambda: self._engine(own.device).allgather([parts], [own]))
+        joined = torch.cat(
+            [part[:count] for part, count in zip(parts, rows, strict=True)]
+        )
+        return joined.to(kind)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        results: list[Any] = [None] * len(tensors)
+        for indices in self.packs(tensors):
+            pack = Pack([tensors[i] for i in indices])
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            engine = self._engine(pack.flat.device)
+            self._wait(functools.partial(engine.broadcast, [pack.flat], options))
+            for i, result in zip(indices, pack.tensors(), strict=True):
+                results[i] = result
+        return results
+
+
+class Pack:
+    """Tensors of one dtype and device that travel as one."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._like = [(tensor.shape, tensor.numel()) for tensor in tensors]
+        self._dtype = kind = tensors[0].dtype
+        self.flat = torch.cat(
+            [t.detach().reshape(-1).to(_CARRIERS.get(kind, kind)) for t in tensors]
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What has become of the tensors: views of the flat one."""
+        parts = self.flat.split([size for _, size in self._like])
+        return [
+            part.view(shape).to(self._dtype)
+            for part, (shape, _) in zip(parts, self._like, strict=True)
+        ]
+
+
+def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
+    """Where process groups find one another's addresses; the chief has it."""
+    store = None
+    port = b""
+    if group.is_chief:
+        # On the interface that the cluster names, and on no other.
+        host = group.own_host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = socket.create_server((host, 0), family=family)
+        number = server.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            number,
+            group.count,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+            use_libuv=True,
+        )
+        port = str(number).encode()
+    found = int(group.broadcast("the address of torch's store", port))
+    if store is None:
+        store = dist.TCPStore(
+            str(group.members[0]["host"]),
+            found,
+            group.count,
+            is_master=False,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    return store
+
+
+def _gloo(
+    store: Any, index: int, count: int, timeout: datetime.timedelta, host: str
+) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    options._threads = 2
+    return dist.ProcessGroupGloo(store, index, count, options)
+
+
+def _nccl(store: Any, index: int, count: int, timeout: datetime.timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, index, count, options)

@@ -1,0 +1,179 @@
+"""Replicas on several machines, one process for each worker."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_strategies import cluster
+from keras_strategies.backends import get_backend
+from keras_strategies.backends.base import Backend, Placement, Workers
+from keras_strategies.cluster import ClusterResolver, LocalClusterResolver
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
+from keras_strategies.cluster.torchrun import TorchrunClusterResolver
+from keras_strategies.errors import ClusterError, InvalidArgumentError
+from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.devices import choose_devices, default_devices
+from keras_strategies.strategies.seeds import same_random_numbers
+from keras_strategies.types import CommunicationOptions
+
+#: Seconds that workers wait for one another where nothing else is said.
+DEFAULT_TIMEOUT = 300.0
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on several machines, with one process on each.
+
+    Every process, a *worker*, runs the same script. Each global batch is split over
+    the replicas of all workers, each of which has a copy of the variables; what comes
+    out, weights, losses and metrics, is the same on all workers, and is what one
+    device computes on the whole batch. Initial weights and random seeds are the
+    chief's: worker 0's, or those of the task `chief`.
+
+    Without a cluster, around it or in its resolver, it is one worker, as
+    `MirroredStrategy` is. Workers of one process's cluster meet once: strategies that
+    are made later use the connections that are there.
+
+    Args:
+        cluster_resolver: `ks.cluster_resolver.ClusterResolver`, which says who is who;
+            None to find that out from `TF_CONFIG`, `torchrun`, SLURM or SageMaker.
+        communication_options: `CommunicationOptions`; `timeout_seconds` is how long
+            workers wait for one another and how long one may be silent, 300 seconds
+            by default.
+        devices: sequence of str, names of this worker's devices; None for all its
+            accelerators, or all its CPU devices where there are none.
+        sync_batch_norm: bool, whether batch normalization uses the statistics of the
+            global batch (see `MirroredStrategy`).
+
+    Raises:
+        ValueError: for a cluster that cannot be as described, a port in use, two
+            workers with one index, or workers that differ in backend or versions.
+        RuntimeError: if workers do not come in time.
+
+    Example:
+
+    >>> strategy = ks.MultiWorkerMirroredStrategy()
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    >>> model.fit(x, y, batch_size=64)  # 64 rows over all workers
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        devices: Sequence[str] | None = None,
+        sync_batch_norm: bool = True,
+    ):
+        options = communication_options or CommunicationOptions()
+        if not isinstance(options, CommunicationOptions):
+            raise InvalidArgumentError(
+                "`communication_options` is a ks.CommunicationOptions. "
+                f"Received: {options!r} of type {type(options).__name__}"
+            )
+        resolver = cluster_resolver or cluster.find_cluster()
+        if resolver is not None and not isinstance(resolver, ClusterResolver):
+            raise InvalidArgumentError(
+                "`cluster_resolver` is one of ks.cluster_resolver. "
+                f"Received: {resolver!r} of type {type(resolver).__name__}"
+            )
+        backend = get_backend()
+        self._cluster_resolver = resolver
+        # Before the devices are looked at: engines add those of other workers.
+        workers = None if resolver is None else _workers_of(resolver, backend, options)
+        if devices is None:
+            replicas = default_devices(backend)
+        else:
+            replicas = choose_devices(backend, devices)
+        if workers is not None:
+            workers.set_replicas(len(replicas))
+        placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
+        super().__init__(placement, sync_batch_norm=sync_batch_norm)
+        if workers is not None:
+            same_random_numbers(backend, workers.group)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What says who is who in the cluster; None where there is none."""
+        return self._cluster_resolver
+
+
+# The cluster that this process belongs to. Engines are started once for a process.
+_joined: dict[tuple[Any, ...], Workers] = {}
+
+
+def _workers_of(
+    resolver: ClusterResolver, backend: Backend, options: CommunicationOptions
+) -> Workers | None:
+    """The workers of a cluster, who meet here; None if this is the only one."""
+    if isinstance(resolver, LocalClusterResolver):
+        raise ClusterError(
+            "LocalClusterResolver describes processes that ParameterServerStrategy "
+            "starts itself. Workers of MultiWorkerMirroredStrategy are started with "
+            "`keras-strategies launch --workers N script.py`, or with ks.launch."
+        )
+    spec = resolver.cluster_spec()
+    resolver.check_task()
+    if resolver.task_type == "evaluator" or resolver.num_workers == 1:
+        return None
+    check_training_cluster(spec)
+    assert resolver.task_type is not None and resolver.task_id is not None
+    addresses = worker_addresses(spec)
+    index = cluster.id_in_cluster(spec, resolver.task_type, resolver.task_id)
+    key = (tuple(addresses), index)
+    if key in _joined:
+        return _joined[key]
+    if _joined:
+        raise ClusterError(
+            f"This process is worker {index} of {addresses}, but belongs to another "
+            f"cluster already: {list(next(iter(_joined))[0])}. Start a process for "
+            "each cluster."
+        )
+    group = WorkerGroup.join(
+        addresses,
+        index,
+        {"the backend": backend.name, "the Keras version": keras.__version__},
+        timeout=options.timeout_seconds or DEFAULT_TIMEOUT,
+        job=_job(addresses, resolver),
+        shares_port=_is_port_shared(resolver),
+    )
+    try:
+        workers = backend.connect(group, options)
+    except BaseException as error:
+        group.report(error)
+        group.leave()
+        raise
+    _joined[key] = workers
+    return workers
+
+
+def _is_port_shared(resolver: ClusterResolver) -> bool:
+    # The agent of torchrun listens at MASTER_PORT itself.
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_agents and isinstance(resolver, TorchrunClusterResolver)
+
+
+def _job(addresses: list[str], resolver: ClusterResolver) -> str:
+    """Tells runs at one address from one another, where something does."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
+    found = [os.environ.get(name, "") for name in names]
+    count = str(resolver.num_workers)
+    return "|".join([addresses[0], count, *found])
+
+
+def leave_cluster() -> None:
+    """Ends the engine and the membership, in order."""
+    for key in list(_joined):
+        workers = _joined.pop(key)
+        workers.close()
+        workers.group.leave()
+
+
+atexit.register(leave_cluster)

@@ -1,0 +1,47 @@
+"""The same random numbers on all workers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.backends.base import Backend
+from keras_strategies.cluster.group import WorkerGroup
+
+
+def same_random_numbers(backend: Backend, group: WorkerGroup) -> None:
+    """Makes Python's, NumPy's and the framework's numbers go on as the chief's.
+
+    Keras takes seeds of layers and of initializers from Python's numbers, and
+    shuffles with NumPy's or the framework's, so that workers with the same numbers
+    make the same weights and the same batches.
+    """
+    own = json.dumps(_state(backend)).encode() if group.is_chief else None
+    _set_state(backend, json.loads(group.broadcast("random numbers", own)))
+
+
+def _state(backend: Backend) -> dict[str, Any]:
+    found: Any = np.random.get_state(legacy=False)
+    state = {
+        **found,
+        "state": {**found["state"], "key": found["state"]["key"].tolist()},
+    }
+    return {
+        "python": random.getstate(),
+        "numpy": state,
+        "backend": base64.b64encode(backend.random_state()).decode(),
+    }
+
+
+def _set_state(backend: Backend, state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy = state["numpy"]
+    numpy["state"]["key"] = np.asarray(numpy["state"]["key"], np.uint32)
+    np.random.set_state(numpy)
+    if state["backend"]:
+        backend.set_random_state(base64.b64decode(state["backend"]))

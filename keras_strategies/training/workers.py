@@ -1,0 +1,193 @@
+"""What Keras's methods do where several workers call them together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.backends.base import Workers
+from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.seeds import same_random_numbers
+
+# Their files are the chief's to write and read; they decide nothing.
+_WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+_LOOPS = ("fit", "evaluate", "predict")
+
+
+@contextlib.contextmanager
+def method(strategy: Strategy, model: Any, name: str) -> Iterator[None]:
+    """Entered around a method of a model, on every worker.
+
+    Weights that workers have not shared yet become the chief's, and so do random
+    numbers in front of a loop. An error is told to the others, who may wait.
+    """
+    workers = strategy.workers
+    if workers is None or name == "compile":
+        yield
+        return
+    group = workers.group
+    with workers.method(name) as is_outermost:
+        try:
+            group.check()
+            if name in _LOOPS:
+                same_random_numbers(strategy.backend, group)
+            strategy.trainer.same_variables(model, all_of_them=name == "fit")
+            yield
+        except WorkerError:
+            raise
+        except BaseException as error:
+            if is_outermost:
+                group.report(error)
+            raise
+
+
+def arguments(
+    strategy: Strategy, model: Any, name: str, given: dict[str, Any]
+) -> dict[str, Any]:
+    """What to change in a method's arguments; workers agree on the others.
+
+    Raises:
+        ValueError: if workers have other batches, epochs or models.
+    """
+    workers = strategy.workers
+    if workers is None or name not in _LOOPS:
+        return {}
+    agree(workers, model, name, given)
+    changed: dict[str, Any] = {}
+    if not workers.group.is_chief and name in _LOOPS:
+        changed["verbose"] = 0
+    callbacks = given.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return changed
+    mine = _own_callbacks(workers, _listed(callbacks))
+    if name == "fit":
+        mine.append(_Together(strategy, mine))
+    changed["callbacks"] = mine
+    return changed
+
+
+def agree(workers: Workers, model: Any, name: str, given: dict[str, Any]) -> None:
+    """Checks that all workers are about to do the same."""
+    facts: dict[str, Any] = {"the method": name}
+    for argument in ("batch_size", "epochs", "initial_epoch", "steps_per_epoch"):
+        if argument in given:
+            facts[f"`{argument}`"] = given[argument]
+    for argument in ("x", "y", "sample_weight"):
+        rows = _rows_of(given.get(argument))
+        if rows is not None:
+            facts[f"the rows of `{argument}`"] = rows
+    facts["the model's variables (shapes and dtypes)"] = [
+        [list(variable.shape), variable.dtype] for variable in model.variables
+    ]
+    optimizer = getattr(model, "optimizer", None)
+    facts["the optimizer"] = type(optimizer).__name__
+    facts["`steps_per_execution`"] = model.steps_per_execution
+    found = workers.group.gather_values(f"the beginning of {name}", facts)
+    for what in facts:
+        values = [each.get(what) for each in found]
+        for other, value in enumerate(values):
+            if value != values[0]:
+                raise ClusterError(
+                    f"Workers do not agree on {what}: worker 0 has "
+                    f"{_short(values[0])}, worker {other} has {_short(value)}. All "
+                    "workers run the same script on the same data; `batch_size` is "
+                    "the global batch."
+                )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+def _rows_of(value: Any) -> int | None:
+    """The rows of arrays; None for what is no array."""
+    leaves = keras.tree.flatten(value) if isinstance(value, (dict, list, tuple)) else []
+    first = leaves[0] if leaves else value
+    shape = getattr(first, "shape", None)
+    if shape is None or len(shape) == 0 or shape[0] is None:
+        return None
+    return int(shape[0])
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(keras.tree.flatten(callbacks))
+
+
+def _own_callbacks(workers: Workers, callbacks: list[Any]) -> list[Any]:
+    """The callbacks that run on this worker."""
+    if workers.group.is_chief:
+        return callbacks
+    mine = [each for each in callbacks if not isinstance(each, _WRITERS)]
+    for callback in mine:
+        if hasattr(callback, "verbose"):
+            callback.verbose = 0
+    return mine
+
+
+class _Together(keras.callbacks.Callback):
+    """Makes the chief's decisions those of all; it is the last of the callbacks."""
+
+    def __init__(self, strategy: Strategy, others: list[Any]):
+        super().__init__()
+        self._strategy = strategy
+        assert strategy.workers is not None
+        self._group = strategy.workers.group
+        names = ("on_train_batch_end", "on_batch_end")
+        self._each_batch = any(
+            getattr(type(other), name) is not getattr(keras.callbacks.Callback, name)
+            for other in others
+            for name in names
+            if _may_decide(other)
+        )
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        # The chief may have restored a backup.
+        epoch = self._group.gather_values(
+            "the first epoch", keras_compat.initial_epoch(self.model)
+        )[0]
+        keras_compat.set_initial_epoch(self.model, epoch)
+        self._strategy.trainer.same_variables(self.model, all_of_them=True)
+        self._decide("the beginning of training")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._each_batch:
+            self._decide(f"the end of batch {batch}")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._decide(f"the end of epoch {epoch}")
+
+    def _decide(self, when: str) -> None:
+        rate = _learning_rate(self.model)
+        own = [bool(self.model.stop_training), rate]
+        stop, chiefs_rate = self._group.gather_values(when, own)[0]
+        self.model.stop_training = stop
+        if chiefs_rate is not None and chiefs_rate != rate:
+            self.model.optimizer.learning_rate = chiefs_rate
+
+
+def _may_decide(callback: Any) -> bool:
+    """Whether it may be one of the user's, that stops or changes the rate."""
+    return not type(callback).__module__.startswith("keras.")
+
+
+def _learning_rate(model: Any) -> float | None:
+    """The learning rate, where it is a number that callbacks may change."""
+    optimizer = getattr(model, "optimizer", None)
+    rate = getattr(optimizer, "_learning_rate", None)
+    if not isinstance(rate, keras.Variable):
+        return None
+    return float(np.asarray(keras.ops.convert_to_numpy(rate)))
