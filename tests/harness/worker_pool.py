@@ -1,0 +1,170 @@
+"""Worker processes that call functions under one strategy, for many tests in turn."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.connection as connections
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from keras_strategies.cluster.local import free_addresses
+
+START_SECONDS = 120.0
+CALL_SECONDS = 180.0
+# A worker that is lost has to be noticed in less than a test's time.
+SILENCE_SECONDS = 60.0
+
+
+class WorkerPool:
+    """Workers of one cluster, which make the same calls one after the other.
+
+    Args:
+        workers: int, how many processes.
+        devices: int, virtual CPU devices of each.
+    """
+
+    def __init__(self, workers: int, devices: int = 1):
+        self.replicas = workers * devices
+        self._key = os.urandom(16)
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "log"
+        addresses = free_addresses(workers)
+        with connections.Listener(("127.0.0.1", 0), authkey=self._key) as listener:
+            with self._log.open("wb") as log:
+                self._processes = [
+                    self._start(i, devices, addresses, listener.address, log)
+                    for i in range(workers)
+                ]
+            listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
+            try:
+                # All of them, before any is waited for: they wait for one another.
+                lines = [self._accept(listener) for _ in range(workers)]
+                found = [(self._started(line), line) for line in lines]
+            except BaseException:
+                self.close()
+                raise
+        self._lines = [line for _, line in sorted(found, key=lambda pair: pair[0])]
+
+    def _start(
+        self, index: int, devices: int, addresses: list[str], home: Any, log: Any
+    ) -> subprocess.Popen[bytes]:
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": addresses}, "task": task}
+        arguments = [home[0], str(home[1]), self._key.hex(), str(index), str(devices)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness.worker_pool", *arguments],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "TF_CONFIG": json.dumps(config),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def _accept(self, listener: connections.Listener) -> Any:
+        try:
+            return listener.accept()
+        except OSError as error:
+            raise AssertionError(f"A worker did not start:\n{self.log()}") from error
+
+    def _started(self, line: Any) -> int:
+        """The number of the worker at the other end, when it has met the others."""
+        try:
+            if line.poll(START_SECONDS):
+                return int(line.recv())
+        except EOFError:
+            pass
+        raise AssertionError(f"A worker did not start:\n{self.log()}")
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `function(strategy, *args)` on every worker.
+
+        Returns:
+            What the workers returned, in their order.
+
+        Raises:
+            AssertionError: with the traceback of each worker that raised.
+        """
+        problems, values = [], []
+        for index, (error, value) in enumerate(self.outcomes(function, *args)):
+            values.append(value)
+            if error:
+                problems.append(f"worker {index}:\n{error}")
+        if problems:
+            raise AssertionError("\n".join(problems))
+        return values
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """For each worker the traceback, empty without one, and what it returned."""
+        call = cloudpickle.dumps((function, args))
+        until = time.monotonic() + CALL_SECONDS
+        for line in self._lines:
+            line.send_bytes(call)
+        found = []
+        for index, line in enumerate(self._lines):
+            if not line.poll(max(0.0, until - time.monotonic())):
+                raise AssertionError(
+                    f"Worker {index} has not answered in {CALL_SECONDS:g} s."
+                    f"\n{self.log()}"
+                )
+            try:
+                found.append(cloudpickle.loads(line.recv_bytes()))
+            except EOFError as error:
+                raise AssertionError(f"Worker {index} died:\n{self.log()}") from error
+        return found
+
+    def log(self) -> str:
+        """The end of what the workers have printed."""
+        return self._log.read_text(errors="replace")[-6000:]
+
+    def close(self) -> None:
+        for line in getattr(self, "_lines", []):
+            line.close()
+        for process in self._processes:
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+
+def _serve(host: str, port: str, key: str, index: str, devices: str) -> None:
+    import keras
+
+    import keras_strategies as ks
+
+    keras.config.disable_traceback_filtering()
+    line = connections.Client((host, int(port)), authkey=bytes.fromhex(key))
+    strategy = ks.MultiWorkerMirroredStrategy(
+        communication_options=ks.CommunicationOptions(timeout_seconds=SILENCE_SECONDS),
+        devices=[f"cpu:{i}" for i in range(int(devices))],
+    )
+    line.send(int(index))
+    while True:
+        try:
+            function, args = cloudpickle.loads(line.recv_bytes())
+        except EOFError:
+            return
+        keras.utils.set_random_seed(20240229)
+        try:
+            outcome = ("", function(strategy, *args))
+        except Exception:
+            outcome = (traceback.format_exc(), None)
+        line.send_bytes(cloudpickle.dumps(outcome))
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -1,0 +1,26 @@
+"""Clusters of real processes, started once for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from harness.worker_pool import WorkerPool
+
+CLUSTERS = {"two": (2, 1), "three": (3, 1), "two_by_two": (2, 2)}
+
+
+@pytest.fixture(scope="session")
+def cluster(request) -> Iterator[WorkerPool]:
+    """The cluster that a test names, by `indirect` parametrization."""
+    pool = WorkerPool(*CLUSTERS[request.param])
+    yield pool
+    pool.close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # A test that does not name one gets two workers.
+    marks = metafunc.definition.iter_markers("parametrize")
+    named = any("cluster" in mark.args[0] for mark in marks)
+    if "cluster" in metafunc.fixturenames and not named:
+        metafunc.parametrize("cluster", ["two"], indirect=True, scope="session")
