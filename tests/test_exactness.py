@@ -419,7 +419,7 @@ OPTIMIZERS = [
         "mixed_float16",
         policy="mixed_float16",
         optimizer=lambda: optimizers.SGD(0.1),
-        tolerance=2**-9,
+        tolerance=2**-8,
     ),
     Case(
         "mixed_bfloat16",

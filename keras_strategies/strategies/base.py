@@ -246,7 +246,16 @@ class Strategy:
             return combine.reduce(self, op, value, axis)
 
     def reduce_components(self, op: ReduceOp, tensors: list[Any]) -> Any:
-        """Reduces one tensor per replica, element by element."""
+        """Reduces one tensor per local replica, and those of other workers."""
+        if self.workers is None:
+            return self._reduce_local(op, tensors)
+        mean = op is ReduceOp.MEAN
+        own = ReduceOp.SUM if mean else op
+        local = self._reduce_local(own, tensors)
+        [total] = self.workers.all_reduce(own, [local])
+        return total / self.num_replicas_in_sync if mean else total
+
+    def _reduce_local(self, op: ReduceOp, tensors: list[Any]) -> Any:
         home = self._placement.variables
         if self._cross_device_ops is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
             value = PerReplica(tensors)

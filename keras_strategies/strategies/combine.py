@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_strategies.errors import GatherError
@@ -12,6 +13,7 @@ from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, map_structure
 
 if TYPE_CHECKING:
+    from keras_strategies.backends.base import Workers
     from keras_strategies.strategies.base import Strategy
 
 _ALONG_AXIS = {
@@ -40,14 +42,31 @@ def _reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: int | None) 
             )
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         # A replica without rows has no minimum and takes no part in one.
-        tensors = [t for t in tensors if t.shape[axis] != 0] or tensors
+        present = [t for t in tensors if t.shape[axis] != 0]
+        if strategy.workers is not None and not present:
+            present = [_no_rows(op, tensors[0], axis)]
+        tensors = present or tensors
     along = [_ALONG_AXIS[op](tensor, axis=axis) for tensor in tensors]
     if op is not ReduceOp.MEAN:
         return strategy.reduce_components(op, along)
     total = strategy.reduce_components(ReduceOp.SUM, along)
     # The true denominator: what is there, not a mean of the replicas' means.
     counts = [ops.cast(ops.shape(tensor)[axis], total.dtype) for tensor in tensors]
-    return total / sum(counts[1:], start=counts[0])
+    return total / strategy.reduce_components(ReduceOp.SUM, counts)
+
+
+def _no_rows(op: ReduceOp, tensor: Any, axis: int) -> Any:
+    """One row that changes no minimum or maximum, for a worker that has none."""
+    shape = list(tensor.shape)
+    shape[axis] = 1
+    name = keras.backend.standardize_dtype(tensor.dtype)
+    if keras.backend.is_float_dtype(name):
+        extreme: float = float("inf")
+        smallest = -extreme
+    else:
+        limits = np.iinfo(name)
+        smallest, extreme = limits.min, limits.max
+    return ops.full(shape, extreme if op is ReduceOp.MIN else smallest, dtype=name)
 
 
 def gather(strategy: Strategy, value: Any, axis: int) -> Any:
@@ -71,7 +90,21 @@ def _gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
             f"axis only. Found shapes {shapes}."
         )
     home = strategy.placement.variables
-    return ops.concatenate([strategy.backend.to_device(t, home) for t in tensors], axis)
+    own = ops.concatenate([strategy.backend.to_device(t, home) for t in tensors], axis)
+    if strategy.workers is None:
+        return own
+    return _gather_over_workers(strategy.workers, own, axis % rank)
+
+
+def _gather_over_workers(workers: Workers, own: Any, axis: int) -> Any:
+    shapes = workers.group.gather_values("the shapes of `gather`", list(own.shape))
+    if not _alike([tuple(shape) for shape in shapes], axis):
+        raise GatherError(
+            f"`gather` along axis {axis} needs values whose shapes differ along that "
+            f"axis only. The workers' values have the shapes {shapes}."
+        )
+    rows = [shape[axis] for shape in shapes]
+    return ops.moveaxis(workers.gather_rows(ops.moveaxis(own, axis, 0), rows), 0, axis)
 
 
 def _alike(shapes: list[tuple[Any, ...]], axis: int) -> bool:

@@ -226,7 +226,7 @@ class TorchDataParallelCall(DataParallelCall):
     def on_all_workers(
         self, columns: list[list[torch.Tensor]]
     ) -> list[list[torch.Tensor]]:
-        return self._spread.on_all_workers(columns)
+        return self._spread.team.everywhere(columns)
 
     def probe_input(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         return tensor[:rows].detach().to(self._lead)
@@ -301,24 +301,6 @@ class Spread:
         if self.workers is None or not tensors:
             return tensors
         return self.workers.all_reduce(ReduceOp.SUM, tensors)
-
-    def on_all_workers(
-        self, columns: list[list[torch.Tensor]]
-    ) -> list[list[torch.Tensor]]:
-        """For each variable the values of all replicas, in one message per dtype."""
-        if self.workers is None:
-            return columns
-        found: list[Any] = [None] * len(columns)
-        kinds = dict.fromkeys(column[0].dtype for column in columns)
-        for kind in kinds:
-            places = [i for i, column in enumerate(columns) if column[0].dtype == kind]
-            own = torch.cat([torch.stack(columns[i]).flatten(1) for i in places], dim=1)
-            rows = self.workers.gather_rows(own, self.team.counts)
-            widths = [columns[i][0].numel() for i in places]
-            for i, part in zip(places, rows.split(widths, dim=1), strict=True):
-                shape = columns[i][0].shape
-                found[i] = [value.view(shape) for value in part.contiguous()]
-        return found
 
 
 @dataclass

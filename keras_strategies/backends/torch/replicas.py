@@ -156,6 +156,31 @@ class Team:
             lengths.append(sizes)
         return gathered, lengths
 
+    def everywhere(
+        self, columns: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
+        """The values of all replicas, from those of the local ones.
+
+        Args:
+            columns: for each of several things, a tensor of each local replica, of
+                equal shapes. They travel in one message for each dtype.
+        """
+        if self.workers is None:
+            return [list(column) for column in columns]
+        found: list[Any] = [None] * len(columns)
+        for kind in dict.fromkeys(column[0].dtype for column in columns):
+            places = [i for i, column in enumerate(columns) if column[0].dtype == kind]
+            flat = [
+                torch.stack(list(columns[i])).reshape(len(columns[i]), -1)
+                for i in places
+            ]
+            rows = self.workers.gather_rows(torch.cat(flat, dim=1), self.counts)
+            widths = [part.shape[1] for part in flat]
+            for i, part in zip(places, rows.split(widths, dim=1), strict=True):
+                shape = columns[i][0].shape
+                found[i] = [value.reshape(shape) for value in part]
+        return found
+
     def _gather(
         self, parts: list[torch.Tensor], sizes: list[int], axis: int
     ) -> tuple[torch.Tensor, list[int]]:

@@ -15,7 +15,11 @@ from keras_strategies.backends import run_scope
 from keras_strategies.backends.run_scope import LocalValues, RunScope
 from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.random import RandomCalls
-from keras_strategies.backends.torch.replicas import ReplicaThreads, ThreadCommunicator
+from keras_strategies.backends.torch.replicas import (
+    ReplicaThreads,
+    Team,
+    ThreadCommunicator,
+)
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.values import DistributedValues
 
@@ -26,8 +30,9 @@ if TYPE_CHECKING:
 class TorchLocalValues(LocalValues):
     """On-read values: tensors on the replicas' devices."""
 
-    def __init__(self, devices: Sequence[torch.device]):
+    def __init__(self, devices: Sequence[torch.device], team: Team):
         self._devices = tuple(devices)
+        self._team = team
         self._values = WeakTensorKeyDictionary()
 
     def _all(self, variable: Any) -> list[torch.Tensor]:
@@ -37,18 +42,20 @@ class TorchLocalValues(LocalValues):
         return self._values[raw]
 
     def _distribute(self, variable: Any, value: torch.Tensor) -> None:
-        parts = run_scope.parts(variable, value, len(self._devices))
+        first = self._team.first
+        parts = run_scope.parts(variable, value, self._team.total)
+        parts = parts[first : first + len(self._devices)]
         self._values[keras_compat.raw_value(variable)] = [
             part.to(device) for part, device in zip(parts, self._devices, strict=True)
         ]
 
     def get(self, variable: Any, replica_id: int) -> torch.Tensor:
-        return self._all(variable)[replica_id]
+        return self._all(variable)[replica_id - self._team.first]
 
     def commit(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
         raw = keras_compat.raw_value(variable)
         kept = [value.detach() for value in values]
-        lead = [value.to(raw.device) for value in kept]
+        [lead] = self._team.everywhere([[value.to(raw.device) for value in kept]])
         with torch.no_grad():
             raw.copy_(run_scope.together(variable, lead))
         self._values[raw] = kept
@@ -71,7 +78,10 @@ class TorchRun:
         self._variables = variables
         self.placement = strategy.placement
         self._devices = [torch_device(d) for d in self.placement.replicas]
-        self.local_values = TorchLocalValues(self._devices)
+        workers, share = self.placement.workers, self.placement.share
+        counts = (share.count,) if workers is None else workers.replicas
+        self.team = Team(workers, counts, share.first)
+        self.local_values = TorchLocalValues(self._devices, self.team)
         self._random_calls = RandomCalls()
         self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -89,7 +99,9 @@ class TorchRun:
         scopes: list[RunScope] = []
         tasks = []
         for i in range(len(args)):
-            replica = context.ReplicaContext(self.strategy, i, communicator)
+            replica = context.ReplicaContext(
+                self.strategy, self.team.first + i, communicator
+            )
             scope = RunScope(replica, self._copier(i), self.local_values)
             scopes.append(scope)
             tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
@@ -115,8 +127,13 @@ class TorchRun:
                 )
             else:
                 raw = keras_compat.raw_value(variable)
-                found = [scope.updates[key][1].detach() for scope in having]
-                values = [value.to(raw.device) for value in found]
+                found = [scope.updates[key][1] for scope in having]
+                if self.team.workers is not None:
+                    # All of them, as the other workers' are.
+                    found = [scope.get_current_value(variable) for scope in scopes]
+                [values] = self.team.everywhere(
+                    [[value.detach().to(raw.device) for value in found]]
+                )
                 variable.assign(run_scope.merged(variable, values))
             for scope in scopes:
                 scope.forget([variable])
@@ -153,7 +170,7 @@ class _RunCommunicator(ThreadCommunicator):
     """Collectives of a run; merged functions see and change the variables."""
 
     def __init__(self, run: TorchRun, takes_turns: bool):
-        super().__init__(run.placement.replicas, takes_turns)
+        super().__init__(run.placement.replicas, takes_turns, run.team)
         self._run = run
         self.scopes: list[RunScope] = []
 

@@ -18,6 +18,7 @@ from keras_strategies.backends.torch.run import TorchRun, sum_gradients
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.devices import Device
 from keras_strategies.input.sharding import check_batch
+from keras_strategies.types import ReduceOp
 from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class TorchTrainer(TrainerAdapter):
 
         def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
             if aggregate:
-                total = sum_gradients(gradients, lead)
+                total = self._over_workers(sum_gradients(gradients, lead))
             else:
                 total = [select_replica(0, gradient) for gradient in gradients]
             with torch.no_grad():
@@ -116,6 +117,16 @@ class TorchTrainer(TrainerAdapter):
 
         replica.merge_call(update, args=(list(gradients),))
         return optimizer.iterations
+
+    def _over_workers(self, gradients: list[Any]) -> list[Any]:
+        """The sums over workers; None is None on all of them."""
+        workers = self.placement.workers
+        if workers is None:
+            return gradients
+        # Those that a model computes last have their gradients first.
+        present = [gradient for gradient in reversed(gradients) if gradient is not None]
+        found = iter(reversed(workers.all_reduce(ReduceOp.SUM, present)))
+        return [None if gradient is None else next(found) for gradient in gradients]
 
 
 def _named(tensor: torch.Tensor, expected: Device) -> Device:

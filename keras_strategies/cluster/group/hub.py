@@ -20,6 +20,7 @@ class _Member:
     info: dict[str, Any]
     seen: float
     progress: str = ""
+    failure: str = ""
     has_left: bool = False
 
 
@@ -158,7 +159,9 @@ class Hub:
         while not self._closed.wait(BEAT):
             now = time.monotonic()
             with self._lock:
-                self._tell_all({"kind": "beat"})
+                chief = self._members.get(0)
+                progress = chief.progress if chief is not None else ""
+                self._tell_all({"kind": "beat", "progress": progress})
                 if not self.is_complete:
                     if now > deadline:
                         self._refuse(self._who_is_missing(), is_late=True)
@@ -201,7 +204,8 @@ class Hub:
             {
                 "kind": "lost",
                 "index": index,
-                "how": how,
+                # What it said last tells more than that it is gone.
+                "how": member.failure or how,
                 "progress": member.progress,
                 "host": member.info["host"],
                 "pid": member.info["pid"],
@@ -218,11 +222,13 @@ class Hub:
             if kind == "beat":
                 member.progress = header["progress"]
             elif kind == "gather":
+                member.failure = ""
                 member.progress = header["progress"]
                 key = (header["stream"], header["number"])
                 self._gather(index, key, header["what"], payload)
             elif kind == "failed":
                 member.progress = header["progress"]
+                member.failure = header["how"]
                 for other, each in self._members.items():
                     if other != index:
                         each.line.send(

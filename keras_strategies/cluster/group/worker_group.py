@@ -83,6 +83,7 @@ class WorkerGroup:
         self._loss: Loss | None = None
         self._failure: Loss | None = None
         self._heard = time.monotonic()
+        self._chiefs_progress = ""
         self._closed = threading.Event()
         self._on_loss: list[Callable[[Loss], None]] = []
         for target in (self._read, self._beat):
@@ -297,7 +298,8 @@ class WorkerGroup:
 
     def _chief_lost(self, how: str) -> None:
         chief = self.members[0]
-        self._lost(Loss(0, how, "", str(chief["host"]), int(chief["pid"])))
+        place = str(chief["host"]), int(chief["pid"])
+        self._lost(Loss(0, how, self._chiefs_progress, *place))
 
     def _lost(self, loss: Loss) -> None:
         with self._condition:
@@ -321,7 +323,9 @@ class WorkerGroup:
 
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         kind = header.get("kind")
-        if kind == "gathered":
+        if kind == "beat":
+            self._chiefs_progress = header["progress"]
+        elif kind == "gathered":
             with self._condition:
                 stream, number = header["key"]
                 self._results[stream, number] = (header, payload)
