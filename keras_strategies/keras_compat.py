@@ -452,6 +452,13 @@ def batches_adapter(
     return BatchesAdapter()
 
 
+def is_adapter(value: Any) -> bool:
+    """Whether a value is what `batches_adapter` makes."""
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+    return isinstance(value, DataAdapter)
+
+
 # --- Layer calls --------------------------------------------------------------
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
+import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.devices import Device
@@ -58,6 +60,17 @@ class Placement:
         return Share(0, len(self.replicas), len(self.replicas))
 
 
+# Batches of a loop whose contents workers compare, where they may differ.
+_COMPARED_BATCHES = 2
+
+
+def _checksum(leaf: Any) -> int:
+    array = leaf
+    if not isinstance(leaf, np.ndarray):
+        array = keras.ops.convert_to_numpy(leaf)
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
 class Workers(abc.ABC):
     """The engine between the workers of a cluster: collectives of their tensors.
 
@@ -76,6 +89,7 @@ class Workers(abc.ABC):
         self.replicas: tuple[int, ...] = (1,) * group.count
         self._method = ""
         self._steps = 0
+        self._checks = False
 
     def set_replicas(self, count: int) -> None:
         """Tells the other workers how many replicas this one has."""
@@ -115,13 +129,13 @@ class Workers(abc.ABC):
         Returns:
             Whether no other method is under way.
         """
-        previous = self._method, self._steps
-        self._method, self._steps = name, 0
+        previous = self._method, self._steps, self._checks
+        self._method, self._steps, self._checks = name, 0, name.endswith("_on_batch")
         self.group.progress = f"the beginning of {name}"
         try:
             yield not previous[0]
         finally:
-            self._method, self._steps = previous
+            self._method, self._steps, self._checks = previous
             self.group.progress = self._progress()
 
     def begin_steps(self, count: int = 1) -> None:
@@ -133,6 +147,44 @@ class Workers(abc.ABC):
         self._steps += count
         self.group.progress = self._progress()
         self.group.check()
+
+    def check_batches(self, wanted: bool) -> None:
+        """Sets whether `check_batch` compares, until the method ends."""
+        self._checks = wanted
+
+    def check_batch(self, batch: Any) -> None:
+        """Compares a global batch with those that the other workers have read.
+
+        Arrays are compared once, before the loop; what may end or shuffle by itself,
+        a generator or a `PyDataset`, with every batch: its rows, and in the first
+        batches what is in it.
+
+        Raises:
+            WorkerError: if workers have other batches, or one has no more.
+        """
+        if not self._checks:
+            return
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+        facts: list[Any] = [[list(leaf.shape) for leaf in leaves]]
+        if self._steps <= _COMPARED_BATCHES:
+            facts.append([_checksum(leaf) for leaf in leaves])
+        found = self.group.gather_values("a batch", facts)
+        for other, each in enumerate(found):
+            if each[0] != facts[0]:
+                raise WorkerError(
+                    f"Workers have different batches at {self.group.progress}: worker "
+                    f"{self.group.index} has shapes {facts[0]}, worker {other} has "
+                    f"{each[0]}. All workers read the same global batches; give each "
+                    "worker data of its own with ks.DatasetCreator or "
+                    "`strategy.distribute_datasets_from_function`."
+                )
+            if each != facts:
+                raise WorkerError(
+                    f"Workers {self.group.index} and {other} have batches of the same "
+                    f"shapes but other contents at {self.group.progress}. All workers "
+                    "read the same global batches: seed what shuffles or augments, or "
+                    "give each worker data of its own with ks.DatasetCreator."
+                )
 
     def _progress(self) -> str:
         if not self._method:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset, are_arrays
 from keras_strategies.input.dataset import DistributedDataset
-from keras_strategies.input.feeds import Feed, PerReplicaFeed, SplitFeed
-from keras_strategies.input.sources import PlacedSource, Source, source_of
+from keras_strategies.input.feeds import Feed, InStepFeed, PerReplicaFeed, SplitFeed
+from keras_strategies.input.sources import PlacedSource, Source, is_tf_data, source_of
+from keras_strategies.input.workers import Share
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:
@@ -35,6 +37,14 @@ def dataset(
         )
     if isinstance(given, DistributedDataset):
         given = given.feed.source()
+    workers = strategy.workers
+    if workers is not None and is_tf_data(given):
+        part = auto_shard.shard(given, workers.replicas, workers.group.index)
+        if part is not None:
+            # Its rows are this worker's, and stay here.
+            count = strategy.input_share().count
+            feed = SplitFeed(source_of(part), Share(0, count, count), is_global=False)
+            return _distributed(strategy, feed, options)
     source = source_of(given, batch_size)
     return _distributed(strategy, SplitFeed(source, strategy.input_share()), options)
 
@@ -98,6 +108,8 @@ def _checked(options: InputOptions | None) -> InputOptions:
 def _distributed(
     strategy: Strategy, feed: Feed, options: InputOptions
 ) -> DistributedDataset:
+    if strategy.workers is not None and not feed.is_global:
+        feed = InStepFeed(feed, strategy.workers.group)
     return DistributedDataset(
         strategy.backend, strategy.placement.replicas, feed, options
     )

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.errors import InputError
 from keras_strategies.input.batches import join_rows, rows_of, take_rows, to_host
 from keras_strategies.input.sources import JoinedSource, Source
 from keras_strategies.input.workers import Share, replica_ranges
@@ -27,6 +29,9 @@ class Feed(abc.ABC):
             keep: callable that says whether a leaf is a tensor of the backend.
             copy: bool, whether batches are used later than the next one is made.
         """
+
+    #: Whether `source` has the rows of all workers, and not of this one only.
+    is_global = False
 
     @property
     def is_at_hand(self) -> bool:
@@ -49,11 +54,13 @@ class SplitFeed(Feed):
     Args:
         source: the global batches.
         share: which replicas are local.
+        is_global: bool, whether the batches have the rows of all workers.
     """
 
-    def __init__(self, source: Source, share: Share):
+    def __init__(self, source: Source, share: Share, is_global: bool = True):
         self._source = source
         self._share = share
+        self.is_global = is_global
 
     def source(self) -> Source:
         return self._source
@@ -141,3 +148,53 @@ class PerReplicaFeed(Feed):
 
     def spec(self) -> Any:
         return self._sources[0].spec()
+
+
+_streams = itertools.count()
+
+
+class InStepFeed(Feed):
+    """Keeps workers in step whose pipelines have different numbers of batches.
+
+    A worker that has no more gives its replicas no rows until all have none.
+
+    Args:
+        own: this worker's batches.
+        group: the workers.
+    """
+
+    def __init__(self, own: Feed, group: WorkerGroup):
+        self._own = own
+        self._group = group
+
+    def source(self) -> Source:
+        return self._own.source()
+
+    def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
+        # Each pass is read by a thread of its own, where batches are read ahead.
+        stream = f"steps {next(_streams)}"
+        steps = self._own.steps(keep, copy)
+        empty: list[Any] | None = None
+        while True:
+            parts = next(steps, None)
+            flags = self._group.gather_values("a batch", parts is not None, stream)
+            if not any(flags):
+                return
+            if parts is not None:
+                empty = [take_rows(part, 0, 0) for part in parts]
+                yield parts
+            elif empty is not None:
+                yield empty
+            else:
+                raise InputError(
+                    f"Worker {self._group.index} has no batches at all, while worker "
+                    f"{flags.index(True)} has, so it is not known what a batch without "
+                    "rows is here. Give each worker at least one batch."
+                )
+
+    @property
+    def cardinality(self) -> int | None:
+        return self._own.cardinality
+
+    def spec(self) -> Any:
+        return self._own.spec()

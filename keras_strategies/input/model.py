@@ -11,10 +11,12 @@ from typing import Any
 
 from keras_strategies import context
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.dataset import DistributedDataset
 from keras_strategies.input.feeds import PerReplicaFeed
-from keras_strategies.input.sources import Source, source_of
+from keras_strategies.input.joined import WorkersSource, over_workers
+from keras_strategies.input.sources import Source, is_tf_data, source_of
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 # Called with the first creator; the room of training sets it, which stands below.
@@ -147,6 +149,11 @@ def model_arguments(
     changed = {}
     class_weight = arguments.get("class_weight")
     x = arguments.get("x")
+    sharded = strategy is not None and strategy.workers is not None
+
+    def is_ours(value: Any) -> bool:
+        return is_distributed_input(value) or (sharded and is_tf_data(value))
+
     if is_distributed_input(x):
         for other in ("y", "sample_weight"):
             if arguments.get(other) is not None:
@@ -154,9 +161,10 @@ def model_arguments(
                     f"`{other}` was given beside `x`, a {type(x).__name__}, whose "
                     "batches contain it. Leave it out."
                 )
+    if is_ours(x):
         changed["x"] = _model_input(strategy, x, class_weight)
     validation = arguments.get("validation_data")
-    if is_distributed_input(validation):
+    if is_ours(validation):
         changed["validation_data"] = _model_input(strategy, validation, None)
     return changed
 
@@ -169,12 +177,25 @@ def is_distributed_input(value: Any) -> bool:
 def _model_input(
     strategy: Any, value: Any, class_weight: dict[int, float] | None
 ) -> Any:
+    group = None
+    if strategy is not None and strategy.workers is not None:
+        group = strategy.workers.group
     if isinstance(value, DistributedDataset):
         source = value.feed.source()
+        if group is not None and not value.feed.is_global:
+            source = WorkersSource(source, group)
     elif isinstance(value, DatasetCreator):
         strategy = strategy or context.get_strategy()
         local_replicas = len(strategy.placement.replicas)
         source = value.source(strategy.input_context(), local_replicas)
+        if group is not None:
+            source = WorkersSource(source, group)
+    elif is_tf_data(value):
+        assert strategy is not None and strategy.workers is not None and group
+        part = auto_shard.shard(value, strategy.workers.replicas, group.index)
+        if part is None:
+            return value
+        source = over_workers(part, group)
     else:
         source = source_of(value)
     return source.model_input(class_weight)

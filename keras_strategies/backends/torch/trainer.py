@@ -69,6 +69,8 @@ class TorchTrainer(TrainerAdapter):
                 workers.begin_steps(len(data))
             for batch in data:
                 check_batch(batch)
+                if workers is not None:
+                    workers.check_batch(batch)
             with call.step(was_small) as is_small:
                 outputs = function(data)
             was_small = is_small()

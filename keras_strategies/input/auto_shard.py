@@ -1,0 +1,93 @@
+"""What a `tf.data` pipeline gives one of several workers.
+
+`tf.data.Options().experimental_distribute.auto_shard_policy` says how a dataset is
+divided; TensorFlow itself rewrites the pipeline where files are divided, or where the
+pipeline says by `tf.data.experimental.SHARD_HINT`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input.batches import loaded
+from keras_strategies.input.workers import resolve_policy, worker_rows
+from keras_strategies.types import AutoShardPolicy
+
+
+def policy_of(dataset: Any) -> AutoShardPolicy:
+    """The policy in a dataset's options; `AUTO` where there is none."""
+    found = dataset.options().experimental_distribute.auto_shard_policy
+    return AutoShardPolicy(int(getattr(found, "value", found)))
+
+
+def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
+    """This worker's part of a dataset, whose global batches the workers make together.
+
+    Args:
+        dataset: a batched `tf.data.Dataset`.
+        replicas: the replicas of each worker.
+        worker: int, the number of this one.
+
+    Returns:
+        A `tf.data.Dataset` of this worker's own rows; None if all workers are to read
+        the dataset whole, and to take their rows of every batch.
+
+    Raises:
+        ValueError: for `FILE` without a file for each worker, or global batches with
+            fewer rows than workers.
+    """
+    policy = resolve_policy(policy_of(dataset), len(replicas), count_files(dataset))
+    if policy is AutoShardPolicy.DATA:
+        return None
+    if policy is AutoShardPolicy.OFF:
+        return dataset
+    from tensorflow.python.data.experimental.ops import distribute
+
+    # TensorFlow 2.15 to 2.21: the class behind `experimental_distribute_dataset`.
+    tf = loaded("tensorflow")
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = getattr(
+        tf.data.experimental.AutoShardPolicy, policy.name
+    )
+    part = distribute._AutoShardDataset(
+        dataset.with_options(options), len(replicas), worker
+    )
+    size = _batch_size(dataset)
+    if size is None:
+        return part
+    own = worker_rows(size, replicas)[worker]
+    if own == 0:
+        raise InvalidArgumentError(
+            f"The dataset's global batches have {size} rows, and there are "
+            f"{len(replicas)} workers that read files of their own. Use batches with "
+            "a row for each worker, or AutoShardPolicy.DATA."
+        )
+    return part.rebatch(own)
+
+
+def _batch_size(dataset: Any) -> int | None:
+    """The rows of a dataset's batches; None where TensorFlow cannot tell."""
+    from tensorflow.python.data.experimental.ops import distribute
+
+    size = int(distribute.compute_batch_size(dataset))
+    return size if size > 0 else None
+
+
+def count_files(dataset: Any) -> int | None:
+    """How many files a pipeline's readers read; None if it has no readers.
+
+    Readers inside of `interleave` or `flat_map` are not seen.
+    """
+    tf = loaded("tensorflow")
+    counts = []
+    remaining = [dataset]
+    while remaining:
+        each = remaining.pop()
+        remaining += each._inputs()
+        files = getattr(each, "_filenames", None)
+        if isinstance(files, tf.data.Dataset):
+            counts.append(int(files.cardinality()))
+        elif files is not None:
+            counts.append(int(tf.size(files)))
+    return sum(counts) if counts else None

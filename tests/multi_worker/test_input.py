@@ -1,0 +1,288 @@
+"""What several workers read: everything once, in the global batches of one device."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from harness.training import assert_same
+
+import keras_strategies as ks
+
+ALL = pytest.mark.parametrize(
+    "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
+)
+
+
+def make_model(strategy):
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def rows(count):
+    rng = np.random.default_rng(count)
+    x = rng.normal(size=(count, 2)).astype("float32")
+    return x, x.sum(axis=1, keepdims=True)
+
+
+def summary(model, history):
+    return {
+        "history": {k: np.asarray(v) for k, v in history.history.items()},
+        "weights": {i: np.asarray(w) for i, w in enumerate(model.get_weights())},
+    }
+
+
+def on_one_device(batches, epochs=2):
+    """What one device computes on these global batches."""
+    model = make_model(ks.OneDeviceStrategy("cpu:0"))
+    source = [tuple(batch) for batch in batches] * epochs
+    history = model.fit(
+        (batch for batch in source),
+        epochs=epochs,
+        steps_per_epoch=len(batches),
+        verbose=0,
+    )
+    return summary(model, history)
+
+
+def creator(strategy, counts):
+    """Each worker has so many rows of its own, in batches of its own."""
+
+    def dataset_fn(context):
+        assert context.num_input_pipelines == strategy.workers.group.count
+        worker = context.input_pipeline_id
+        x, y = rows(sum(counts))
+        start = sum(counts[:worker])
+        stop = start + counts[worker]
+        x, y = x[start:stop], y[start:stop]
+        return [(x[i : i + 4], y[i : i + 4]) for i in range(0, len(x), 4)]
+
+    class Anew:
+        """A dataset that starts again in each epoch."""
+
+        def __init__(self, batches):
+            self._batches = batches
+
+        def __iter__(self):
+            return iter(self._batches)
+
+    model = make_model(strategy)
+    data = ks.DatasetCreator(lambda context: Anew(dataset_fn(context)))
+    return summary(model, model.fit(data, epochs=2, verbose=0))
+
+
+@ALL
+def test_workers_with_different_amounts_of_data_stay_in_step(cluster):
+    workers = 2 if cluster.replicas != 3 else 3
+    counts = [11, 5, 2][:workers]
+    x, y = rows(sum(counts))
+    batches = []
+    for step in range(3):
+        parts = []
+        for worker, count in enumerate(counts):
+            begin = sum(counts[:worker])
+            own = slice(begin + 4 * step, min(begin + 4 * step + 4, begin + count))
+            parts.append((x[own], y[own]))
+        joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        batches.append(joined)
+    expected = on_one_device(batches)
+    for index, found in enumerate(cluster(creator, counts)):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+
+
+def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
+    import tensorflow as tf
+
+    files = []
+    for number, count in enumerate([3, 4, 5, 6]):
+        files.append(str(tmp_path / f"{number}.txt"))
+        lines = [f"{10 * number + i}" for i in range(count)]
+        (tmp_path / f"{number}.txt").write_text("\n".join(lines))
+
+    def program(strategy, files, policy):
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = getattr(
+            tf.data.experimental.AutoShardPolicy, policy
+        )
+
+        def parse(line):
+            return tf.strings.to_number(tf.reshape(line, (-1,)))
+
+        dataset = tf.data.TextLineDataset(files).batch(4).map(parse)
+        distributed = strategy.experimental_distribute_dataset(
+            dataset.with_options(options)
+        )
+        return [
+            [
+                value
+                for part in strategy.experimental_local_results(batch)
+                for value in np.asarray(keras.ops.convert_to_numpy(part)).tolist()
+            ]
+            for batch in distributed
+        ]
+
+    every = sorted(
+        10 * n + i for n, count in enumerate([3, 4, 5, 6]) for i in range(count)
+    )
+    for policy in ("AUTO", "FILE", "DATA"):
+        found = cluster(program, files, policy)
+        assert len({len(batches) for batches in found}) == 1, "not in step"
+        read = [list(itertools.chain(*batches)) for batches in found]
+        assert sorted(itertools.chain(*read)) == every
+        if policy == "DATA":
+            # The global batches of one device: 18 rows in batches of 4.
+            joined = [a + b for a, b in zip(*found, strict=True)]
+            assert [len(batch) for batch in joined] == [4, 4, 4, 4, 2]
+        else:
+            assert {value // 10 for value in read[0]} == {0, 2}
+            assert {value // 10 for value in read[1]} == {1, 3}
+
+
+def test_fit_reads_files_of_its_own(cluster, tmp_path):
+    import tensorflow as tf
+
+    x, y = rows(12)
+    files = []
+    for number in range(2):
+        files.append(str(tmp_path / f"{number}.tfrecord"))
+        with tf.io.TFRecordWriter(files[-1]) as writer:
+            for i in range(6 * number, 6 * number + 6):
+                writer.write(np.concatenate([x[i], y[i]]).tobytes())
+
+    def program(strategy, files):
+        def parse(records):
+            found = tf.reshape(tf.io.decode_raw(records, tf.float32), (-1, 3))
+            return found[:, :2], found[:, 2:]
+
+        model = make_model(strategy)
+        dataset = tf.data.TFRecordDataset(files).batch(4).map(parse)
+        return summary(model, model.fit(dataset, epochs=2, verbose=0))
+
+    # Two rows of each file in a batch.
+    batches = [
+        [np.concatenate([a[i : i + 2], a[6 + i : 8 + i]]) for a in (x, y)]
+        for i in range(0, 6, 2)
+    ]
+    expected = on_one_device(batches)
+    for index, found in enumerate(cluster(program, files)):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+
+
+def test_datasets_from_a_function_are_not_divided_again(cluster):
+    def program(strategy):
+        def dataset_fn(context):
+            first = 10 * context.input_pipeline_id
+            return [
+                np.arange(first, first + 2, dtype="float32")
+                for _ in range(3 if context.input_pipeline_id == 0 else 1)
+            ]
+
+        dataset = strategy.distribute_datasets_from_function(dataset_fn)
+        found = []
+        for batch in dataset:
+            total = strategy.reduce("SUM", batch, axis=0)
+            found.append(float(np.asarray(keras.ops.convert_to_numpy(total))))
+        return found
+
+    # The second worker goes on without rows.
+    assert cluster(program) == [[22, 1, 1], [22, 1, 1]]
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, batches):
+        super().__init__()
+        self._batches = batches
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __getitem__(self, index):
+        return self._batches[index]
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("rows", "worker 1 has"),
+        ("contents", "other contents"),
+        ("end", "no longer do the same"),
+    ],
+)
+def test_batches_that_differ_are_an_error_at_once(cluster, problem, message):
+    def program(strategy, problem):
+        x, y = rows(8)
+        other = strategy.workers.group.index == 1
+        batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+        if other:
+            batches = {
+                "rows": [(x[:3], y[:3]), (x[4:], y[4:])],
+                "contents": [(x[1:5], y[1:5]), (x[4:], y[4:])],
+                "end": batches[:1],
+            }[problem]
+        model = make_model(strategy)
+        steps = {"steps_per_epoch": 2} if problem == "end" else {}
+        source = (b for b in batches) if problem == "end" else batches_of(batches)
+        try:
+            model.fit(source, verbose=0, **steps)
+        except (ks.errors.WorkerError, ks.errors.ClusterError) as error:
+            return str(error)
+        return "no error"
+
+    def batches_of(batches):
+        return Batches(batches)
+
+    first, second = cluster(program, problem)
+    assert message in first + second
+    assert "no error" not in (first, second)
+
+
+def test_another_number_of_rows_is_an_error_before_the_first_step(cluster):
+    def program(strategy):
+        x, y = rows(8 + strategy.workers.group.index)
+        try:
+            make_model(strategy).fit(x, y, batch_size=4, verbose=0)
+        except ks.errors.ClusterError as error:
+            return str(error)
+        return None
+
+    for text in cluster(program):
+        assert "the rows of `x`: worker 0 has 8, worker 1 has 9" in text
+
+
+def test_another_model_is_an_error_before_the_first_step(cluster):
+    def program(strategy):
+        units = 1 + strategy.workers.group.index
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
+            model.compile("sgd", "mse")
+        try:
+            model.fit(*rows(8), verbose=0)
+        except ks.errors.ClusterError as error:
+            return str(error)
+        return None
+
+    for text in cluster(program):
+        assert "the model's variables" in text and "worker 1" in text
+
+
+def test_shuffled_batches_are_the_same_without_a_seed(cluster):
+    def program(strategy):
+        import random
+
+        index = strategy.workers.group.index
+        # Workers whose random numbers have come apart.
+        random.seed(index)
+        keras.utils.set_random_seed(index)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        history = model.fit(*rows(20), batch_size=4, epochs=2, verbose=0)
+        return summary(model, history)
+
+    first, second = cluster(program)
+    assert_same(first, second, 0.0, "worker 1 beside worker 0")
