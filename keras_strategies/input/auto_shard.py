@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.input.batches import loaded
+from keras_strategies.input.batches import loaded, rows_of
 from keras_strategies.input.workers import resolve_policy, worker_rows
 from keras_strategies.types import AutoShardPolicy
 
@@ -67,11 +67,15 @@ def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
 
 
 def _batch_size(dataset: Any) -> int | None:
-    """The rows of a dataset's batches; None where TensorFlow cannot tell."""
+    """The rows of a dataset's batches; None for an empty one."""
     from tensorflow.python.data.experimental.ops import distribute
 
     size = int(distribute.compute_batch_size(dataset))
-    return size if size > 0 else None
+    if size > 0:
+        return size
+    # A function after `batch` hides it; the first batch shows it.
+    first = next(iter(dataset.take(1)), None)
+    return None if first is None else rows_of(first)
 
 
 def count_files(dataset: Any) -> int | None:
