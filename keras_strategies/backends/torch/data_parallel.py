@@ -6,7 +6,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +21,15 @@ from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.random import NoRandom, RandomCalls, ReplicaRandom
 from keras_strategies.backends.torch.replicas import (
     ReplicaThreads,
-    Team,
     ThreadCommunicator,
 )
+from keras_strategies.backends.torch.spread import Source, Spread, WorkerSums
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.backends.torch.work import Work, measure
 from keras_strategies.errors import ContextError
 from keras_strategies.input.sharding import split_sizes
-from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.backends.base import Workers
     from keras_strategies.strategies.base import Strategy
 
 
@@ -236,124 +233,21 @@ class TorchDataParallelCall(DataParallelCall):
             return [float(value) for value in fn()]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How the rows of one call are spread over the replicas that take part.
-
-    Args:
-        every: the rows of each replica that has any, of all workers.
-        sizes: those of the local ones.
-        start: int, the first row of this worker.
-        worker_rows: the rows of each worker.
-        team: the replicas that take part.
-    """
-
-    every: list[int]
-    sizes: list[int]
-    start: int
-    worker_rows: list[int]
-    team: Team
-
-    @classmethod
-    def local(cls, sizes: Sequence[int]) -> Spread:
-        """Over the replicas of this process alone."""
-        present = [size for size in sizes if size]
-        team = Team(None, (len(present),), 0)
-        return cls(present, present, 0, [sum(present)], team)
-
-    @classmethod
-    def over(cls, sizes: Sequence[int], workers: Workers) -> Spread:
-        """Over the replicas of all workers."""
-        own, remaining = [], list(sizes)
-        for count in workers.replicas:
-            own.append([size for size in remaining[:count] if size])
-            remaining = remaining[count:]
-        index = workers.group.index
-        before = own[:index]
-        counts = tuple(len(each) for each in own)
-        team = Team(workers, counts, sum(counts[:index]))
-        return cls(
-            [size for each in own for size in each],
-            own[index],
-            sum(sum(each) for each in before),
-            [sum(each) for each in own],
-            team,
-        )
-
-    @property
-    def workers(self) -> Workers | None:
-        return self.team.workers
-
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This worker's rows of a tensor of the global batch."""
-        if self.workers is None:
-            return tensor
-        return tensor[self.start : self.start + sum(self.sizes)]
-
-    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All rows, from those of this worker."""
-        if self.workers is None:
-            return tensor
-        return self.workers.gather_rows(tensor, self.worker_rows)
-
-    def summed(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums over workers."""
-        if self.workers is None or not tensors:
-            return tensors
-        return self.workers.all_reduce(ReduceOp.SUM, tensors)
-
-
-@dataclass
-class _Source:
-    """A tensor outside the replicas that gradients go to.
-
-    Args:
-        tensor: the variable, or an input of the layer.
-        locals: what the replicas computed with instead: their copies of the
-            variable (None where a replica did not read it) or their slices.
-        by_rows: bool, whether gradients are concatenated, as for an input, or
-            summed, as for a variable.
-    """
-
-    tensor: torch.Tensor
-    locals: list[torch.Tensor | None]
-    by_rows: bool
-
-    def gradient(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The gradient of the tensor, from those of the replicas."""
-        device = self.tensor.device
-        if self.by_rows and any(part is not None for part in parts):
-            return torch.cat(
-                [
-                    (torch.zeros_like(local) if part is None else part).to(device)
-                    for part, local in zip(parts, self.locals, strict=True)
-                    if local is not None
-                ]
-            )
-        present = [part.to(device) for part in parts if part is not None]
-        if not present:
-            return None
-        total = present[0]
-        for part in present[1:]:
-            total = total + part
-        return total
-
-
 def _sources(
     inputs: Sequence[tuple[Any, list[Any]]], results: Sequence[ReplicaResult]
-) -> list[_Source]:
-    found: dict[int, _Source] = {}
+) -> list[Source]:
+    found: dict[int, Source] = {}
     for replica_id, result in enumerate(results):
         for key, (variable, local) in result.scope.reads.items():
             if local.requires_grad:
                 if key not in found:
                     raw = keras_compat.raw_value(variable)
-                    found[key] = _Source(raw, [None] * len(results), by_rows=False)
+                    found[key] = Source(raw, [None] * len(results), by_rows=False)
                 found[key].locals[replica_id] = local
     sources = list(found.values())
     for tensor, slices in inputs:
         if slices[0].requires_grad:
-            sources.append(_Source(tensor, list(slices), by_rows=True))
+            sources.append(Source(tensor, list(slices), by_rows=True))
     return sources
 
 
@@ -364,7 +258,7 @@ class _Job:
         self,
         call: TorchDataParallelCall,
         channels: Sequence[Channel],
-        sources: Sequence[_Source],
+        sources: Sequence[Source],
         count: int,
         communicator: ThreadCommunicator,
         spread: Spread,
@@ -433,41 +327,20 @@ class _Job:
             return run
 
         self.communicator.restart()
-        per_replica = self.call._run(
-            [task(i) for i in range(self.count)], self.communicator, NoRandom()
-        )
-        columns = zip(*per_replica, strict=True)
-        found = [
+        sums = None
+        if self.spread.workers is not None:
+            sums = WorkerSums(self.sources, self.spread, self.count)
+        with sums or contextlib.nullcontext():
+            per_replica = self.call._run(
+                [task(i) for i in range(self.count)], self.communicator, NoRandom()
+            )
+        columns = list(zip(*per_replica, strict=True))
+        if sums is not None:
+            return sums.gradients(columns)
+        return [
             source.gradient(parts)
             for source, parts in zip(self.sources, columns, strict=True)
         ]
-        return found if self.spread.workers is None else self._over_workers(found)
-
-    def _over_workers(
-        self, found: list[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """The sources' gradients of all workers, from those of this one."""
-        present = torch.tensor([float(gradient is not None) for gradient in found])
-        summed = [
-            torch.zeros_like(source.tensor) if gradient is None else gradient
-            for source, gradient in zip(self.sources, found, strict=True)
-            if not source.by_rows
-        ]
-        # Those that a layer computes last have their gradients first.
-        *summed, present = self.spread.summed([*reversed(summed), present])
-        totals = iter(reversed(summed))
-        results: list[torch.Tensor | None] = []
-        for source, gradient, count in zip(
-            self.sources, found, present.tolist(), strict=True
-        ):
-            if source.by_rows:
-                if gradient is None:
-                    gradient = torch.zeros_like(self.spread.own(source.tensor))
-                results.append(self.spread.joined(gradient))
-            else:
-                total = next(totals)
-                results.append(total if count else None)
-        return results
 
 
 def _share(channel: Channel, gradient: torch.Tensor) -> list[torch.Tensor]:
