@@ -1,0 +1,298 @@
+"""Two workers on a core each: ours against each backend's peer, in one run.
+
+For each backend and model these train in turn, an epoch at a time, each worker in a
+process of its own that is pinned to one core:
+
+- one worker under our `MultiWorkerMirroredStrategy`, on one core;
+- two of them, with `Model.fit`;
+- the peer's two processes: on JAX Keras's `DataParallel` over `jax.distributed`, on
+  Torch `DistributedDataParallel` written by hand, on TensorFlow a loop written by hand
+  over `tf.distribute.MultiWorkerMirroredStrategy`, which cannot `fit` Keras 3 models.
+
+Every number is the median over rounds of the milliseconds per step of worker 0, after
+one epoch that warms up. Ratios above 1 mean that ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fit import keras_contestant
+from measuring import BACKENDS, measure
+from models import WORKLOADS, Workload
+
+HERE = Path(__file__).parent
+PEERS = {
+    "jax": "DataParallel",
+    "torch": "DDP",
+    "tensorflow": "tf.distribute",
+}
+
+
+class Cluster:
+    """Processes that train together, an epoch each time that this is called."""
+
+    def __init__(self, backend: str, kind: str, workload: Workload, workers: int):
+        from keras_strategies.cluster.local import free_addresses
+
+        addresses = free_addresses(workers)
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--kind", kind, "--models", workload.name],
+                env=environment(backend, addresses, index),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for index in range(workers)
+        ]
+        for process in self._processes:
+            if process.stdout.readline().strip() != "ready":
+                self.close()
+                raise RuntimeError(f"{kind} on {backend} did not start.")
+
+    def __call__(self) -> float:
+        for process in self._processes:
+            process.stdin.write("epoch\n")
+            process.stdin.flush()
+        return [float(process.stdout.readline()) for process in self._processes][0]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def environment(backend: str, addresses: list[str], index: int) -> dict[str, str]:
+    """What a process of a cluster finds around it."""
+    host, port = addresses[0].rsplit(":", 1)
+    config = {
+        "cluster": {"worker": addresses},
+        "task": {"type": "worker", "index": index},
+    }
+    return {
+        **os.environ,
+        "KERAS_BACKEND": backend,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TF_CONFIG": json.dumps(config),
+        "RANK": str(index),
+        "WORLD_SIZE": str(len(addresses)),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+
+
+# --- In the workers -----------------------------------------------------------
+
+
+def serve(kind: str, workload: Workload) -> None:
+    """Trains an epoch for each line that comes, and answers how long a step took."""
+    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[index % len(cores)]})
+    backend = os.environ["KERAS_BACKEND"]
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+    if backend == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    epoch = (
+        ours(workload) if kind == "ours" else PEERS_OF[backend](workload, index, count)
+    )
+    epoch()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(epoch(), flush=True)
+
+
+def ours(workload: Workload) -> Callable[[], float]:
+    import keras_strategies as ks
+
+    return keras_contestant(workload, ks.MultiWorkerMirroredStrategy().scope)
+
+
+def own_rows(workload: Workload, index: int, count: int) -> Any:
+    """This process's part of every global batch, batch after batch."""
+    x, y = workload.data()
+    shape = (workload.steps, count, workload.batch // count)
+    return x.reshape(*shape, *x.shape[1:])[:, index], y.reshape(shape)[:, index]
+
+
+def jax_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
+    import jax
+
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    jax.distributed.initialize(address, count, index)
+    import keras
+
+    x, y = own_rows(workload, index, count)
+    x, y = x.reshape(-1, *x.shape[2:]), y.reshape(-1)
+    keras.distribution.set_distribution(
+        keras.distribution.DataParallel(auto_shard_dataset=False)
+    )
+    model = workload.compiled()
+
+    def epoch() -> float:
+        start = time.perf_counter()
+        model.fit(x, y, batch_size=workload.batch // count, shuffle=False, verbose=0)
+        return (time.perf_counter() - start) / workload.steps * 1000
+
+    return epoch
+
+
+def torch_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
+    import keras
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    keras.utils.set_random_seed(0)
+    torch.distributed.init_process_group("gloo")
+    model = workload.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    x, y = (torch.as_tensor(part) for part in own_rows(workload, index, count))
+
+    def epoch() -> float:
+        start = time.perf_counter()
+        total = 0.0
+        for rows, labels in zip(x, y, strict=True):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(rows, training=True), labels)
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        return (time.perf_counter() - start) / workload.steps * 1000
+
+    return epoch
+
+
+def tensorflow_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
+    import keras
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = workload.build()
+    x, y = own_rows(workload, index, count)
+
+    def replica_step(rows: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                labels, model(rows, training=True)
+            )
+            loss = tf.reduce_sum(losses) / workload.batch
+        variables = [v.value for v in model.trainable_variables]
+        gradients = tape.gradient(loss, variables)
+        context = tf.distribute.get_replica_context()
+        gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+
+        def update(strategy: Any, *gradients: Any) -> None:
+            for variable, gradient in zip(variables, gradients, strict=True):
+                strategy.extended.update(
+                    variable, lambda v, g: v.assign_sub(0.01 * g), args=(gradient,)
+                )
+
+        context.merge_call(update, args=tuple(gradients))
+        return loss
+
+    @tf.function
+    def step(rows: Any, labels: Any) -> Any:
+        losses = strategy.run(replica_step, args=(rows, labels))
+        return strategy.reduce("SUM", losses, axis=None)
+
+    def epoch() -> float:
+        start = time.perf_counter()
+        total = 0.0
+        for rows, labels in zip(x, y, strict=True):
+            total += float(step(tf.constant(rows), tf.constant(labels)))
+        return (time.perf_counter() - start) / workload.steps * 1000
+
+    return epoch
+
+
+PEERS_OF = {"jax": jax_peer, "torch": torch_peer, "tensorflow": tensorflow_peer}
+
+
+# --- In the process that a person starts --------------------------------------
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [
+        "| backend | model | 1 worker, 1 core | 2 workers, 2 cores | speed-up | peer "
+        "| ours / peer |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for backend, models in results.items():
+        for name, ms in models.items():
+            peer = ms.get("peer")
+            cells = [
+                backend,
+                name,
+                f"{ms['one']:.1f} ms",
+                f"{ms['two']:.1f} ms",
+                f"{ms['one'] / ms['two']:.2f}x",
+                f"{PEERS[backend]}, {peer:.1f} ms" if peer else "does not run",
+                f"{peer / ms['two']:.2f}" if peer else "",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float]:
+    contestants: dict[str, Any] = {
+        "one": Cluster(backend, "ours", workload, 1),
+        "two": Cluster(backend, "ours", workload, 2),
+    }
+    try:
+        contestants["peer"] = Cluster(backend, "peer", workload, 2)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+    return measure(contestants, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backends", default=",".join(BACKENDS))
+    parser.add_argument("--models", default=",".join(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.kind:
+        serve(options.kind, WORKLOADS[options.models])
+        return
+    results: dict[str, Any] = {}
+    for backend in options.backends.split(","):
+        results[backend] = {}
+        for name in options.models.split(","):
+            print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
+            found = compare(backend, WORKLOADS[name], options.rounds)
+            results[backend][name] = found
+    options.output.mkdir(exist_ok=True)
+    path = options.output / "multi_worker.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
