@@ -63,7 +63,8 @@ class Cluster:
         for process in self._processes:
             process.stdin.write("epoch\n")
             process.stdin.flush()
-        return [float(process.stdout.readline()) for process in self._processes][0]
+        first, *_ = [float(process.stdout.readline()) for process in self._processes]
+        return first
 
     def close(self) -> None:
         for process in self._processes:
