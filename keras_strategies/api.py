@@ -34,6 +34,10 @@ from keras_strategies.training.losses import (
     compute_average_loss,
     scale_regularization_loss,
 )
+from keras_strategies.training.preemption import (
+    PreemptionCheckpointHandler,
+    TerminationConfig,
+)
 from keras_strategies.training.steps import function, value_and_grad
 from keras_strategies.types import (
     AutoShardPolicy,
@@ -70,11 +74,13 @@ __all__ = [
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
+    "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",
+    "TerminationConfig",
     "ValueContext",
     "VariableAggregation",
     "VariableCopy",

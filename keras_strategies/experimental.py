@@ -2,6 +2,11 @@
 
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
+from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_strategies.training.preemption import (
+    PreemptionCheckpointHandler,
+    TerminationConfig,
+)
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -16,5 +21,8 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
     "ValueContext",
 ]

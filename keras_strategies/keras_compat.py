@@ -30,6 +30,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import keras
+
 _STRATEGY_ATTRIBUTE = "_keras_strategies_strategy"
 _METHODS = (
     "fit",
@@ -572,6 +574,72 @@ def initial_epoch(model: Any) -> int:
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
     model._initial_epoch = epoch
+
+
+def skip_steps(
+    model: Any,
+    count: int,
+    logs: dict[str, float],
+    metrics: Any,
+    at_end: Callable[[], None],
+) -> None:
+    """Makes the next calls of `model.train_function` read batches and do nothing else.
+
+    Keras 3.15: `fit` calls it with a list of batches on Torch, an iterator on
+    TensorFlow, and a state and an iterator on JAX, of which the metrics' variables are
+    the fourth part.
+
+    Args:
+        model: a model whose `fit` has begun.
+        count: int, how many calls.
+        logs: dict, what they return.
+        metrics: the values of the metrics' variables afterwards.
+        at_end: called after the last one.
+    """
+    original = model.train_function
+    per_call = int(model.steps_per_execution)
+    left = count
+    backend = keras.backend.backend()
+
+    def passed() -> bool:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            model.train_function = original
+            at_end()
+        return left == 0
+
+    def restore() -> None:
+        for variable, value in zip(model.metrics_variables, metrics, strict=True):
+            variable.assign(value)
+
+    def on_torch(data: Any) -> Any:
+        if passed():
+            restore()
+        return logs
+
+    def on_tensorflow(iterator: Any) -> Any:
+        for _ in itertools.islice(iterator, per_call):
+            pass
+        if passed():
+            restore()
+        return logs
+
+    def on_jax(state: Any, iterator: Any) -> Any:
+        for _ in itertools.islice(iterator, per_call):
+            pass
+        if passed():
+            values = [
+                keras.ops.convert_to_tensor(value, variable.dtype)
+                for variable, value in zip(
+                    model.metrics_variables, metrics, strict=True
+                )
+            ]
+            state = (*state[:3], values)
+        return logs, state
+
+    functions = {"torch": on_torch, "tensorflow": on_tensorflow, "jax": on_jax}
+    model.train_function = functions[backend]
 
 
 class IdSet:

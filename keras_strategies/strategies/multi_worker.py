@@ -168,6 +168,11 @@ def _job(addresses: list[str], resolver: ClusterResolver) -> str:
     return "|".join([addresses[0], count, *found])
 
 
+def current_group() -> WorkerGroup | None:
+    """The workers that this process has met; None where it is alone."""
+    return next((workers.group for workers in _joined.values()), None)
+
+
 def leave_cluster() -> None:
     """Ends the engine and the membership, in order."""
     for key in list(_joined):

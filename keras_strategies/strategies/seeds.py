@@ -20,11 +20,13 @@ def same_random_numbers(backend: Backend, group: WorkerGroup) -> None:
     shuffles with NumPy's or the framework's, so that workers with the same numbers
     make the same weights and the same batches.
     """
-    own = json.dumps(_state(backend)).encode() if group.is_chief else None
-    _set_state(backend, json.loads(group.broadcast("random numbers", own)))
+    own = json.dumps(random_numbers(backend)).encode() if group.is_chief else None
+    found = json.loads(group.broadcast("random numbers", own))
+    set_random_numbers(backend, found)
 
 
-def _state(backend: Backend) -> dict[str, Any]:
+def random_numbers(backend: Backend) -> dict[str, Any]:
+    """The states of all of them, of what JSON can say."""
     found: Any = np.random.get_state(legacy=False)
     state = {
         **found,
@@ -37,11 +39,12 @@ def _state(backend: Backend) -> dict[str, Any]:
     }
 
 
-def _set_state(backend: Backend, state: dict[str, Any]) -> None:
+def set_random_numbers(backend: Backend, state: dict[str, Any]) -> None:
+    """Makes them go on from the states that `random_numbers` has given."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy = state["numpy"]
-    numpy["state"]["key"] = np.asarray(numpy["state"]["key"], np.uint32)
-    np.random.set_state(numpy)
+    key = np.asarray(numpy["state"]["key"], np.uint32)
+    np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     if state["backend"]:
         backend.set_random_state(base64.b64decode(state["backend"]))

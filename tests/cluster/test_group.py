@@ -191,6 +191,31 @@ def test_a_failure_is_told_to_the_others(three):
     assert three[1].loss() is None
 
 
+def test_workers_stop_after_the_same_step(three):
+    """Steps that all take part in, of which one worker begins the next ahead."""
+    barrier = threading.Barrier(3)
+    asked = threading.Event()
+
+    def work(group):
+        steps = 0
+        while group.begin_step():
+            # As in training: nobody ends a step before all have begun it.
+            barrier.wait(20)
+            steps += 1
+            time.sleep(0.002 * group.index)
+            if steps == 25 and group.index == 1:
+                group.ask_to_stop()
+                asked.set()
+        return steps
+
+    found = everywhere(three, work)
+    assert asked.is_set()
+    assert len(set(found)) == 1, found
+    assert 25 <= found[0] < 200
+    everywhere(three, WorkerGroup.go_on)
+    assert everywhere(three, WorkerGroup.begin_step) == [True] * 3
+
+
 WORKER = """
 import sys, time
 from keras_strategies.cluster.group import WorkerGroup

@@ -45,6 +45,8 @@ class Hub:
         self._members: dict[int, _Member] = {}
         self._refusal: dict[str, Any] | None = None
         self._gathered: dict[tuple[str, int], dict[int, tuple[str, bytes]]] = {}
+        # While workers agree on where to stop: how many steps each has begun.
+        self._stops: dict[int, int] | None = None
         self._lost = False
         self._closed = threading.Event()
         self._start(self._accept)
@@ -241,6 +243,17 @@ class Hub:
                                 "pid": member.info["pid"],
                             }
                         )
+            elif kind == "stop":
+                if self._stops is None:
+                    self._stops = {}
+                    self._tell_all({"kind": "stop", "asked_by": index})
+            elif kind == "begun":
+                assert self._stops is not None
+                self._stops[index] = int(header["count"])
+                if len(self._stops) == len(self._addresses):
+                    last = max(self._stops.values())
+                    self._stops = None
+                    self._tell_all({"kind": "stop_after", "count": last})
             elif kind == "bye":
                 member.has_left = True
                 self._check_gathers()

@@ -84,6 +84,9 @@ class WorkerGroup:
         self._failure: Loss | None = None
         self._heard = time.monotonic()
         self._chiefs_progress = ""
+        self._is_stopping = False
+        self._begun = 0
+        self._last_step: int | None = None
         self._closed = threading.Event()
         self._on_loss: list[Callable[[Loss], None]] = []
         for target in (self._read, self._beat):
@@ -241,6 +244,39 @@ class WorkerGroup:
                     "script on the same data."
                 )
 
+    # Stopping together.
+
+    def ask_to_stop(self) -> None:
+        """Asks all workers to stop after one and the same step; from any thread."""
+        self._line.send({"kind": "stop"})
+
+    def begin_step(self) -> bool:
+        """Says that this worker would begin another step.
+
+        When a worker has asked to stop, every worker says how many steps it has begun
+        and begins no more until it is known which is the furthest: all finish that
+        step, which those behind are needed for, and stop there.
+
+        Returns:
+            Whether the step may begin; False for all workers after the same step.
+
+        Raises:
+            WorkerError: if a worker is lost.
+        """
+        with self._condition:
+            while self._is_stopping and self._last_step is None:
+                self.check()
+                self._condition.wait(BEAT)
+            if self._last_step is not None and self._begun >= self._last_step:
+                return False
+            self._begun += 1
+            return True
+
+    def go_on(self) -> None:
+        """Forgets that workers have stopped, and counts steps from 0 again."""
+        with self._condition:
+            self._is_stopping, self._last_step, self._begun = False, None, 0
+
     # Watching.
 
     def check(self) -> None:
@@ -329,6 +365,14 @@ class WorkerGroup:
             with self._condition:
                 stream, number = header["key"]
                 self._results[stream, number] = (header, payload)
+                self._condition.notify_all()
+        elif kind == "stop":
+            with self._condition:
+                self._is_stopping = True
+                self._line.send({"kind": "begun", "count": self._begun})
+        elif kind == "stop_after":
+            with self._condition:
+                self._last_step = int(header["count"])
                 self._condition.notify_all()
         elif kind in ("lost", "failed"):
             names = ("index", "how", "progress", "host", "pid")

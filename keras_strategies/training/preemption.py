@@ -1,0 +1,371 @@
+"""Training that survives the machine being taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.backends import get_backend
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.strategies.multi_worker import current_group
+from keras_strategies.strategies.seeds import random_numbers, set_random_numbers
+
+#: The exit code after a save, by which a launcher knows that it is to start again.
+RESTART_EXIT_CODE = 42
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class TerminationConfig:
+    """What tells of a machine's end, and what is done then.
+
+    Args:
+        termination_watcher_fn: callable that returns whether the machine is about to
+            be taken, asked once a second; None to rely on the signal alone.
+        exit_fn: callable that ends this process when everything is saved; None for
+            `sys.exit(42)`.
+        grace_period: float, seconds to go on training after the notice.
+        save_fn: callable of a path, called on the chief in place of the checkpoint's
+            own writing; None for that.
+
+    Raises:
+        ValueError: for a negative grace period, or functions that are none.
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], None] | None = None
+    grace_period: float = 0.0
+    save_fn: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise InvalidArgumentError(
+                    f"`{name}` is a function. Received: {value!r}"
+                )
+        if self.grace_period < 0:
+            raise InvalidArgumentError(
+                "`grace_period` is a number of seconds, 0 or more. "
+                f"Received: {self.grace_period!r}"
+            )
+
+
+class PreemptionCheckpointHandler:
+    """Saves when a machine is about to be taken, and goes on after a restart.
+
+    A termination signal (SIGTERM) to one worker makes all workers finish the same
+    step, save, and exit with code 42. When the script is started again, the handler
+    restores what was saved, and training takes exactly the steps that were left.
+
+    Args:
+        cluster_resolver: accepted for `tf.distribute`'s sake; workers have met when
+            their strategy was made. None is fine.
+        checkpoint: what is saved: a `keras.Model`, compiled and built, with its
+            optimizer; or an object with `write(path)` and `read(path)`, such as a
+            `tf.train.Checkpoint` (or a `CheckpointManager`, whose checkpoint and
+            directory are used).
+        checkpoint_dir: str or path, a folder that all workers see; made if it is not
+            there.
+        termination_config: `TerminationConfig`; None for the defaults.
+
+    Raises:
+        ValueError: if the checkpoint cannot be saved, or no folder is given.
+        RuntimeError: outside of the main thread, which signals come to.
+
+    Example:
+
+    In a loop of one's own, every step goes through `run`:
+
+    >>> handler = ks.PreemptionCheckpointHandler(None, model, "backup")
+    >>> while handler.total_run_calls < 1000:
+    ...     handler.run(train_step, next(batches))
+
+    In `fit`, the handler's callback comes last:
+
+    >>> model.fit(x, y, epochs=5, callbacks=[handler.callback()])
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint: Any,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ):
+        del cluster_resolver
+        folder = checkpoint_dir or getattr(checkpoint, "directory", None)
+        if folder is None:
+            raise InvalidArgumentError(
+                "`checkpoint_dir` names the folder that a preempted training is saved "
+                "in. Received: None."
+            )
+        self._saved = _Saved(
+            getattr(checkpoint, "checkpoint", checkpoint), Path(folder)
+        )
+        self._config = termination_config or TerminationConfig()
+        self._group = current_group()
+        self._steps: WorkerGroup | LocalSteps = self._group or LocalSteps()
+        self._steps.go_on()
+        found = self._saved.read()
+        #: What was known when training stopped; empty in a first run.
+        self.restored: dict[str, Any] = found or {}
+        self._calls = int(self.restored.get("calls", 0))
+        self._watching = threading.Event()
+        self._previous: Any = None
+        self._watch()
+
+    @property
+    def total_run_calls(self) -> int:
+        """int, how often `run` was called, also before a restart."""
+        return self._calls
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes a step, or saves and exits if the workers are to stop here.
+
+        Args:
+            fn: callable, the step; all workers call `run` equally often.
+            args: positional arguments of `fn`.
+            kwargs: keyword arguments of `fn`.
+
+        Returns:
+            What `fn` returns.
+        """
+        self.check({})
+        result = fn(*args, **kwargs)
+        self._calls += 1
+        return result
+
+    def check(self, facts: dict[str, Any]) -> None:
+        """Saves and exits if the workers are to stop here, before another step.
+
+        Args:
+            facts: dict of what JSON can say, to be found in `restored` afterwards.
+        """
+        if self._steps.begin_step():
+            return
+        chief = self._group is None or self._group.is_chief
+        if chief:
+            self._saved.write({"calls": self._calls, **facts}, self._config.save_fn)
+        if self._group is not None:
+            self._group.barrier("the save of a preempted training")
+        self.close()
+        if self._config.exit_fn is not None:
+            self._config.exit_fn()
+        else:
+            if chief:
+                print(
+                    f"Training was saved in {self._saved.folder} because this machine "
+                    "or that of another worker is to be taken. Start again to go on.",
+                    file=sys.stderr,
+                )
+            sys.exit(RESTART_EXIT_CODE)
+
+    def callback(self) -> keras.callbacks.Callback:
+        """The callback for `fit`; the last one of those that are given.
+
+        After a restart `fit` goes on in the epoch and at the step where it stopped:
+        batches that were trained on are read once more and passed by. Arrays that are
+        shuffled come in the order that they would have had, except on TensorFlow,
+        which begins its order anew; shuffle with a seed there, or not at all.
+        """
+        if not isinstance(self._saved.checkpoint, keras.Model):
+            raise InvalidArgumentError(
+                "The callback is for handlers of a keras.Model. This one saves "
+                f"{self._saved.checkpoint!r}; use `run`."
+            )
+        return _Callback(self)
+
+    def finished(self) -> None:
+        """Training has come to its end: nothing is to be restored any more."""
+        if self._group is None or self._group.is_chief:
+            self._saved.remove()
+        self.restored = {}
+
+    def watch_preemption_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """For `tf.distribute`'s sake: signals are handled as long as this is open."""
+        return contextlib.closing(self)
+
+    def close(self) -> None:
+        """No longer handles signals."""
+        self._watching.set()
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+
+    def _watch(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ContextError(
+                "A PreemptionCheckpointHandler was made on a thread other than the "
+                "main one, which termination signals come to. Make it there."
+            )
+        self._previous = signal.signal(signal.SIGTERM, lambda *_: self._notice())
+        watcher = self._config.termination_watcher_fn
+        if watcher is not None:
+            threading.Thread(
+                target=self._poll, args=(watcher,), name="preemption", daemon=True
+            ).start()
+
+    def _poll(self, watcher: Callable[[], bool]) -> None:
+        while not self._watching.wait(_POLL_SECONDS):
+            if watcher():
+                self._notice()
+                return
+
+    def _notice(self) -> None:
+        if self._config.grace_period:
+            timer = threading.Timer(self._config.grace_period, self._steps.ask_to_stop)
+            timer.daemon = True
+            timer.start()
+        else:
+            self._steps.ask_to_stop()
+
+
+class LocalSteps:
+    """The steps of a process that trains alone (see `WorkerGroup`)."""
+
+    def __init__(self) -> None:
+        self._is_stopping = False
+
+    def go_on(self) -> None:
+        self._is_stopping = False
+
+    def ask_to_stop(self) -> None:
+        self._is_stopping = True
+
+    def begin_step(self) -> bool:
+        return not self._is_stopping
+
+
+class _Saved:
+    """What lies in the folder: all of one save, or all of the one before."""
+
+    def __init__(self, checkpoint: Any, folder: Path):
+        if not isinstance(checkpoint, keras.Model) and not (
+            hasattr(checkpoint, "write") and hasattr(checkpoint, "read")
+        ):
+            raise InvalidArgumentError(
+                "`checkpoint` is a keras.Model, or an object with `write(path)` and "
+                f"`read(path)`. Received: {checkpoint!r} of type "
+                f"{type(checkpoint).__name__}"
+            )
+        self.checkpoint = checkpoint
+        self.folder = folder / "preempted"
+
+    def write(self, facts: dict[str, Any], save: Callable[[str], None] | None) -> None:
+        part = self.folder.with_name(f"preempted.part{os.getpid()}")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        if save is not None:
+            save(str(part / "checkpoint"))
+        elif isinstance(self.checkpoint, keras.Model):
+            self.checkpoint.save_weights(part / "model.weights.h5")
+            metrics = [
+                keras.ops.convert_to_numpy(variable)
+                for variable in self.checkpoint.metrics_variables
+            ]
+            np.savez(part / "metrics.npz", *metrics)
+        else:
+            self.checkpoint.write(str(part / "checkpoint"))
+        facts = {**facts, "random": random_numbers(get_backend())}
+        (part / "facts.json").write_text(json.dumps(facts))
+        old = self.folder.with_name("preempted.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.folder.exists():
+            self.folder.rename(old)
+        part.rename(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def read(self) -> dict[str, Any] | None:
+        for folder in (self.folder, self.folder.with_name("preempted.old")):
+            file = folder / "facts.json"
+            if not file.exists():
+                continue
+            found: dict[str, Any] = json.loads(file.read_text())
+            if isinstance(self.checkpoint, keras.Model):
+                if (folder / "model.weights.h5").exists():
+                    self.checkpoint.load_weights(folder / "model.weights.h5")
+                    with np.load(folder / "metrics.npz") as file_of_metrics:
+                        names = sorted(file_of_metrics, key=lambda n: int(n[4:]))
+                        found["metrics"] = [file_of_metrics[name] for name in names]
+            else:
+                self.checkpoint.read(str(folder / "checkpoint"))
+            return found
+        return None
+
+    def remove(self) -> None:
+        for folder in (self.folder, self.folder.with_name("preempted.old")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Callback(keras.callbacks.Callback):
+    """Stops `fit` between two steps, and goes on there after a restart."""
+
+    def __init__(self, handler: PreemptionCheckpointHandler):
+        super().__init__()
+        self._handler = handler
+        self._epoch = 0
+        self._done = 0
+        self._logs: dict[str, float] = {}
+        self._random: Any = None
+
+    @property
+    def _restored(self) -> dict[str, Any]:
+        return self._handler.restored
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if "epoch" not in self._restored:
+            return
+        keras_compat.set_initial_epoch(self.model, self._restored["epoch"])
+        if self._restored["done"]:
+            keras_compat.skip_steps(
+                self.model,
+                self._restored["done"],
+                self._restored["logs"],
+                self._restored["metrics"],
+                self._resumed,
+            )
+
+    def _resumed(self) -> None:
+        """The steps that were taken before have been passed by."""
+        set_random_numbers(get_backend(), self._restored["random"])
+        self._handler.restored = {}
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._done = epoch, 0
+        if self._restored.get("epoch") == epoch:
+            set_random_numbers(get_backend(), self._restored["epoch_random"])
+        self._random = random_numbers(get_backend())
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._done < self._restored.get("done", 0):
+            return  # It is passed by.
+        self._handler.check(
+            {
+                "epoch": self._epoch,
+                "done": self._done,
+                "logs": self._logs,
+                "epoch_random": self._random,
+            }
+        )
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._done += 1
+        self._logs = {name: float(value) for name, value in (logs or {}).items()}
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._handler.finished()
