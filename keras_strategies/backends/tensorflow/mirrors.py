@@ -213,7 +213,7 @@ for _name in ("add", "sub", "mul", "div", "min", "max", "update"):
 
 
 class _Unread(_Assigned, resource_variable_ops._UnreadVariable):  # type: ignore[misc]
-    """What an assignment returns: the variable after it, which can be assigned again."""
+    """What an assignment returns: the variable, which can be assigned again."""
 
     def __init__(self, variable: Any, op: Any):
         self._copies = variable._copies

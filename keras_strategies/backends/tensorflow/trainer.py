@@ -45,9 +45,7 @@ class TensorFlowTrainer(TrainerAdapter):
         self._call: TensorFlowDataParallelCall | None = None
         if not self.placement.is_single:
             self._call = TensorFlowDataParallelCall(strategy, self.engine)
-            keras_compat.hook_tensorflow(
-                _on_replica, _has_several_devices, _initialize
-            )
+            keras_compat.hook_tensorflow(_on_replica, _has_several_devices, _initialize)
         self.run = TensorFlowRun(strategy, self.engine)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
