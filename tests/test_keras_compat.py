@@ -60,3 +60,27 @@ def test_methods_that_are_wrapped_exist_where_they_are_looked_for() -> None:
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"):
         assert name in BackendTrainer.__dict__
     assert "compile" in keras_compat._base_trainer().__dict__
+
+
+def test_variables_of_optimizers_are_told_from_others() -> None:
+    seen = []
+
+    class Noting(keras.optimizers.SGD):
+        def build(self, variables):
+            super().build(variables)
+            seen.append(keras_compat.is_in_optimizer())
+
+        def add_variable_from_reference(self, *args, **kwargs):
+            return super().add_variable_from_reference(
+                *args, initializer=noting_initializer, **kwargs
+            )
+
+    def noting_initializer(shape, dtype=None):
+        seen.append(keras_compat.is_in_optimizer())
+        return keras.ops.zeros(shape, dtype)
+
+    kernel = keras.Variable(noting_initializer, (2,))
+    assert seen == [False]
+    Noting(momentum=0.9).build([kernel])
+    assert seen[1] is True
+    assert not keras_compat.is_in_optimizer()

@@ -17,6 +17,7 @@ from keras_strategies.backends.tensorflow.data_parallel import (
     TensorFlowDataParallelCall,
 )
 from keras_strategies.backends.tensorflow.devices import device_of, tf_device
+from keras_strategies.backends.tensorflow.input import AheadPlacer
 from keras_strategies.backends.tensorflow.mirrors import MirroredVariable, mirror
 from keras_strategies.backends.tensorflow.replicas import ReplicaEngine
 from keras_strategies.backends.tensorflow.run import (
@@ -47,9 +48,22 @@ class TensorFlowTrainer(TrainerAdapter):
             self._call = TensorFlowDataParallelCall(strategy, self.engine)
             keras_compat.hook_tensorflow(_on_replica, _has_several_devices, _initialize)
         self.run = TensorFlowRun(strategy, self.engine)
+        home = self.placement.variables
+        # Several replicas get their rows from the step, each its own.
+        self.placer = (
+            AheadPlacer(tf_device(home))
+            if self.placement.is_single and home.kind != "cpu"
+            else None
+        )
+        keras_compat.hook_tensorflow_input()
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return keras.device(str(self.placement.variables))
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with (
+            keras_compat.batches_placed_by(self.placer),
+            keras.device(str(self.placement.variables)),
+        ):
+            yield
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
