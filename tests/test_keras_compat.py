@@ -65,22 +65,13 @@ def test_methods_that_are_wrapped_exist_where_they_are_looked_for() -> None:
 def test_variables_of_optimizers_are_told_from_others() -> None:
     seen = []
 
-    class Noting(keras.optimizers.SGD):
-        def build(self, variables):
-            super().build(variables)
-            seen.append(keras_compat.is_in_optimizer())
-
-        def add_variable_from_reference(self, *args, **kwargs):
-            return super().add_variable_from_reference(
-                *args, initializer=noting_initializer, **kwargs
-            )
-
-    def noting_initializer(shape, dtype=None):
+    def noting(shape, dtype=None):
         seen.append(keras_compat.is_in_optimizer())
         return keras.ops.zeros(shape, dtype)
 
-    kernel = keras.Variable(noting_initializer, (2,))
-    assert seen == [False]
-    Noting(momentum=0.9).build([kernel])
-    assert seen[1] is True
+    kernel = keras.Variable(noting, (2,))
+    optimizer = keras.optimizers.SGD()
+    optimizer.add_variable((2,), noting)
+    optimizer.add_variable_from_reference(kernel, "slot", noting)
+    assert seen == [False, True, True]
     assert not keras_compat.is_in_optimizer()
