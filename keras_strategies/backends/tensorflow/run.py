@@ -30,6 +30,7 @@ from keras_strategies.backends.tensorflow.function import (
     refuse_xla,
 )
 from keras_strategies.backends.tensorflow.mirrors import reading_copies_on
+from keras_strategies.backends.tensorflow.no_rows import call_with_a_row
 from keras_strategies.backends.tensorflow.replicas import (
     LockstepCommunicator,
     ReplicaEngine,
@@ -240,8 +241,15 @@ def _task(
     scope: RunScope,
     device: str,
 ) -> Callable[[], Any]:
+    guard = call_with_a_row if "CPU" in device else None
+
     def run() -> Any:
-        with context.on_replica(replica), scope, reading_copies_on(device):
+        with (
+            context.on_replica(replica),
+            scope,
+            reading_copies_on(device),
+            keras_compat.layer_calls_through(guard),
+        ):
             return fn(*args, **kwargs)
 
     return run
