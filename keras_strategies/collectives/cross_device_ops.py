@@ -184,9 +184,8 @@ class NcclAllReduce(_PackedAllReduce):
     - Torch: `torch.cuda.nccl` for floating-point values on different GPUs. Values that
       a gradient is wanted of, and all others, are copied to the first device, reduced
       there and copied back.
-    - TensorFlow: values are copied to the first device, reduced there and copied back;
-      its NCCL kernels cannot be called one at a time, and after an exception in one
-      replica they stay aborted for the process.
+    - TensorFlow: values are copied to the first device, reduced there and copied back.
+      Its collectives wait for all replicas to begin, and are called here from one place.
 
     The results are the same up to the order of the sums.
     """
