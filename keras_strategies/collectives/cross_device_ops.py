@@ -185,7 +185,6 @@ class NcclAllReduce(_PackedAllReduce):
       a gradient is wanted of, and all others, are copied to the first device, reduced
       there and copied back.
     - TensorFlow: values are copied to the first device, reduced there and copied back.
-      Its collectives wait for all replicas to begin, and are called here from one place.
 
     The results are the same up to the order of the sums.
     """
