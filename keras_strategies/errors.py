@@ -28,6 +28,10 @@ from __future__ import annotations
 class KerasStrategiesError(Exception):
     """Base class of every exception that this package raises itself."""
 
+    # Out of functions that `tf.function` rewrites it comes as it is, and not as
+    # TensorFlow's `StagingError`.
+    ag_pass_through = True
+
 
 class InvalidArgumentError(KerasStrategiesError, ValueError):
     """An argument has a value or a type that cannot be right."""

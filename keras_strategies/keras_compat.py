@@ -461,6 +461,83 @@ def is_adapter(value: Any) -> bool:
     return isinstance(value, DataAdapter)
 
 
+class BatchPlacer(Protocol):
+    """Puts the batches of training loops on devices, on JAX and Torch."""
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, each on the devices when it is asked for."""
+
+
+class DatasetPlacer(Protocol):
+    """Puts the batches of training loops on devices, on TensorFlow."""
+
+    def dataset(self, dataset: Any) -> Any:
+        """The data set, with its batches on the devices."""
+
+
+class _Input(threading.local):
+    # Places the batches of this thread; None leaves it to Keras.
+    placer: Any = None
+
+
+_input = _Input()
+
+
+@contextlib.contextmanager
+def batches_placed_by(
+    placer: BatchPlacer | DatasetPlacer | None,
+) -> Iterator[None]:
+    """Makes a placer this thread's own; None leaves batches to Keras."""
+    previous = _input.placer
+    _input.placer = placer
+    try:
+        yield
+    finally:
+        _input.placer = previous
+
+
+def hook_torch_input() -> None:
+    """Lets a `BatchPlacer` place batches on Torch; later calls do nothing.
+
+    Keras 3.15: `TorchEpochIterator._get_iterator`.
+    """
+    from keras.src.backend.torch import trainer
+
+    def wrap_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _get_iterator(self: Any) -> Any:
+            batches = original(self)
+            placer = _input.placer
+            return batches if placer is None else placer.batches(batches)
+
+        return _get_iterator
+
+    if not any(owner is trainer.TorchEpochIterator for owner, _, _ in _installed):
+        _replace(trainer.TorchEpochIterator, "_get_iterator", wrap_iterator)
+
+
+def hook_tensorflow_input() -> None:
+    """Lets a `DatasetPlacer` place batches on TensorFlow; later calls do nothing.
+
+    Keras 3.15: `TFEpochIterator.__init__` keeps the data set in
+    `_distributed_dataset`, which is iterated over in each epoch.
+    """
+    from keras.src.backend.tensorflow import trainer
+
+    def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if _input.placer is not None:
+                placed = _input.placer.dataset(self._distributed_dataset)
+                self._distributed_dataset = placed
+
+        return __init__
+
+    if not any(owner is trainer.TFEpochIterator for owner, _, _ in _installed):
+        _replace(trainer.TFEpochIterator, "__init__", wrap_init)
+
+
 # --- Layer calls --------------------------------------------------------------
 
 
@@ -816,26 +893,10 @@ _STATE_NAMES = {
 }
 
 
-class BatchPlacer(Protocol):
-    """Puts the batches of JAX's training loops on devices."""
-
-    def place(self, batch: Any) -> Any:
-        """The batch, on the devices."""
-
-    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, each on the devices when it is asked for."""
-
-
-class _Input(threading.local):
-    # Places the batches of this thread; None leaves it to Keras.
-    placer: BatchPlacer | None = None
-
-
-_input = _Input()
-
-
 def hook_jax_input() -> None:
     """Lets a `BatchPlacer` place batches on JAX; later calls do nothing.
+
+    It has a method `place(batch)` as well, for `train_on_batch` and its siblings.
 
     Keras 3.15: `JAXEpochIterator._get_iterator` keeps the layouts of the first
     batch for all; `_distribute_data` serves `train_on_batch` and `test_on_batch`.
@@ -864,17 +925,6 @@ def hook_jax_input() -> None:
     if not any(owner is trainer for owner, _, _ in _installed):
         _replace(trainer, "_distribute_data", wrap_distribute)
         _replace(trainer.JAXEpochIterator, "_get_iterator", wrap_iterator)
-
-
-@contextlib.contextmanager
-def batches_placed_by(placer: BatchPlacer) -> Iterator[None]:
-    """Makes a placer this thread's own."""
-    previous = _input.placer
-    _input.placer = placer
-    try:
-        yield
-    finally:
-        _input.placer = previous
 
 
 def record_jax_state(model: Any, kind: str, state: Any) -> None:
@@ -926,18 +976,29 @@ def layout_of(variable: Any) -> Any:
 
 
 def hook_tensorflow(
-    on_replica: Callable[[], bool], has_several_devices: Callable[[Any], bool]
+    on_replica: Callable[[], bool],
+    has_several_devices: Callable[[Any], bool],
+    initialize: Callable[[Any, Callable[[Any], None], Any], None],
 ) -> None:
     """Tells Keras what it cannot see of replicas; later calls do nothing.
+
+    Args:
+        on_replica: whether code runs on one of several replicas.
+        has_several_devices: whether a model is trained on several devices.
+        initialize: `initialize(variable, original, value)`, called instead of
+            `original(value)`, which makes the `tf.Variable` of a variable.
 
     Keras 3.15: `scale_loss_for_distribution` and its inverse divide by the number
     of replicas in a `tf.distribute` strategy; where `on_replica()`, losses are of
     the replica's rows already. `Trainer._resolve_auto_jit_compile` chooses XLA on
     accelerators, which cannot compile a program for several of them.
+    `Variable._initialize` makes the `tf.Variable`, at once or later.
     """
+    from keras.src.backend import Variable
     from keras.src.losses import loss
 
     Trainer = _base_trainer()
+    owner = next(base for base in Variable.__mro__ if "_initialize" in vars(base))
 
     def wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -953,10 +1014,31 @@ def hook_tensorflow(
 
         return _resolve_auto_jit_compile
 
-    if not any(owner is loss for owner, _, _ in _installed):
+    def wrap_initialize(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def _initialize(self: Any, value: Any) -> None:
+            initialize(self, functools.partial(original, self), value)
+
+        return _initialize
+
+    if not any(hooked is loss for hooked, _, _ in _installed):
+        _replace(owner, "_initialize", wrap_initialize)
         _replace(loss, "scale_loss_for_distribution", wrap_scale)
         _replace(loss, "unscale_loss_for_distribution", wrap_scale)
         _replace(Trainer, "_resolve_auto_jit_compile", wrap_resolve)
+
+
+def is_in_optimizer() -> bool:
+    """Whether an optimizer makes the variables that are being made.
+
+    Keras 3.15: the global attribute "name_scope_stack"; optimizers make variables in
+    `name_scope(..., caller=self)`.
+    """
+    from keras.src.backend.common import global_state
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    scopes = global_state.get_global_attribute("name_scope_stack") or []
+    return any(isinstance(scope.caller, BaseOptimizer) for scope in scopes)
 
 
 def holds_tf_variables(layer: Any) -> bool:

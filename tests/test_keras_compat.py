@@ -60,3 +60,18 @@ def test_methods_that_are_wrapped_exist_where_they_are_looked_for() -> None:
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"):
         assert name in BackendTrainer.__dict__
     assert "compile" in keras_compat._base_trainer().__dict__
+
+
+def test_variables_of_optimizers_are_told_from_others() -> None:
+    seen = []
+
+    def noting(shape, dtype=None):
+        seen.append(keras_compat.is_in_optimizer())
+        return keras.ops.zeros(shape, dtype)
+
+    kernel = keras.Variable(noting, (2,))
+    optimizer = keras.optimizers.SGD()
+    optimizer.add_variable((2,), noting)
+    optimizer.add_variable_from_reference(kernel, "slot", noting)
+    assert seen == [False, True, True]
+    assert not keras_compat.is_in_optimizer()

@@ -178,9 +178,15 @@ class _PackedAllReduce(CrossDeviceOps):
 
 
 class NcclAllReduce(_PackedAllReduce):
-    """All-reduce by the backend's own engine, which is NCCL between NVIDIA GPUs.
+    """All-reduce by the backend's own engine, by NCCL between NVIDIA GPUs.
 
-    On other devices the same call is carried out by what the backend has there.
+    - JAX: an XLA collective, which is NCCL's between GPUs.
+    - Torch: `torch.cuda.nccl` for floating-point values on different GPUs. Values that
+      a gradient is wanted of, and all others, are copied to the first device, reduced
+      there and copied back.
+    - TensorFlow: values are copied to the first device, reduced there and copied back.
+
+    The results are the same up to the order of the sums.
     """
 
     def _reduce(

@@ -24,7 +24,7 @@ if keras.backend.backend() != "jax":
 import jax
 
 from keras_strategies.backends.jax import program as mesh_program
-from keras_strategies.backends.jax.input import MeshPlacer, one_ahead
+from keras_strategies.backends.jax.input import MeshPlacer
 from keras_strategies.types import ReduceOp
 
 ks.set_virtual_cpu_devices(4)
@@ -590,21 +590,6 @@ def test_batches_of_any_structure_are_placed():
         (array,) = placer.place((np.ones((rows, 2)),))
         assert array.is_fully_replicated
         assert array.devices() == devices
-
-
-def test_one_ahead_asks_for_one_batch_more():
-    asked = []
-
-    def source():
-        for i in range(3):
-            asked.append(i)
-            yield i
-
-    ahead = one_ahead(source())
-    assert next(ahead) == 0
-    assert asked == [0, 1]
-    assert list(ahead) == [1, 2]
-    assert list(one_ahead(iter(()))) == []
 
 
 @pytest.mark.parametrize(

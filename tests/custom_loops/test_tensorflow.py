@@ -80,14 +80,17 @@ def test_a_tape_in_the_replica_function_equals_one_device(mirrored, compiled, ma
     assert_alike(train_with_tape(mirrored, spread, compiled, make), expected)
 
 
-def test_variables_made_in_a_run_are_plain(mirrored):
+def test_variables_made_in_a_run_are_mirrored_as_all_are(mirrored):
     _, spread = uneven()
     with mirrored.scope():
         model = unbuilt()
     mirrored.run(lambda x: model(x), args=(spread,))
     assert len(model.variables) == 4
     for variable in model.variables:
-        assert type(variable.value).__name__ == "ResourceVariable"
+        assert isinstance(variable.value, tf.Variable)
+        first, second = mirrored.trainer.copies(variable)
+        assert (first.device, second.device) == ("cpu:0", "cpu:1")
+        np.testing.assert_array_equal(first.value, second.value)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from keras_strategies.backends.ahead import one_ahead
 from keras_strategies.backends.jax.distribution import BATCH_AXIS, splits
 from keras_strategies.input.sharding import check_batch
 
@@ -23,6 +24,11 @@ class BatchPlacer(abc.ABC):
     @abc.abstractmethod
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, on the devices when they are asked for."""
+
+    def _begin(self, batch: Any) -> Callable[[], Any]:
+        # JAX itself waits where the arrays are used.
+        placed = self.place(batch)
+        return lambda: placed
 
 
 class MeshPlacer(BatchPlacer):
@@ -50,8 +56,9 @@ class MeshPlacer(BatchPlacer):
         return jax.tree.unflatten(structure, jax.device_put(leaves, layouts))
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        placed = (self.place(batch) for batch in batches)
-        return one_ahead(placed) if self._ahead else placed
+        if not self._ahead:
+            return (self.place(batch) for batch in batches)
+        return one_ahead(batches, self._begin)
 
 
 class DevicePlacer(BatchPlacer):
@@ -79,20 +86,9 @@ class DevicePlacer(BatchPlacer):
         return jax.device_put(leaf, self._device)
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        placed = (self.place(batch) for batch in batches)
-        return placed if self._is_cpu else one_ahead(placed)
-
-
-def one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """Starts the transfer of each batch while the one before it is computed with."""
-    try:
-        current = next(batches)
-    except StopIteration:
-        return
-    for following in batches:
-        yield current
-        current = following
-    yield current
+        if self._is_cpu:
+            return (self.place(batch) for batch in batches)
+        return one_ahead(batches, self._begin)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -19,6 +19,7 @@ from keras_strategies.backends.data_parallel import (
     ReplicaResult,
 )
 from keras_strategies.backends.tensorflow.devices import tf_device
+from keras_strategies.backends.tensorflow.mirrors import MirroredVariable
 from keras_strategies.backends.tensorflow.replicas import (
     LockstepCommunicator,
     NestedCollectiveError,
@@ -178,8 +179,10 @@ class TensorFlowDataParallelCall(DataParallelCall):
             return local
 
     def _local(self, replica_id: int, variable: Any, raw: Any) -> Any:
-        value = self._job.read(raw)
-        with tf.device(self._devices[replica_id]):
+        device = self._devices[replica_id]
+        own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
+        value = self._job.read(raw) if own is None else own.read_value()
+        with tf.device(device):
             offset = keras_compat.seed_offset(variable, replica_id)
             if offset:
                 return value + tf.constant([offset, 0], dtype=value.dtype)

@@ -1,11 +1,11 @@
 """`Strategy.run` on TensorFlow.
 
 The replicas are those of `replicas.py`, eagerly and inside `tf.function`. Variables
-stay what they are everywhere else, plain ones on one device:
+stay what they are everywhere else; of mirrored ones, a replica reads its copy:
 
 - trainable ones are read themselves, so that a `tf.GradientTape` in the function
   sees them, and are replaced only on a replica that has assigned them;
-- all others are copied to the replica when they are first read;
+- the value of all others is kept from the first read on;
 - on-read ones have a variable for each replica.
 """
 
@@ -29,6 +29,8 @@ from keras_strategies.backends.tensorflow.function import (
     leave_to_python,
     refuse_xla,
 )
+from keras_strategies.backends.tensorflow.mirrors import reading_copies_on
+from keras_strategies.backends.tensorflow.no_rows import call_with_a_row
 from keras_strategies.backends.tensorflow.replicas import (
     LockstepCommunicator,
     ReplicaEngine,
@@ -181,7 +183,8 @@ class TensorFlowRun:
             replica = context.ReplicaContext(self.strategy, i, communicator)
             scope = RunScope(replica, self._copier(i), self.local_values)
             communicator.scopes.append(scope)
-            tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
+            device = self._devices[i]
+            tasks.append(_task(fn, args[i], kwargs[i], replica, scope, device))
         if len(tasks) == 1:
             communicator.begin()
             with tf.device(self._devices[0]):
@@ -236,9 +239,17 @@ def _task(
     kwargs: dict[str, Any],
     replica: context.ReplicaContext,
     scope: RunScope,
+    device: str,
 ) -> Callable[[], Any]:
+    guard = call_with_a_row if "CPU" in device else None
+
     def run() -> Any:
-        with context.on_replica(replica), scope:
+        with (
+            context.on_replica(replica),
+            scope,
+            reading_copies_on(device),
+            keras_compat.layer_calls_through(guard),
+        ):
             return fn(*args, **kwargs)
 
     return run

@@ -7,13 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import TrainerAdapter, VariableCopy
+from keras_strategies.backends.run_scope import is_local
 from keras_strategies.backends.tensorflow.data_parallel import (
     TensorFlowDataParallelCall,
 )
-from keras_strategies.backends.tensorflow.devices import device_of
+from keras_strategies.backends.tensorflow.devices import device_of, tf_device
+from keras_strategies.backends.tensorflow.input import AheadPlacer
+from keras_strategies.backends.tensorflow.mirrors import MirroredVariable, mirror
 from keras_strategies.backends.tensorflow.replicas import ReplicaEngine
 from keras_strategies.backends.tensorflow.run import (
     TensorFlowRun,
@@ -33,14 +38,32 @@ class TensorFlowTrainer(TrainerAdapter):
     def __init__(self, strategy: Strategy):
         super().__init__(strategy)
         self.engine = ReplicaEngine(self.placement.replicas)
+        self._others = [
+            tf_device(device)
+            for device in self.placement.replicas
+            if device != self.placement.variables
+        ]
         self._call: TensorFlowDataParallelCall | None = None
         if not self.placement.is_single:
             self._call = TensorFlowDataParallelCall(strategy, self.engine)
-            keras_compat.hook_tensorflow(_on_replica, _has_several_devices)
+            keras_compat.hook_tensorflow(_on_replica, _has_several_devices, _initialize)
         self.run = TensorFlowRun(strategy, self.engine)
+        home = self.placement.variables
+        # Several replicas get their rows from the step, each its own.
+        self.placer = (
+            AheadPlacer(tf_device(home))
+            if self.placement.is_single and home.kind != "cpu"
+            else None
+        )
+        keras_compat.hook_tensorflow_input()
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return keras.device(str(self.placement.variables))
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with (
+            keras_compat.batches_placed_by(self.placer),
+            keras.device(str(self.placement.variables)),
+        ):
+            yield
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
@@ -54,10 +77,41 @@ class TensorFlowTrainer(TrainerAdapter):
             setattr(model, name, StepFunction(model, kind, self._call))
 
     def copies(self, variable: Any) -> list[VariableCopy]:
-        # Replicas on other devices get the values of a step when they read them.
         raw = keras_compat.raw_value(variable)
         nbytes = raw.dtype.size * raw.shape.num_elements()
-        return [VariableCopy(str(device_of(raw)), nbytes, "variable", raw)]
+        places = [raw, *(raw.copies if isinstance(raw, MirroredVariable) else ())]
+        return [
+            VariableCopy(str(device_of(place)), nbytes, "variable", place)
+            for place in places
+        ]
+
+    def initialize(
+        self, variable: Any, original: Callable[[Any], None], value: Any
+    ) -> None:
+        """Makes the `tf.Variable` of a Keras variable, with copies where it is due.
+
+        Optimizers read their state on one device only, and on-read variables have a
+        value of each replica's own; neither needs copies. A `tf.Variable` that
+        somebody else has made may be assigned in programs that know of no copies.
+        """
+        if (
+            not self.placement.mirrored
+            or is_local(variable)
+            or keras_compat.is_in_optimizer()
+            or isinstance(value, tf.Variable)
+            or not (tf.executing_eagerly() or callable(value))
+        ):
+            original(value)
+            return
+        if tf.executing_eagerly():
+            original(value)
+        else:
+            # A layer is built while a program is traced: it has its variables before.
+            with creating_variables(self.run.lead):
+                original(value)
+        raw = keras_compat.raw_value(variable)
+        if type(raw) is ResourceVariable:
+            mirror(raw, self._others, creating_variables)
 
     @contextlib.contextmanager
     def creating_variable(self) -> Iterator[None]:
@@ -100,3 +154,13 @@ def _on_replica() -> bool:
 def _has_several_devices(model: Any) -> bool:
     strategy = keras_compat.strategy_of(model)
     return strategy is not None and not strategy.placement.is_single
+
+
+def _initialize(variable: Any, original: Callable[[Any], None], value: Any) -> None:
+    strategy = keras_compat.strategy_of(variable)
+    if strategy is None and context.has_strategy():
+        strategy = context.get_strategy()
+    if strategy is None:
+        original(value)
+    else:
+        strategy.trainer.initialize(variable, original, value)

@@ -11,6 +11,7 @@ import keras
 import torch
 
 from keras_strategies.backends.base import Backend, TrainerAdapter, Workers
+from keras_strategies.backends.torch.collectives import nccl_all_reduce
 from keras_strategies.backends.torch.devices import (
     accelerators,
     device_of,
@@ -67,6 +68,9 @@ class TorchBackend(Backend):
     def all_reduce(
         self, op: ReduceOp, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
+        by_nccl = nccl_all_reduce(op, tensors) if len(tensors) > 1 else None
+        if by_nccl is not None:
+            return by_nccl
         reduced = reduce_tensors(op, [t.to(tensors[0].device) for t in tensors])
         return [reduced.to(t.device) for t in tensors]
 

@@ -13,6 +13,7 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import TrainerAdapter, VariableCopy
 from keras_strategies.backends.torch.data_parallel import TorchDataParallelCall
 from keras_strategies.backends.torch.devices import device_of, torch_device
+from keras_strategies.backends.torch.input import AheadPlacer, CudaMover
 from keras_strategies.backends.torch.replicas import ReplicaThreads
 from keras_strategies.backends.torch.run import TorchRun, sum_gradients
 from keras_strategies.backends.torch.variables import ReplicaVariables
@@ -38,9 +39,22 @@ class TorchTrainer(TrainerAdapter):
             else TorchDataParallelCall(strategy, self.threads, self._variables)
         )
         self.run = TorchRun(strategy, self.threads, self._variables)
+        home = torch_device(self.placement.variables)
+        # Several replicas take their rows from the host, each its own.
+        self.placer = (
+            AheadPlacer(CudaMover(home))
+            if self.placement.is_single and home.type == "cuda"
+            else None
+        )
+        keras_compat.hook_torch_input()
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return keras.device(str(torch_device(self.placement.variables)))
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with (
+            keras_compat.batches_placed_by(self.placer),
+            keras.device(str(torch_device(self.placement.variables))),
+        ):
+            yield
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool

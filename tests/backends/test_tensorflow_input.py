@@ -1,0 +1,127 @@
+"""TensorFlow: the batches of `fit` are on an accelerator before their step."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+
+from keras_strategies.backends.tensorflow.input import AheadPlacer
+
+ks.set_virtual_cpu_devices(4)
+
+X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
+Y = X.sum(1, keepdims=True)
+WEIGHTS = np.linspace(0.5, 2, 11).astype("float32")
+DEVICE = "/device:CPU:1"
+
+
+def on_cpu_1(ahead: bool):
+    """OneDeviceStrategy, with the placer that it has on an accelerator, or without."""
+    strategy = ks.OneDeviceStrategy("cpu:1")
+    assert strategy.trainer.placer is None
+    strategy.trainer.placer = AheadPlacer(DEVICE) if ahead else None
+    return strategy
+
+
+def model_of(strategy, **options):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"], **options)
+    return model
+
+
+def test_batches_are_on_the_device_when_they_are_asked_for():
+    dataset = tf.data.Dataset.from_tensor_slices({"x": X, "i": np.arange(11)}).batch(4)
+    found = list(AheadPlacer(DEVICE).dataset(dataset))
+    assert [len(batch["i"]) for batch in found] == [4, 4, 3]
+    for batch in found:
+        assert all(DEVICE in leaf.device for leaf in batch.values())
+    np.testing.assert_array_equal(np.concatenate([b["x"] for b in found]), X)
+
+
+def test_the_next_batch_is_made_before_this_one_is_used():
+    second_is_made = threading.Event()
+
+    def batches():
+        for i in range(6):
+            if i == 1:
+                second_is_made.set()
+            yield np.full((2,), i)
+
+    spec = tf.TensorSpec((2,), "int64")
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    iterator = iter(AheadPlacer(DEVICE).dataset(dataset))
+    assert int(next(iterator)[0]) == 0
+    assert second_is_made.wait(60)
+    assert [int(batch[0]) for batch in iterator] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}]
+)
+def test_training_is_the_same_with_batches_ahead(options):
+    results = []
+    for ahead in (False, True):
+        model = model_of(on_cpu_1(ahead), **options)
+        history = model.fit(
+            X,
+            Y,
+            sample_weight=WEIGHTS,
+            batch_size=4,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            validation_data=(X[:5], Y[:5]),
+        ).history
+        scores = model.evaluate(X, Y, batch_size=4, verbose=0)
+        results.append((history, scores, model.predict(X, verbose=0).tolist()))
+    assert results[0] == results[1]
+
+
+def test_the_error_of_a_dataset_arrives_and_the_next_fit_works():
+    model = model_of(on_cpu_1(ahead=True))
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    failing = dataset.map(
+        lambda x, y: (tf.debugging.check_numerics(x / (x - x[0, 0]), "bad rows"), y)
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="bad rows"):
+        model.fit(failing, verbose=0)
+    assert np.isfinite(model.fit(dataset, verbose=0).history["loss"]).all()
+
+
+def test_what_lives_on_the_host_stays_there():
+    words = tf.data.Dataset.from_tensor_slices(["a", "b"]).batch(2)
+    ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]]))
+    placer = AheadPlacer(DEVICE)
+    assert placer.dataset(words) is words
+    assert placer.dataset(ragged) is ragged
+
+
+@pytest.mark.gpu
+def test_fit_on_a_gpu_gets_its_batches_there():
+    results = []
+    for ahead in (False, True):
+        strategy = ks.OneDeviceStrategy("gpu:0")
+        assert isinstance(strategy.trainer.placer, AheadPlacer)
+        if ahead:
+            dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+            for x, _ in strategy.trainer.placer.dataset(dataset):
+                assert "GPU:0" in x.device
+        else:
+            strategy.trainer.placer = None
+        model = model_of(strategy)
+        model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+        results.append(model.get_weights())
+    for plain, moved in zip(*results, strict=True):
+        np.testing.assert_allclose(plain, moved, rtol=1e-6)

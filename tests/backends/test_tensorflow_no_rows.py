@@ -1,0 +1,133 @@
+"""TensorFlow: replicas without rows run any layer, and add nothing."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+
+ks.set_virtual_cpu_devices(4)
+
+SEQUENCE, IMAGE, VOLUME, VIDEO = (6, 3), (6, 6, 3), (4, 4, 4, 3), (2, 6, 6, 3)
+LAYERS = {
+    "conv1d": (lambda: layers.Conv1D(4, 3), SEQUENCE),
+    "conv2d": (lambda: layers.Conv2D(4, 3, strides=2), IMAGE),
+    "conv3d": (lambda: layers.Conv3D(4, 3), VOLUME),
+    "conv1d_transpose": (lambda: layers.Conv1DTranspose(4, 3), SEQUENCE),
+    "conv2d_transpose": (lambda: layers.Conv2DTranspose(4, 3), IMAGE),
+    "conv3d_transpose": (lambda: layers.Conv3DTranspose(4, 3), VOLUME),
+    "depthwise1d": (lambda: layers.DepthwiseConv1D(3), SEQUENCE),
+    "depthwise2d": (lambda: layers.DepthwiseConv2D(3), IMAGE),
+    "separable1d": (lambda: layers.SeparableConv1D(4, 3), SEQUENCE),
+    "separable2d": (lambda: layers.SeparableConv2D(4, 3), IMAGE),
+    "max1d": (lambda: layers.MaxPooling1D(2), SEQUENCE),
+    "max2d": (lambda: layers.MaxPooling2D(2), IMAGE),
+    "max3d": (lambda: layers.MaxPooling3D(2), VOLUME),
+    "global_max": (lambda: layers.GlobalMaxPooling2D(), IMAGE),
+    "average2d": (lambda: layers.AveragePooling2D(2), IMAGE),
+    "global_average": (lambda: layers.GlobalAveragePooling2D(), IMAGE),
+    "lstm": (lambda: layers.LSTM(4, return_sequences=True), SEQUENCE),
+    "gru": (lambda: layers.GRU(4), SEQUENCE),
+    "bidirectional": (lambda: layers.Bidirectional(layers.LSTM(4)), SEQUENCE),
+    "conv_lstm": (lambda: layers.ConvLSTM2D(4, 3), VIDEO),
+    "time_distributed": (
+        lambda: layers.TimeDistributed(layers.Conv2D(4, 3)),
+        VIDEO,
+    ),
+    "attention": (lambda: Attention(), SEQUENCE),
+    "masked": (
+        lambda: keras.Sequential([layers.Masking(), layers.LSTM(4)]),
+        SEQUENCE,
+    ),
+    "network": (
+        lambda: keras.Sequential(
+            [
+                layers.Conv2D(4, 3),
+                layers.BatchNormalization(),
+                layers.MaxPooling2D(2),
+                layers.Flatten(),
+                layers.Dense(2),
+            ]
+        ),
+        IMAGE,
+    ),
+}
+
+
+class Attention(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 4)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
+def train(strategy, make, x, compiled):
+    """Outputs by replica, gradients and state after a step on the parts of `x`."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        layer = make()
+        layer.build((None, *x[0].shape[1:]))
+
+    def fn(x):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = layer(x, training=True) if "training" in _arguments(layer) else layer(x)
+            loss = tf.reduce_sum(y**2)
+        weights = layer.trainable_weights
+        gradients = tape.gradient(loss, [w.value for w in weights])
+        replica = ks.get_replica_context()
+        summed = [replica.all_reduce("sum", gradient) for gradient in gradients]
+        return y, tape.gradient(loss, x), summed
+
+    def run(x):
+        return strategy.run(fn, args=(x,))
+
+    if compiled == "any rows":
+        spec = tf.TensorSpec((None, *x[0].shape[1:]), "float32")
+        program = tf.function(lambda *parts: run(ks.PerReplica(parts)))
+        outputs, by_x, summed = program.get_concrete_function(*[spec] * len(x))(*x)
+    else:
+        parts = x[0] if len(x) == 1 else ks.PerReplica(tuple(x))
+        outputs, by_x, summed = (ks.function(run) if compiled else run)(parts)
+    local = strategy.experimental_local_results
+    return (
+        [np.asarray(y) for y in local(outputs)],
+        [np.asarray(g) for g in local(by_x)],
+        [np.asarray(local(g)[0]) for g in summed],
+        layer.get_weights(),
+    )
+
+
+def _arguments(layer):
+    return layer._call_signature.parameters
+
+
+@pytest.mark.parametrize("compiled", [False, True, "any rows"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_replica_without_rows_adds_nothing(name, compiled):
+    make, shape = LAYERS[name]
+    x = tf.constant(np.random.default_rng(0).normal(size=(3, *shape)), "float32")
+    one = train(ks.OneDeviceStrategy("cpu:0"), make, [x], compiled=False)
+    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    outputs, by_x, summed, weights = train(two, make, [x, x[:0]], compiled)
+    np.testing.assert_allclose(outputs[0], one[0][0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(by_x[0], one[1][0], rtol=1e-4, atol=1e-4)
+    assert outputs[1].shape == (0, *one[0][0].shape[1:])
+    assert by_x[1].shape == (0, *shape)
+    for found, expected in zip(summed, one[2], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    for found, expected in zip(weights, one[3], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,139 @@
+"""Torch: the batches of `fit` are on an accelerator before their step."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "torch":
+    pytest.skip("tests of the Torch backend", allow_module_level=True)
+
+import torch
+
+from keras_strategies.backends.torch.input import AheadPlacer, CudaMover
+
+X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
+Y = X.sum(1, keepdims=True)
+WEIGHTS = np.linspace(0.5, 2, 11).astype("float32")
+
+
+def model_of(strategy):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+def noting(events):
+    """A mover that moves nowhere."""
+
+    def move(batch):
+        rows = len(keras.tree.flatten(batch)[0])
+        events.append(f"move {rows}")
+
+        def arrive():
+            events.append(f"use {rows}")
+            return batch
+
+        return arrive
+
+    return move
+
+
+def test_fit_evaluate_and_predict_move_their_batches_one_ahead():
+    plain, ahead = ks.OneDeviceStrategy("cpu:0"), ks.OneDeviceStrategy("cpu:0")
+    assert plain.trainer.placer is None
+    events: list[str] = []
+    ahead.trainer.placer = AheadPlacer(noting(events))
+    results = []
+    for strategy in (plain, ahead):
+        model = model_of(strategy)
+        step = keras.callbacks.LambdaCallback(
+            on_train_batch_begin=lambda batch, logs=None: events.append("step")
+        )
+        history = model.fit(
+            X,
+            Y,
+            sample_weight=WEIGHTS,
+            batch_size=4,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[step] if strategy is ahead else [],
+        ).history
+        results.append(
+            (
+                history,
+                model.evaluate(X, Y, batch_size=4, verbose=0),
+                model.predict(X, batch_size=4, verbose=0).tolist(),
+            )
+        )
+    assert results[0] == results[1]
+    epoch = [
+        *("move 4", "move 4", "use 4", "step"),
+        *("move 3", "use 4", "step"),
+        *("use 3", "step"),
+    ]
+    # Keras builds metrics from a first batch, and begins again.
+    building = ["move 4", "move 4", "use 4"]
+    without_steps = [event for event in epoch if event != "step"]
+    assert events == building + epoch * 2 + without_steps * 2
+
+
+def test_a_generator_that_fails_has_its_batches_trained_on_first():
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    strategy.trainer.placer = AheadPlacer(noting([]))
+
+    def batches():
+        for _ in range(3):
+            yield X[:4], Y[:4]
+        raise OSError("the disk is gone")
+
+    model = model_of(strategy)
+    model.build((None, 3))
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.fit(batches(), steps_per_epoch=5, verbose=0)
+    assert int(model.optimizer.iterations) == 3
+    assert model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.gpu
+def test_batches_for_a_gpu_arrive_whole_and_in_order():
+    move = CudaMover(torch.device("cuda", 0))
+    batch = {"x": torch.arange(1 << 20), "nothing": None, "name": "text"}
+    arrivals = [move({**batch, "x": batch["x"] + i}) for i in range(8)]
+    for i, arrive in enumerate(arrivals):
+        found = arrive()
+        assert found["x"].is_cuda and found["nothing"] is None
+        assert found["name"] == "text"
+        assert torch.equal(found["x"].cpu(), batch["x"] + i)
+
+
+@pytest.mark.gpu
+def test_fit_on_a_gpu_gets_its_batches_there():
+    places = set()
+
+    class Noting(keras.layers.Layer):
+        def call(self, x):
+            places.add(str(x.device))
+            return x
+
+    results = []
+    for place in (False, True):
+        strategy = ks.OneDeviceStrategy("gpu:0")
+        assert isinstance(strategy.trainer.placer, AheadPlacer)
+        if not place:
+            strategy.trainer.placer = None
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([Noting(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+        results.append(model.get_weights())
+    assert places == {"cuda:0"}
+    for plain, ahead in zip(*results, strict=True):
+        np.testing.assert_allclose(plain, ahead, rtol=1e-6)
