@@ -1,0 +1,186 @@
+"""A termination signal to one worker: all save at one step and go on there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from harness.processes import assert_gone, wait_until
+from harness.training import SGD_TOLERANCE, assert_same
+
+import keras_strategies as ks
+from keras_strategies.cluster.local import free_addresses
+from keras_strategies.training.preemption import RESTART_EXIT_CODE
+
+# Trains in the given way; takes some time for each batch, and says how far it is.
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import keras, numpy as np
+import keras_strategies as ks
+
+folder, kind, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+if workers > 1:
+    options = ks.CommunicationOptions(timeout_seconds=30)
+    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+    index = strategy.input_context().input_pipeline_id
+else:
+    strategy, index = ks.OneDeviceStrategy("cpu:0"), 0
+rng = np.random.default_rng(0)
+x = rng.normal(size=(46, 4)).astype("float32")
+y = x[:, :1] * 2 - x[:, 1:2]
+keras.utils.set_random_seed(11)
+with strategy.scope():
+    model = keras.Sequential([
+        keras.Input((4,)),
+        keras.layers.Dense(6, "tanh"),
+        keras.layers.Dense(1),
+    ])
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+steps = 0
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        global steps
+        steps += 1
+        (folder / f"steps{index}").write_text(str(steps))
+        if kind != "whole":
+            time.sleep(0.03)
+
+history = None
+if kind == "whole":
+    history = model.fit(x, y, batch_size=8, epochs=6, verbose=0, shuffle=SHUFFLE)
+elif kind == "fit":
+    handler = ks.PreemptionCheckpointHandler(None, model, folder / "backup")
+    history = model.fit(
+        x, y, batch_size=8, epochs=6, verbose=0, shuffle=SHUFFLE,
+        callbacks=[Slow(), handler.callback()],
+    )
+else:
+    handler = ks.PreemptionCheckpointHandler(None, model, folder / "backup")
+    slow = Slow()
+    while handler.total_run_calls < 36:
+        start = handler.total_run_calls % 6 * 8
+        batch = x[start : start + 8], y[start : start + 8]
+        handler.run(model.train_on_batch, *batch)
+        slow.on_train_batch_end(0)
+if index == 0:
+    found = {str(i): value for i, value in enumerate(model.get_weights())}
+    found["iterations"] = np.asarray(optimizer.iterations)
+    if history is not None:
+        found["loss"] = np.asarray(history.history["loss"][-1])
+    np.savez(folder / f"{kind}.npz", **found)
+"""
+# TensorFlow begins the order of shuffled arrays anew.
+SHUFFLE = keras.backend.backend() != "tensorflow"
+
+
+def start(folder: Path, kind: str, workers: int) -> list[subprocess.Popen[str]]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("SHUFFLE", str(SHUFFLE)))
+    addresses = free_addresses(workers)
+    started = []
+    for index in range(workers):
+        (folder / f"steps{index}").unlink(missing_ok=True)
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": addresses}, "task": task}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(script), str(folder), kind, str(workers)],
+                env={
+                    **os.environ,
+                    "TF_CONFIG": json.dumps(config),
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return started
+
+
+def finish(processes: list[subprocess.Popen[str]], code: int) -> list[str]:
+    texts = []
+    try:
+        for process in processes:
+            _, text = process.communicate(timeout=120)
+            assert process.returncode == code, text[-3000:]
+            texts.append(text)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert_gone([process.pid for process in processes])
+    return texts
+
+
+def results(folder: Path, kind: str) -> dict[str, np.ndarray]:
+    with np.load(folder / f"{kind}.npz") as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("fit", 2), ("fit", 1), ("loop", 2)])
+def test_preempted_training_takes_the_steps_that_were_left(kind, workers, tmp_path):
+    processes = start(tmp_path, kind, workers)
+    # Amid the second epoch, on the worker that is not the chief if there are two.
+    file = tmp_path / f"steps{workers - 1}"
+    wait_until(lambda: file.exists() and int(file.read_text() or 0) >= 8, "8 steps")
+    processes[-1].send_signal(signal.SIGTERM)
+    texts = finish(processes, RESTART_EXIT_CODE)
+    assert "Training was saved in" in texts[0]
+    taken = [int((tmp_path / f"steps{i}").read_text()) for i in range(workers)]
+    assert len(set(taken)) == 1 and 8 <= taken[0] < 36
+    finish(start(tmp_path, kind, workers), 0)
+    assert not list(tmp_path.glob("backup/*.part*"))
+    found = results(tmp_path, kind)
+    assert found["iterations"] == 36
+    if kind == "loop":
+        return
+    assert not list(tmp_path.glob("backup/*")), "what is finished is not resumed"
+    finish(start(tmp_path, "whole", 1), 0)
+    assert_same(results(tmp_path, "whole"), found, SGD_TOLERANCE, "after the restart")
+
+
+def test_a_watcher_and_an_exit_of_ones_own(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    ended = []
+    config = ks.TerminationConfig(
+        termination_watcher_fn=lambda: True, exit_fn=lambda: ended.append(True)
+    )
+    handler = ks.PreemptionCheckpointHandler(None, model, tmp_path, config)
+    with handler.watch_preemption_scope():
+        wait_until(lambda: handler.run(bool) is False and bool(ended), "the watcher")
+    assert (tmp_path / "preempted" / "facts.json").exists()
+    again = ks.PreemptionCheckpointHandler(None, model, tmp_path)
+    again.close()
+    assert again.total_run_calls > 0
+
+
+@pytest.mark.parametrize("checkpoint", [None, 5, object()])
+def test_what_cannot_be_saved_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"keras\.Model"):
+        ks.PreemptionCheckpointHandler(None, checkpoint, tmp_path)
+
+
+def test_a_folder_is_needed():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="names the folder"):
+        ks.PreemptionCheckpointHandler(None, model)
+
+
+def test_bad_configurations_are_refused():
+    with pytest.raises(ValueError, match="0 or more"):
+        ks.TerminationConfig(grace_period=-1)
+    with pytest.raises(ValueError, match="is a function"):
+        ks.TerminationConfig(exit_fn=3)
