@@ -191,6 +191,15 @@ class Workers(abc.ABC):
             return ""
         return f"step {self._steps} of {self._method}"
 
+    def cause(self, error: BaseException) -> BaseException:
+        """The error to raise for one that a method has raised.
+
+        Returns:
+            A `WorkerError` where the engine has failed because of a lost worker; the
+            error itself where it has nothing to do with other workers.
+        """
+        return error
+
     def lost(self, error: BaseException) -> WorkerError:
         """What to raise where the engine has raised `error`."""
         loss = self.group.loss(wait=min(self.group.timeout, 5.0))

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from keras_strategies.backends.base import Backend, TrainerAdapter
+from keras_strategies.backends.base import Backend, TrainerAdapter, Workers
 from keras_strategies.backends.jax import collectives, devices, function
 from keras_strategies.backends.jax.central import CentralStorageTrainer
 from keras_strategies.backends.jax.optimizers import traceable_apply
 from keras_strategies.backends.jax.trainer import MeshTrainer, OneDeviceTrainer
+from keras_strategies.backends.jax.workers import JaxWorkers
+from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
 from keras_strategies.errors import ContextError
-from keras_strategies.types import ReduceOp
+from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -94,6 +96,9 @@ class JaxBackend(Backend):
 
     def broadcast(self, tensor: Any, targets: Sequence[Device]) -> list[jax.Array]:
         return [self.to_device(tensor, device) for device in targets]
+
+    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
+        return JaxWorkers(group, options)
 
     def run_replicas(
         self,

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from keras_strategies.backends.jax.distribution import BATCH_AXIS, splits
+from keras_strategies.backends.jax.placing import put
 from keras_strategies.input.sharding import check_batch
 
 
@@ -47,7 +48,7 @@ class MeshPlacer(BatchPlacer):
             self._split if splits(leaf.shape, self._size) else self._whole
             for leaf in leaves
         ]
-        return jax.tree.unflatten(structure, jax.device_put(leaves, layouts))
+        return jax.tree.unflatten(structure, put(leaves, layouts))
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         placed = (self.place(batch) for batch in batches)

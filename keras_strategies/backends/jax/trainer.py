@@ -21,12 +21,15 @@ from keras_strategies.backends.jax.devices import (
 from keras_strategies.backends.jax.distribution import StrategyDistribution
 from keras_strategies.backends.jax.function import RunPrograms, in_trace
 from keras_strategies.backends.jax.input import BatchPlacer, DevicePlacer, MeshPlacer
+from keras_strategies.backends.jax.placing import is_spread, put_one
 from keras_strategies.backends.jax.run import (
     JaxRun,
     current_replica_scope,
     run_alone,
 )
 from keras_strategies.backends.jax.state import Layout, LocalStacks
+from keras_strategies.backends.jax.workers import JaxWorkers
+from keras_strategies.devices import Device
 from keras_strategies.errors import ModelScopeError
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class JaxTrainer(TrainerAdapter):
         super().__init__(strategy)
         keras_compat.hook_jax_input()
         self.placer = placer
+        if self.placement.workers is not None:
+            keras_compat.hook_jax_placement(put_one, is_spread)
         self.home = jax_device(self.placement.variables)
 
     @abc.abstractmethod
@@ -96,7 +101,9 @@ class JaxTrainer(TrainerAdapter):
         step = self.step(model, kind)
         if kind == "predict":
             step = self._placing(step)
-        function = steps.loop_function(model, kind, step, self.prepared)
+        workers = self.placement.workers
+        begin = None if workers is None else workers.begin_steps
+        function = steps.loop_function(model, kind, step, self.prepared, begin)
         setattr(model, name, function)
 
     def _adopt_compiled(self, model: Any) -> None:
@@ -259,13 +266,23 @@ class DistributionTrainer(JaxTrainer):
 
 
 class MeshTrainer(DistributionTrainer):
-    """A copy of the variables on each device of a mesh, batches split over it."""
+    """A copy of the variables on each device of a mesh, batches split over it.
+
+    Where there are workers, the mesh has the devices of all of them, and each worker
+    gets the whole of what a step returns.
+    """
 
     def __init__(self, strategy: Strategy):
-        super().__init__(strategy, StrategyDistribution(strategy.placement.replicas))
+        devices: Sequence[Device | jax.Device] = strategy.placement.replicas
+        workers = strategy.workers
+        if workers is not None:
+            assert isinstance(workers, JaxWorkers)
+            devices = workers.devices_of(strategy.placement.replicas)
+        super().__init__(strategy, StrategyDistribution(devices))
 
     def step(self, model: Any, kind: str) -> steps.Step:
         step = steps.keras_step(model, kind)
-        if not steps.compiles(model):
-            return step
-        return steps.compiled(model, kind, step, self.whole)
+        outputs = None if self.strategy.workers is None else self.whole
+        if steps.compiles(model):
+            return steps.compiled(model, kind, step, self.whole, outputs)
+        return step if outputs is None else steps.with_outputs(step, outputs)
