@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -31,9 +31,16 @@ class MeshPlacer(BatchPlacer):
 
     Args:
         mesh: a mesh with one axis.
+        compare: called with each batch before it is split, where other workers read
+            the same.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh):
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        compare: Callable[[Any], None] = lambda batch: None,
+    ):
+        self._compare = compare
         self._size = mesh.size
         self._split = jax.NamedSharding(mesh, jax.P(BATCH_AXIS))
         self._whole = jax.NamedSharding(mesh, jax.P())
@@ -41,6 +48,7 @@ class MeshPlacer(BatchPlacer):
 
     def place(self, batch: Any) -> Any:
         check_batch(batch)
+        self._compare(batch)
         # None is no leaf to JAX; a sparse array's parts are leaves.
         leaves, structure = jax.tree.flatten(batch)
         leaves = [_as_array(leaf) for leaf in leaves]

@@ -50,11 +50,18 @@ def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> li
     return found
 
 
+def put_all(arrays: Sequence[Any], sharding: jax.sharding.Sharding) -> list[Any]:
+    """`put` with one sharding for all arrays."""
+    known = [
+        array if isinstance(array, (jax.Array, np.ndarray)) else np.asarray(array)
+        for array in arrays
+    ]
+    return put(known, [sharding] * len(known))
+
+
 def put_one(array: Any, sharding: jax.sharding.Sharding) -> Any:
     """`put` for one array."""
-    if not isinstance(array, (jax.Array, np.ndarray)):
-        array = np.asarray(array)
-    return put([array], [sharding])[0]
+    return put_all([array], sharding)[0]
 
 
 def is_spread(array: Any) -> bool:
@@ -62,6 +69,6 @@ def is_spread(array: Any) -> bool:
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 
-def local_value(array: jax.Array) -> Any:
-    """What this process has of an array that every device has."""
+def local_value(array: Any) -> Any:
+    """What this process has of an array that every device has; others as they are."""
     return array.addressable_data(0) if is_spread(array) else array

@@ -113,31 +113,36 @@ def loop_function(
     kind: str,
     step: Step,
     prepare: Callable[[Any], Any],
-    begin: Callable[[], None] | None = None,
+    count: Callable[[int], None] = lambda steps: None,
 ) -> Callable[..., Any]:
     """What Keras calls for each item of its loop: one step, or several.
 
-    `prepare` is called with a state that comes from the variables, `begin` before
-    each step.
+    `prepare` is called with a state that comes from the variables; `count` with 1
+    before each batch is read, and with -1 if there was none.
     """
     several = model.steps_per_execution
-    begin = begin or (lambda: None)
+
+    def read(batches: Iterator[Any]) -> Any:
+        count(1)
+        try:
+            return next(batches)
+        except StopIteration:
+            count(-1)
+            raise
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
         if type(state) is not Returned:
             state = prepare(state)
         keras_compat.record_jax_state(model, kind, state)
-        begin()
-        outputs, state = step(state, next(batches))
+        outputs, state = step(state, read(batches))
         if several == 1:
             return outputs, Returned(state)
         every = [outputs]
         for _ in range(several - 1):
             try:
-                batch = next(batches)
+                batch = read(batches)
             except StopIteration:
                 break
-            begin()
             outputs, state = step(state, batch)
             every.append(outputs)
         return (concatenated(every) if kind == "predict" else outputs), Returned(state)

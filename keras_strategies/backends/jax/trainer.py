@@ -51,6 +51,8 @@ class JaxTrainer(TrainerAdapter):
         if self.placement.workers is not None:
             keras_compat.hook_jax_placement(put_one, is_spread)
         self.home = jax_device(self.placement.variables)
+        #: The devices of all replicas, those of other workers too.
+        self.devices = [jax_device(device) for device in self.placement.replicas]
 
     @abc.abstractmethod
     def step(self, model: Any, kind: str) -> steps.Step:
@@ -102,8 +104,11 @@ class JaxTrainer(TrainerAdapter):
         if kind == "predict":
             step = self._placing(step)
         workers = self.placement.workers
-        begin = None if workers is None else workers.begin_steps
-        function = steps.loop_function(model, kind, step, self.prepared, begin)
+        function = steps.loop_function(model, kind, step, self.prepared)
+        if workers is not None:
+            function = steps.loop_function(
+                model, kind, step, self.prepared, workers.begin_steps
+            )
         setattr(model, name, function)
 
     def _adopt_compiled(self, model: Any) -> None:
@@ -148,7 +153,7 @@ class JaxTrainer(TrainerAdapter):
     @functools.cached_property
     def run(self) -> JaxRun | None:
         """What traces replicas; None where there is one that does everything."""
-        return None if self.placement.is_single else JaxRun(self.strategy)
+        return None if self.placement.is_single else JaxRun(self.strategy, self.devices)
 
     @functools.cached_property
     def _run_programs(self) -> RunPrograms:
@@ -244,7 +249,10 @@ class DistributionTrainer(JaxTrainer):
 
     def __init__(self, strategy: Strategy, distribution: StrategyDistribution):
         mesh = distribution.device_mesh.backend_mesh
-        super().__init__(strategy, MeshPlacer(mesh))
+        placer = MeshPlacer(mesh)
+        if strategy.workers is not None:
+            placer = MeshPlacer(mesh, strategy.workers.check_batch)
+        super().__init__(strategy, placer)
         self.whole = jax.NamedSharding(mesh, jax.P())
         self._distribution = distribution
         self._layout = distribution.get_variable_layout(None)
@@ -279,6 +287,7 @@ class MeshTrainer(DistributionTrainer):
             assert isinstance(workers, JaxWorkers)
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, StrategyDistribution(devices))
+        self.devices = list(self.whole.mesh.devices.flat)
 
     def step(self, model: Any, kind: str) -> steps.Step:
         step = steps.keras_step(model, kind)
