@@ -88,7 +88,11 @@ class ReplicaContext:
     def devices(self) -> tuple[str, ...]:
         """tuple of str, the device of this replica."""
         placement = self._strategy.placement
-        return (str(placement.replicas[self._replica_id - placement.share.first]),)
+        local = self._replica_id - placement.share.first
+        if 0 <= local < len(placement.replicas):
+            return (str(placement.replicas[local]),)
+        # Where one program is traced for all workers.
+        return (f"a device of another worker than {placement.share!r}",)
 
     @property
     def synchronizes_batch_norm(self) -> bool:

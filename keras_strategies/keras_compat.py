@@ -927,6 +927,53 @@ def hook_jax_input() -> None:
         _replace(trainer.JAXEpochIterator, "_get_iterator", wrap_iterator)
 
 
+def hook_jax_placement(
+    put: Callable[[Any, Any], Any], is_spread: Callable[[Any], bool]
+) -> None:
+    """Lets `put(array, sharding)` place variables on devices of several processes.
+
+    Keras 3.15: `distribute_tensor` of the JAX backend's `distribution_lib`, which
+    `JaxVariable._direct_assign` calls. `jax.device_put`, which it uses, asks all
+    processes whether they have the same value, even where only one may have it yet.
+
+    Args:
+        put: places an array that this process has.
+        is_spread: says whether an array lies on devices of several processes.
+    """
+    from keras.src.backend.jax import distribution_lib
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def distribute_tensor(tensor: Any, layout: Any) -> Any:
+            import jax
+
+            sharding = getattr(layout, "backend_layout", layout)
+            if (
+                not isinstance(sharding, jax.sharding.Sharding)
+                or sharding.is_fully_addressable
+                or isinstance(tensor, jax.core.Tracer)
+                or is_spread(tensor)
+            ):
+                return original(tensor, layout)
+            return put(tensor, sharding)
+
+        return distribute_tensor
+
+    if not any(owner is distribution_lib for owner, _, _ in _installed):
+        _replace(distribution_lib, "distribute_tensor", wrap)
+
+
+@contextlib.contextmanager
+def batches_placed_by(placer: BatchPlacer) -> Iterator[None]:
+    """Makes a placer this thread's own."""
+    previous = _input.placer
+    _input.placer = placer
+    try:
+        yield
+    finally:
+        _input.placer = previous
+
+
 def record_jax_state(model: Any, kind: str, state: Any) -> None:
     """Says which arrays the variables stand for while a loop is under way.
 

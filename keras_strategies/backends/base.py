@@ -191,6 +191,15 @@ class Workers(abc.ABC):
             return ""
         return f"step {self._steps} of {self._method}"
 
+    def cause(self, error: BaseException) -> BaseException:
+        """The error to raise for one that a method has raised.
+
+        Returns:
+            A `WorkerError` where the engine has failed because of a lost worker; the
+            error itself where it has nothing to do with other workers.
+        """
+        return error
+
     def lost(self, error: BaseException) -> WorkerError:
         """What to raise where the engine has raised `error`."""
         loss = self.group.loss(wait=min(self.group.timeout, 5.0))
@@ -303,7 +312,12 @@ class TrainerAdapter(abc.ABC):
         workers = self.placement.workers
         if workers is None:
             return
-        variables = keras_compat.all_variables(model)
+        self.share_variables(keras_compat.all_variables(model), all_of_them)
+
+    def share_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
+        """Gives variables, which have values, the chief's; see `same_variables`."""
+        workers = self.placement.workers
+        assert workers is not None
         if not all_of_them:
             variables = [v for v in variables if v not in self._shared]
         if not variables:
@@ -450,6 +464,14 @@ class Backend(abc.ABC):
 
     def set_random_state(self, state: bytes) -> None:  # noqa: B027
         """Makes the random numbers go on as those of another worker."""
+
+    def sees_all_replicas(self, strategy: Strategy) -> bool:
+        """Whether a program is traced that describes the replicas of all workers.
+
+        Values of the replicas have a component for each of them in it, and there is
+        nothing to exchange outside of it.
+        """
+        return False
 
     # Replicas and training
 

@@ -120,6 +120,20 @@ class Strategy:
         return self._placement.workers
 
     @property
+    def replicas_here(self) -> int:
+        """int, the replicas whose components code sees: local, or all in a program."""
+        share = self._placement.share
+        # Without workers, the local ones are all.
+        return share.total if self.other_workers is None else share.count
+
+    @property
+    def other_workers(self) -> Workers | None:
+        """The workers whose components are elsewhere; None where all are here."""
+        if self.workers is None or self._backend.sees_all_replicas(self):
+            return None
+        return self.workers
+
+    @property
     def cluster_resolver(self) -> Any:
         """What says who is who in the cluster; None on one machine."""
         return None
@@ -208,7 +222,7 @@ class Strategy:
                 f"the function. Received: {type(args).__name__}. Write "
                 "`args=(value,)` for one argument."
             )
-        replicas = range(len(self._placement.replicas))
+        replicas = range(self.replicas_here)
         own_args = [tuple(select_replica(i, list(args))) for i in replicas]
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
         with self.scope():
@@ -247,12 +261,13 @@ class Strategy:
 
     def reduce_components(self, op: ReduceOp, tensors: list[Any]) -> Any:
         """Reduces one tensor per local replica, and those of other workers."""
-        if self.workers is None:
+        workers = self.other_workers
+        if workers is None:
             return self._reduce_local(op, tensors)
         mean = op is ReduceOp.MEAN
         own = ReduceOp.SUM if mean else op
         local = self._reduce_local(own, tensors)
-        [total] = self.workers.all_reduce(own, [local])
+        [total] = workers.all_reduce(own, [local])
         return total / self.num_replicas_in_sync if mean else total
 
     def _reduce_local(self, op: ReduceOp, tensors: list[Any]) -> Any:

@@ -43,7 +43,7 @@ def _reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: int | None) 
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         # A replica without rows has no minimum and takes no part in one.
         present = [t for t in tensors if t.shape[axis] != 0]
-        if strategy.workers is not None and not present:
+        if strategy.other_workers is not None and not present:
             present = [_no_rows(op, tensors[0], axis)]
         tensors = present or tensors
     along = [_ALONG_AXIS[op](tensor, axis=axis) for tensor in tensors]
@@ -91,9 +91,10 @@ def _gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
         )
     home = strategy.placement.variables
     own = ops.concatenate([strategy.backend.to_device(t, home) for t in tensors], axis)
-    if strategy.workers is None:
+    workers = strategy.other_workers
+    if workers is None:
         return own
-    return _gather_over_workers(strategy.workers, own, axis % rank)
+    return _gather_over_workers(workers, own, axis % rank)
 
 
 def _gather_over_workers(workers: Workers, own: Any, axis: int) -> Any:
@@ -121,7 +122,7 @@ def components(strategy: Strategy, leaf: Any) -> list[Any]:
     if isinstance(leaf, DistributedValues):
         values = list(leaf.values)
     else:
-        values = [leaf] * len(strategy.placement.replicas)
+        values = [leaf] * strategy.replicas_here
     return [ops.convert_to_tensor(value) for value in values]
 
 

@@ -47,6 +47,9 @@ def method(strategy: Strategy, model: Any, name: str) -> Iterator[None]:
         except WorkerError:
             raise
         except BaseException as error:
+            cause = workers.cause(error)
+            if cause is not error:
+                raise cause from error
             if is_outermost:
                 group.report(error)
             raise

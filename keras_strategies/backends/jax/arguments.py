@@ -53,9 +53,12 @@ class Packed:
 
     Args:
         structure: arguments; leaves may be `PerReplica`.
+        total: int, how many replicas there are where components of one shape are
+            those of the local ones; None where they are all.
     """
 
-    def __init__(self, structure: Any):
+    def __init__(self, structure: Any, total: int | None = None):
+        self._total = total
         self.plain: list[Any] = []
         self.parts: list[Sequence[Any]] = []
         self._structure = structure
@@ -81,7 +84,8 @@ class Packed:
         if len({(part.shape, part.dtype) for part in parts}) == 1:
             self.parts.append(parts)
             stacked = len(parts[0].shape) == 0 or parts[0].shape[0] == 0
-            return ("parts", len(self.parts) - 1, len(parts), stacked, type(leaf)), key
+            count = self._total or len(parts)
+            return ("parts", len(self.parts) - 1, count, stacked, type(leaf)), key
         start = len(self.plain)
         self.plain.extend(parts)
         return ("uneven", start, len(parts), type(leaf)), key
@@ -159,7 +163,7 @@ class Columns:
             self.even = self.even and len(set(keys)) == 1
             self._slots.append(("static", first))
             return tuple(keys)
-        parts = [_number_or_array(leaf) for leaf in column]
+        parts = [number_or_array(leaf) for leaf in column]
         self.even = self.even and len({(p.shape, p.dtype) for p in parts}) == 1
         self._slots.append(("parts", len(self.parts)))
         self.parts.append(parts)
@@ -186,7 +190,7 @@ class Columns:
         return map_structure(leaf, self.rows[0])
 
 
-def _number_or_array(leaf: Any) -> Any:
+def number_or_array(leaf: Any) -> Any:
     if is_array(leaf):
         return as_array(leaf)
     return np.asarray(leaf, np.int32 if isinstance(leaf, int) else np.float32)

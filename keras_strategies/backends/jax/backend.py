@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from keras_strategies.backends.base import Backend, TrainerAdapter
+from keras_strategies.backends.base import Backend, TrainerAdapter, Workers
 from keras_strategies.backends.jax import collectives, devices, function
 from keras_strategies.backends.jax.central import CentralStorageTrainer
 from keras_strategies.backends.jax.optimizers import traceable_apply
+from keras_strategies.backends.jax.placing import local_value
 from keras_strategies.backends.jax.trainer import MeshTrainer, OneDeviceTrainer
+from keras_strategies.backends.jax.workers import JaxWorkers
+from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
 from keras_strategies.errors import ContextError
-from keras_strategies.types import ReduceOp
+from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -45,14 +48,14 @@ class JaxBackend(Backend):
     def to_device(self, value: Any, device: Device) -> jax.Array:
         if isinstance(value, jax.core.Tracer):
             return value  # The compiler decides where it is computed.
-        return jax.device_put(value, devices.jax_device(device))
+        return jax.device_put(local_value(value), devices.jax_device(device))
 
     def transfer(
         self, parts: Sequence[Any], targets: Sequence[Device]
     ) -> Callable[[], list[Any]]:
         # One call for all; the copies go on while the program does.
         where = [devices.jax_device(target) for target in targets]
-        moved = jax.device_put(list(parts), where)
+        moved = jax.device_put([jax.tree.map(local_value, p) for p in parts], where)
         return lambda: moved
 
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
@@ -94,6 +97,12 @@ class JaxBackend(Backend):
 
     def broadcast(self, tensor: Any, targets: Sequence[Device]) -> list[jax.Array]:
         return [self.to_device(tensor, device) for device in targets]
+
+    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
+        return JaxWorkers(group, options)
+
+    def sees_all_replicas(self, strategy: Strategy) -> bool:
+        return function.sees_all_replicas(strategy)
 
     def run_replicas(
         self,

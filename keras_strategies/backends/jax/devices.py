@@ -30,9 +30,14 @@ def _cpu_devices() -> list[jax.Device]:
         return []
 
 
-def jax_device(device: Device) -> jax.Device:
-    """The JAX device of a name. Indices count the devices of this process."""
-    return jax.local_devices(backend=device.kind)[device.index]
+def jax_device(device: Device, process: int | None = None) -> jax.Device:
+    """The JAX device of a name. Indices count the devices of one process.
+
+    Args:
+        device: the name.
+        process: int, the number of the process; None for this one.
+    """
+    return jax.local_devices(process, backend=device.kind)[device.index]
 
 
 def device_of(device: jax.Device) -> Device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 from keras.distribution import DeviceMesh, TensorLayout
@@ -15,10 +16,11 @@ from keras_strategies.devices import Device
 BATCH_AXIS = "batch"
 
 
-def device_mesh(devices: Sequence[Device]) -> DeviceMesh:
+def device_mesh(devices: Sequence[Device | jax.Device]) -> DeviceMesh:
     """A mesh with one axis, over which batches are split."""
+    found = [jax_device(d) if isinstance(d, Device) else d for d in devices]
     # "cpu:1": JAX's own numbers, which Keras looks devices up by.
-    names = [f"{d.platform}:{d.id}" for d in map(jax_device, devices)]
+    names = [f"{d.platform}:{d.id}" for d in found]
     return DeviceMesh((len(names),), [BATCH_AXIS], np.array(names))
 
 
@@ -31,11 +33,16 @@ class StrategyDistribution(keras.distribution.DataParallel):
     batch.
 
     Args:
-        devices: the device of each replica.
+        devices: the device of each replica; JAX's own where some are of other
+            processes.
         variables: the device of all variables; None for a copy on each replica.
     """
 
-    def __init__(self, devices: Sequence[Device], variables: Device | None = None):
+    def __init__(
+        self,
+        devices: Sequence[Device | jax.Device],
+        variables: Device | None = None,
+    ):
         super().__init__(device_mesh=device_mesh(devices), auto_shard_dataset=False)
         self._variable_mesh = self.device_mesh
         if variables is not None:

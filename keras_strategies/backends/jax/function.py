@@ -19,13 +19,17 @@ from keras_strategies.backends.jax.arguments import Packed
 from keras_strategies.backends.jax.closures import Same, code_of, function_key
 from keras_strategies.backends.jax.run import ReplicaScope
 from keras_strategies.backends.jax.state import (
+    AllReplicasNeededError,
     Given,
     Layout,
     Program,
     ProgramScope,
     TraceScope,
+    check_sees_all,
     is_stacked,
 )
+from keras_strategies.backends.jax.together import pack_with
+from keras_strategies.backends.jax.workers import JaxWorkers
 from keras_strategies.backends.run_scope import RunScope
 from keras_strategies.values import (
     DistributedValues,
@@ -57,13 +61,38 @@ class CompiledFunction:
         self._fn = fn
         self._layout = layout
         self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
+        # By key, the workers that make the call together, once they are known.
+        self._workers: dict[Any, JaxWorkers] = {}
 
     def __call__(self, args: Any, kwargs: dict[str, Any], key: Any = None) -> Any:
-        packed = Packed((list(args), kwargs))
+        structure = (list(args), kwargs)
+        try:
+            return self._call(structure, key, self._workers.get(key), False)
+        except AllReplicasNeededError as needed:
+            workers = needed.strategy.workers
+            assert isinstance(workers, JaxWorkers)
+            self._workers[key] = workers
+        return self._call(structure, key, workers, False)
+
+    def on_replicas(
+        self, args: Any, kwargs: dict[str, Any], workers: JaxWorkers | None
+    ) -> Any:
+        """A call whose arguments are those of replicas, of the local ones here."""
+        return self._call((list(args), kwargs), None, workers, workers is not None)
+
+    def _call(
+        self, structure: Any, key: Any, workers: JaxWorkers | None, own: bool
+    ) -> Any:
+        if workers is None:
+            packed = Packed(structure)
+        else:
+            name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
+            packed = pack_with(workers, structure, name, own)
         key = (key, packed.key)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _Call(self._fn, packed, self._layout)
+            call = _Call(self._fn, packed, self._layout, workers)
+            self._calls[key] = call
             if len(self._calls) > _MAX_PROGRAMS:
                 self._calls.popitem(last=False)
         return call(packed)
@@ -77,11 +106,12 @@ class _Call:
         fn: Callable[..., Any],
         packed: Packed,
         layout: Callable[[ProgramScope], Layout],
+        workers: JaxWorkers | None,
     ):
         self._fn = fn
         self._packed = packed
         self._result: Any = None
-        self._program = Program(self._flat, layout)
+        self._program = Program(self._flat, layout, workers)
 
     def __call__(self, packed: Packed) -> Any:
         self._packed = packed
@@ -95,9 +125,9 @@ class _Call:
                 return plain[slot.index]
             if slot.kind == "uneven":
                 own = plain[slot.index : slot.index + slot.count]
-                return PerReplica(layout.own_shards(own))
+                return _of_replicas(layout.own_shards(own))
             array = joined[slot.index]
-            return PerReplica(layout.part_shards(array, slot.count, slot.stacked))
+            return _of_replicas(layout.part_shards(array, slot.count, slot.stacked))
 
         return map_structure(leaf, self._result)
 
@@ -126,6 +156,11 @@ class _Call:
 
         self._result = map_structure(place, result)
         return results, split
+
+
+def _of_replicas(values: Sequence[Any]) -> Any:
+    # A worker's only replica has no wrapper.
+    return PerReplica(values) if len(values) > 1 else values[0]
 
 
 class _Slot:
@@ -186,7 +221,10 @@ class RunPrograms:
                 self._compiled.popitem(last=False)
             self._count(fn)
         own_args = regroup([list(own) for own in args])
-        result = compiled(own_args, {"kwargs": regroup(list(kwargs))})
+        workers = self._strategy.workers
+        assert workers is None or isinstance(workers, JaxWorkers)
+        own_kwargs = {"kwargs": regroup(list(kwargs))}
+        result = compiled.on_replicas(own_args, own_kwargs, workers)
         return [select_replica(i, result) for i in range(len(args))]
 
     def _count(self, fn: Callable[..., Any]) -> None:
@@ -220,6 +258,16 @@ def in_trace() -> bool:
     """Whether this thread is tracing, so that there is nothing to compile."""
     scope = keras_compat.current_stateless_scope()
     return scope is not None or jax_compat.is_tracing()
+
+
+def sees_all_replicas(strategy: Strategy) -> bool:
+    """Whether a program is traced that has the values of all of its replicas."""
+    scope = keras_compat.current_stateless_scope()
+    root = scope.root if isinstance(scope, TraceScope) else None
+    if root is None:
+        return False
+    check_sees_all(root, strategy)
+    return True
 
 
 def initial_value(value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_strategies.backends.ahead import one_ahead
 from keras_strategies.backends.jax.distribution import BATCH_AXIS, splits
+from keras_strategies.backends.jax.placing import put
 from keras_strategies.input.sharding import check_batch
 
 
@@ -36,9 +37,16 @@ class MeshPlacer(BatchPlacer):
 
     Args:
         mesh: a mesh with one axis.
+        compare: called with each batch before it is split, where other workers read
+            the same.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh):
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        compare: Callable[[Any], None] = lambda batch: None,
+    ):
+        self._compare = compare
         self._size = mesh.size
         self._split = jax.NamedSharding(mesh, jax.P(BATCH_AXIS))
         self._whole = jax.NamedSharding(mesh, jax.P())
@@ -46,6 +54,7 @@ class MeshPlacer(BatchPlacer):
 
     def place(self, batch: Any) -> Any:
         check_batch(batch)
+        self._compare(batch)
         # None is no leaf to JAX; a sparse array's parts are leaves.
         leaves, structure = jax.tree.flatten(batch)
         leaves = [_as_array(leaf) for leaf in leaves]
@@ -53,7 +62,7 @@ class MeshPlacer(BatchPlacer):
             self._split if splits(leaf.shape, self._size) else self._whole
             for leaf in leaves
         ]
-        return jax.tree.unflatten(structure, jax.device_put(leaves, layouts))
+        return jax.tree.unflatten(structure, put(leaves, layouts))
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         if not self._ahead:

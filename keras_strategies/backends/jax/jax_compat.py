@@ -48,3 +48,112 @@ def with_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
 
     context: contextlib.AbstractContextManager[Any] = core.set_current_trace(trace)
     return context
+
+
+# A day: who is alive is for the group's hub to say, in seconds.
+_HEARTBEAT = 24 * 3600
+_END = 5
+
+
+def runtime_is_started() -> bool:
+    """Whether this process belongs to a cluster of JAX's already.
+
+    JAX 0.10: `distributed.global_state`, as `jax.distributed.is_initialized`.
+    """
+    import jax
+
+    return bool(jax.distributed.is_initialized())
+
+
+def start_service(address: str, count: int) -> None:
+    """Starts the service that processes find one another through, in the chief.
+
+    JAX 0.10: as `distributed.State.initialize`, with `recoverable`, so that a
+    process that ends does not wait for all others to end.
+
+    Args:
+        address: str, where it listens, such as `"unix:/tmp/x/service"`.
+        count: int, the number of processes.
+    """
+    from jax._src import distributed
+    from jax._src.lib import _jax
+
+    distributed.global_state.service = _jax.get_distributed_runtime_service(
+        address,
+        count,
+        heartbeat_timeout=_HEARTBEAT,
+        shutdown_timeout=_END,
+        recoverable=True,
+    )
+
+
+def start_client(address: str, count: int, index: int, timeout: float) -> None:
+    """Connects this process with the service; devices of all exist afterwards.
+
+    JAX 0.10: as `distributed.State.initialize`, without its handler of SIGTERM.
+
+    Args:
+        address: str, `"host:port"`.
+        count: int, the number of processes.
+        index: int, the number of this one.
+        timeout: float, seconds.
+    """
+    from jax._src import distributed
+    from jax._src.lib import _jax
+
+    state = distributed.global_state
+    state.process_id, state.num_processes = index, count
+    state.coordinator_address = address
+    client = _jax.get_distributed_runtime_client(
+        address,
+        index,
+        init_timeout=max(int(timeout), 1),
+        shutdown_timeout=_END,
+        heartbeat_timeout=_HEARTBEAT,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    client.connect()
+    state.client = client
+
+
+def use_host_for_collectives(host: str) -> None:
+    """Makes Gloo, between CPU devices, use one interface of this machine.
+
+    JAX 0.10: `xla_bridge.make_cpu_client`, the factory of "cpu" in
+    `_backend_factories`, asks for the interface of the machine's name.
+    """
+    import dataclasses
+
+    import jax
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax
+
+    if jax.config.jax_cpu_collectives_implementation != "gloo":  # type: ignore[attr-defined]
+        return  # The user has chosen another one.
+
+    def make() -> Any:
+        client = distributed.global_state.client
+        collectives = _jax.make_gloo_tcp_collectives(client, hostname=host)
+        return xla_bridge.make_cpu_client(collectives)
+
+    factories = xla_bridge._backend_factories
+    factories["cpu"] = dataclasses.replace(factories["cpu"], factory=make)
+
+
+def stop_client() -> None:
+    """Ends the connection with the service (`distributed.State.shutdown`)."""
+    from jax._src import distributed
+
+    client, distributed.global_state.client = distributed.global_state.client, None
+    if client is not None:
+        client.shutdown()
+
+
+def stop_service() -> None:
+    """Ends the service, where this process has it."""
+    from jax._src import distributed
+
+    service, distributed.global_state.service = distributed.global_state.service, None
+    if service is not None:
+        service.shutdown()

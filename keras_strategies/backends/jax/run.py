@@ -41,6 +41,7 @@ from keras_strategies.backends.jax.state import (
     ProgramScope,
     TraceScope,
     VariableCell,
+    check_sees_all,
     is_stacked,
 )
 from keras_strategies.backends.run_scope import LocalValues, RunScope
@@ -215,14 +216,17 @@ def current_replica_scope() -> ReplicaScope:
 class JaxRun:
     """Runs functions on the replicas of one strategy.
 
+    A program is about the replicas of all workers, whose devices are those of its
+    mesh; what goes in and comes out is that of the local ones.
+
     Args:
         strategy: the strategy.
+        devices: the devices of all replicas.
     """
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: Strategy, devices: Sequence[jax.Device]):
         self.strategy = strategy
         placement = strategy.placement
-        devices = [jax_device(device) for device in placement.replicas]
         self.count = len(devices)
         self.mesh = jax.sharding.Mesh(np.array(devices), (REPLICA_AXIS,))
         split = jax.NamedSharding(self.mesh, jax.P(REPLICA_AXIS))
@@ -252,6 +256,7 @@ class JaxRun:
                 "is not a `ks.function`. Call it outside, and differentiate in the "
                 "replica function, with `ks.value_and_grad`."
             )
+        check_sees_all(root, self.strategy)
         root.strategies[id(self.strategy)] = self.strategy
         columns = Columns.of([list(own) for own in args], list(kwargs))
         key = (function_key(fn), columns.signature)

@@ -15,6 +15,8 @@ Variables that the function makes are made without a value, as Keras does it in 
 from __future__ import annotations
 
 import abc
+import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +28,10 @@ from jax import numpy as jnp
 
 from keras_strategies import keras_compat
 from keras_strategies.backends import run_scope
+from keras_strategies.backends.jax.placing import put_all, put_one
 
 if TYPE_CHECKING:
+    from keras_strategies.backends.jax.workers import JaxWorkers
     from keras_strategies.strategies.base import Strategy
 
 # Held by its cell, and by the call of `sys.getrefcount`.
@@ -97,7 +101,7 @@ class LocalStacks:
         if stack is not None and reference is not None and reference() is variable:
             return stack
         whole = keras_compat.raw_value(variable)
-        self.set(variable, jax.device_put(self.parts(variable, whole), self._split))
+        self.set(variable, put_one(self.parts(variable, whole), self._split))
         return self._stacks[id(variable)][1]
 
     def set(self, variable: Any, stack: jax.Array) -> None:
@@ -247,10 +251,13 @@ class ProgramScope(TraceScope):
 
     Args:
         known: the cells that the program has as inputs, and their values there.
+        sees_all: bool, whether values of replicas have a component for each replica
+            of all workers.
     """
 
-    def __init__(self, known: Iterable[tuple[Cell, Any]]):
+    def __init__(self, known: Iterable[tuple[Cell, Any]], sees_all: bool = False):
         super().__init__(None)
+        self.sees_all = sees_all
         for cell, value in known:
             self._values[cell.key] = value
         self.missing: dict[Any, Cell] = {}
@@ -296,6 +303,24 @@ class MissingStateError(Exception):
         self.scope = scope
 
 
+class AllReplicasNeededError(BaseException):
+    """A trace without other workers' values has met a strategy that has workers.
+
+    It is traced again with them. A `BaseException`, since the user's code is between
+    here and there.
+    """
+
+    def __init__(self, strategy: Strategy):
+        super().__init__("workers were found while tracing")
+        self.strategy = strategy
+
+
+def check_sees_all(root: ProgramScope, strategy: Strategy) -> None:
+    """Ends a trace that does not have the values of all of a strategy's replicas."""
+    if strategy.workers is not None and not root.sees_all:
+        raise AllReplicasNeededError(strategy)
+
+
 class Layout:
     """Where a program runs.
 
@@ -315,6 +340,13 @@ class Layout:
         self.whole = whole
         self.split = split
         self.home = home
+
+    @functools.cached_property
+    def _devices(self) -> list[jax.Device]:
+        """The devices of this process that arrays are split over."""
+        assert self.split is not None
+        own = jax.process_index()
+        return [d for d in self.split.mesh.devices.flat if d.process_index == own]
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays, where every replica has them; moved in one transfer."""
@@ -351,16 +383,21 @@ class Layout:
             if not isinstance(array, jax.Array) or not is_there(array)
         ]
         if away:
-            moved = jax.device_put([found[i] for i in away], self.whole)
+            assert self.whole is not None
+            moved = put_all([found[i] for i in away], self.whole)
             for i, array in zip(away, moved, strict=True):
                 found[i] = array
         return found
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """One array of the replicas' parts, each of which goes to its device."""
+        """One array of the replicas' parts, each of which goes to its device.
+
+        The parts are those of this process, as `part_shards` and `own_shards` are;
+        the other ones', of the same shape, are where those processes are.
+        """
         if self.split is None:
             return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
-        devices = list(self.split.mesh.devices.flat)
+        devices = self._devices
         if is_stacked(parts[0]):
             parts = [jnp.expand_dims(part, 0) for part in parts]
         if not all(
@@ -370,7 +407,7 @@ class Layout:
             for part, device in zip(parts, devices, strict=True)
         ):
             parts = jax.device_put(list(parts), devices)
-        rows = sum(part.shape[0] for part in parts)
+        rows = parts[0].shape[0] * self.split.mesh.size
         shape = (rows, *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.split, list(parts))
 
@@ -380,6 +417,8 @@ class Layout:
             return list(arrays)
         found = []
         for array, device in zip(arrays, self.split.mesh.devices.flat, strict=True):
+            if device.process_index != jax.process_index():
+                continue
             shards = {shard.device: shard.data for shard in array.addressable_shards}
             found.append(shards[device])
         return found
@@ -390,7 +429,7 @@ class Layout:
             parts = jnp.split(array, count)
         else:
             shards = {shard.device: shard.data for shard in array.addressable_shards}
-            parts = [shards[device] for device in self.split.mesh.devices.flat]
+            parts = [shards[device] for device in self._devices]
         return [jnp.squeeze(part, 0) for part in parts] if stacked else parts
 
 
@@ -405,13 +444,16 @@ class Program:
         function: callable of lists of plain and of joined arrays, which returns the
             same two; traced once or twice.
         layout: gives the layout for the strategies that were met in the trace.
+        workers: the workers that call it together; None where there is one.
     """
 
     def __init__(
         self,
         function: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]],
         layout: Callable[[ProgramScope], Layout],
+        workers: JaxWorkers | None = None,
     ):
+        self._workers = workers
         self._function = function
         self._choose_layout = layout
         self._cells: dict[Any, Cell] = {}
@@ -441,7 +483,7 @@ class Program:
             return self(plain, parts)
 
     def _discover(self, plain: list[Any], parts: list[Sequence[Any]]) -> None:
-        joined = [_joined_shape(own) for own in parts]
+        joined = [_joined_shape(own, self._replicas(own)) for own in parts]
         state = [cell.spec() for cell in self._cells.values()]
         self._donated, self._kept = [], list(self._cells.values())
         scopes: list[ProgramScope] = []
@@ -458,9 +500,15 @@ class Program:
             scope = missing.scope
         self._extend(scope)
 
+    def _replicas(self, parts: Sequence[Any]) -> int:
+        """How many replicas there are, of which these parts are the local ones'."""
+        return len(parts) if self._workers is None else self._workers.share.total
+
     def _extend(self, scope: ProgramScope) -> None:
         """Prepares the program for the state that a trace has met."""
         made = keras_compat.initialize_deferred_variables(_scope_of)
+        if self._workers is not None:
+            _share([cell.variable for cell in scope.missing.values()])
         self._cells.update(scope.missing)
         cells = self._cells.items()
         self._donated = [cell for key, cell in cells if key in scope.written]
@@ -483,7 +531,8 @@ class Program:
         joined: list[Any],
     ) -> Results:
         cells = [*self._donated, *self._kept]
-        scope = ProgramScope(zip(cells, [*donated, *kept], strict=True))
+        known = zip(cells, [*donated, *kept], strict=True)
+        scope = ProgramScope(known, self._workers is not None)
         with scope:
             results, split_results = self._function(plain, joined)
         if scope.missing or keras_compat.has_deferred_variables():
@@ -509,11 +558,20 @@ class Program:
         try:
             donated = _unshared(self._donated)
             donated = self._placed(self._donated, donated)
-            done.extend(map(self._jitted, (donated,), (kept,), (plain,), (joined,)))
+            with self._exchange():
+                done.extend(map(self._jitted, (donated,), (kept,), (plain,), (joined,)))
+                if self._workers is not None:
+                    # What fails of the others' absence fails here.
+                    jax.block_until_ready(done[0])
         finally:
             if done:
                 self._keep(done[0])
         return done[0][0], done[0][1]
+
+    def _exchange(self) -> contextlib.AbstractContextManager[Any]:
+        if self._workers is None:
+            return contextlib.nullcontext()
+        return self._workers.exchange()
 
     def _state(self, cells: list[Cell]) -> list[Any]:
         return self._placed(cells, [cell.get() for cell in cells])
@@ -547,6 +605,17 @@ def _unshared(cells: list[Cell]) -> list[Any]:
     return arrays
 
 
+def _share(variables: Sequence[Any]) -> None:
+    """Gives variables that are used for the first time the chief's values."""
+    by_strategy: dict[int, tuple[Any, list[Any]]] = {}
+    for variable in {id(v): v for v in variables}.values():
+        strategy = keras_compat.strategy_of(variable)
+        if strategy is not None and strategy.workers is not None:
+            by_strategy.setdefault(id(strategy), (strategy, []))[1].append(variable)
+    for strategy, found in by_strategy.values():
+        strategy.trainer.share_variables(found, all_of_them=False)
+
+
 def _scope_of(variable: Any) -> Any:
     strategy = keras_compat.strategy_of(variable)
     return None if strategy is None else strategy.trainer.scope()
@@ -556,8 +625,7 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
 
 
-def _joined_shape(parts: Sequence[Any]) -> jax.ShapeDtypeStruct:
+def _joined_shape(parts: Sequence[Any], count: int) -> jax.ShapeDtypeStruct:
     shape = tuple(parts[0].shape)
-    count = len(parts)
     joined = (count, *shape) if is_stacked(parts[0]) else (count * shape[0], *shape[1:])
     return jax.ShapeDtypeStruct(joined, jax.dtypes.canonicalize_dtype(parts[0].dtype))

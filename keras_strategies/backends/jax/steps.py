@@ -54,7 +54,11 @@ _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
 def compiled(
-    model: Any, kind: str, step: Step, layout: jax.sharding.Sharding | None = None
+    model: Any,
+    kind: str,
+    step: Step,
+    layout: jax.sharding.Sharding | None = None,
+    outputs: jax.sharding.Sharding | None = None,
 ) -> Step:
     """A compiled step, whose new state is noted as soon as it exists.
 
@@ -64,6 +68,7 @@ def compiled(
         step: the step to compile.
         layout: the sharding of the groups that the step overwrites, which the next
             step then finds as it was compiled for; None leaves it to JAX.
+        outputs: the sharding of the outputs; None leaves it to JAX.
     """
     groups = {"train": 4, "test": 3, "predict": 2}[kind]
     donated = _DONATED[kind]
@@ -71,7 +76,7 @@ def compiled(
     program = jax.jit(
         lambda *args: step(args[:-1], args[-1]),
         donate_argnums=donated,
-        out_shardings=(None, layouts),
+        out_shardings=(outputs, layouts),
     )
 
     def noting(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -88,30 +93,54 @@ def compiled(
     return noting
 
 
+def with_outputs(step: Step, layout: jax.sharding.Sharding) -> Step:
+    """A step whose outputs, where they are arrays, have a sharding."""
+    moved = jax.jit(lambda outputs: outputs, out_shardings=layout)
+
+    def placing(state: Any, batch: Any) -> tuple[Any, Any]:
+        outputs, state = step(state, batch)
+        return moved(outputs), state
+
+    return placing
+
+
 class Returned(tuple[Any, ...]):
     """A state that a step returned; Keras hands it to the next one as it is."""
 
 
 def loop_function(
-    model: Any, kind: str, step: Step, prepare: Callable[[Any], Any]
+    model: Any,
+    kind: str,
+    step: Step,
+    prepare: Callable[[Any], Any],
+    count: Callable[[int], None] = lambda steps: None,
 ) -> Callable[..., Any]:
     """What Keras calls for each item of its loop: one step, or several.
 
-    `prepare` is called with a state that comes from the variables.
+    `prepare` is called with a state that comes from the variables; `count` with 1
+    before each batch is read, and with -1 if there was none.
     """
     several = model.steps_per_execution
+
+    def read(batches: Iterator[Any]) -> Any:
+        count(1)
+        try:
+            return next(batches)
+        except StopIteration:
+            count(-1)
+            raise
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
         if type(state) is not Returned:
             state = prepare(state)
         keras_compat.record_jax_state(model, kind, state)
-        outputs, state = step(state, next(batches))
+        outputs, state = step(state, read(batches))
         if several == 1:
             return outputs, Returned(state)
         every = [outputs]
         for _ in range(several - 1):
             try:
-                batch = next(batches)
+                batch = read(batches)
             except StopIteration:
                 break
             outputs, state = step(state, batch)

@@ -21,12 +21,15 @@ from keras_strategies.backends.jax.devices import (
 from keras_strategies.backends.jax.distribution import StrategyDistribution
 from keras_strategies.backends.jax.function import RunPrograms, in_trace
 from keras_strategies.backends.jax.input import BatchPlacer, DevicePlacer, MeshPlacer
+from keras_strategies.backends.jax.placing import is_spread, put_one
 from keras_strategies.backends.jax.run import (
     JaxRun,
     current_replica_scope,
     run_alone,
 )
 from keras_strategies.backends.jax.state import Layout, LocalStacks
+from keras_strategies.backends.jax.workers import JaxWorkers
+from keras_strategies.devices import Device
 from keras_strategies.errors import ModelScopeError
 
 if TYPE_CHECKING:
@@ -45,7 +48,11 @@ class JaxTrainer(TrainerAdapter):
         super().__init__(strategy)
         keras_compat.hook_jax_input()
         self.placer = placer
+        if self.placement.workers is not None:
+            keras_compat.hook_jax_placement(put_one, is_spread)
         self.home = jax_device(self.placement.variables)
+        #: The devices of all replicas, those of other workers too.
+        self.devices = [jax_device(device) for device in self.placement.replicas]
 
     @abc.abstractmethod
     def step(self, model: Any, kind: str) -> steps.Step:
@@ -96,7 +103,12 @@ class JaxTrainer(TrainerAdapter):
         step = self.step(model, kind)
         if kind == "predict":
             step = self._placing(step)
+        workers = self.placement.workers
         function = steps.loop_function(model, kind, step, self.prepared)
+        if workers is not None:
+            function = steps.loop_function(
+                model, kind, step, self.prepared, workers.begin_steps
+            )
         setattr(model, name, function)
 
     def _adopt_compiled(self, model: Any) -> None:
@@ -141,7 +153,7 @@ class JaxTrainer(TrainerAdapter):
     @functools.cached_property
     def run(self) -> JaxRun | None:
         """What traces replicas; None where there is one that does everything."""
-        return None if self.placement.is_single else JaxRun(self.strategy)
+        return None if self.placement.is_single else JaxRun(self.strategy, self.devices)
 
     @functools.cached_property
     def _run_programs(self) -> RunPrograms:
@@ -237,7 +249,10 @@ class DistributionTrainer(JaxTrainer):
 
     def __init__(self, strategy: Strategy, distribution: StrategyDistribution):
         mesh = distribution.device_mesh.backend_mesh
-        super().__init__(strategy, MeshPlacer(mesh))
+        placer = MeshPlacer(mesh)
+        if strategy.workers is not None:
+            placer = MeshPlacer(mesh, strategy.workers.check_batch)
+        super().__init__(strategy, placer)
         self.whole = jax.NamedSharding(mesh, jax.P())
         self._distribution = distribution
         self._layout = distribution.get_variable_layout(None)
@@ -259,13 +274,24 @@ class DistributionTrainer(JaxTrainer):
 
 
 class MeshTrainer(DistributionTrainer):
-    """A copy of the variables on each device of a mesh, batches split over it."""
+    """A copy of the variables on each device of a mesh, batches split over it.
+
+    Where there are workers, the mesh has the devices of all of them, and each worker
+    gets the whole of what a step returns.
+    """
 
     def __init__(self, strategy: Strategy):
-        super().__init__(strategy, StrategyDistribution(strategy.placement.replicas))
+        devices: Sequence[Device | jax.Device] = strategy.placement.replicas
+        workers = strategy.workers
+        if workers is not None:
+            assert isinstance(workers, JaxWorkers)
+            devices = workers.devices_of(strategy.placement.replicas)
+        super().__init__(strategy, StrategyDistribution(devices))
+        self.devices = list(self.whole.mesh.devices.flat)
 
     def step(self, model: Any, kind: str) -> steps.Step:
         step = steps.keras_step(model, kind)
-        if not steps.compiles(model):
-            return step
-        return steps.compiled(model, kind, step, self.whole)
+        outputs = None if self.strategy.workers is None else self.whole
+        if steps.compiles(model):
+            return steps.compiled(model, kind, step, self.whole, outputs)
+        return step if outputs is None else steps.with_outputs(step, outputs)
