@@ -963,17 +963,6 @@ def hook_jax_placement(
         _replace(distribution_lib, "distribute_tensor", wrap)
 
 
-@contextlib.contextmanager
-def batches_placed_by(placer: BatchPlacer) -> Iterator[None]:
-    """Makes a placer this thread's own."""
-    previous = _input.placer
-    _input.placer = placer
-    try:
-        yield
-    finally:
-        _input.placer = previous
-
-
 def record_jax_state(model: Any, kind: str, state: Any) -> None:
     """Says which arrays the variables stand for while a loop is under way.
 
