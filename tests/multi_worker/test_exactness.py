@@ -1,11 +1,12 @@
 """Several workers compute what one device computes, and all of them the same.
 
-The cases are those of `tests/test_exactness.py`. The fast part trains those on two
-workers that are in the fast part there; the full part trains every case on one more
-cluster, three workers and two with two devices each in turn.
+The cases are those of `tests/test_exactness.py`, each on one of three clusters in turn:
+two workers, three, and two with two devices each.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import keras
 import pytest
@@ -17,19 +18,17 @@ BACKEND = keras.backend.backend()
 
 
 def runs() -> list:
-    found = []
-    for number, case in enumerate(CASES.values()):
-        if BACKEND in case.refused_by:
-            continue
-        if not case.slow:
-            found.append(pytest.param(case.name, "two", id=f"{case.name}-two"))
-        other = ("three", "two_by_two")[number % 2]
-        found.append(
-            pytest.param(
-                case.name, other, id=f"{case.name}-{other}", marks=pytest.mark.slow
-            )
+    clusters = itertools.cycle(("two", "three", "two_by_two"))
+    return [
+        pytest.param(
+            case.name,
+            cluster,
+            id=f"{case.name}-{cluster}",
+            marks=[pytest.mark.slow] if case.slow else [],
         )
-    return found
+        for case, cluster in zip(CASES.values(), clusters, strict=False)
+        if BACKEND not in case.refused_by
+    ]
 
 
 def train_case(strategy, name: str):
