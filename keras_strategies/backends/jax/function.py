@@ -88,7 +88,7 @@ class CompiledFunction:
         else:
             name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
             packed = pack_with(workers, structure, name, own)
-        key = (key, packed.key)
+        key = (key, workers is None, packed.key)
         call = self._calls.get(key)
         if call is None:
             call = _Call(self._fn, packed, self._layout, workers)

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_strategies.backends.ahead import one_ahead
 from keras_strategies.backends.jax.distribution import BATCH_AXIS, splits
-from keras_strategies.backends.jax.placing import put
+from keras_strategies.backends.jax.placing import is_spread, put
 from keras_strategies.input.sharding import check_batch
 
 
@@ -54,7 +54,8 @@ class MeshPlacer(BatchPlacer):
 
     def place(self, batch: Any) -> Any:
         check_batch(batch)
-        self._compare(batch)
+        if not any(map(is_spread, jax.tree.leaves(batch))):
+            self._compare(batch)
         # None is no leaf to JAX; a sparse array's parts are leaves.
         leaves, structure = jax.tree.flatten(batch)
         leaves = [_as_array(leaf) for leaf in leaves]

@@ -1,0 +1,85 @@
+"""A process whose engine waits for a lost worker is ended, and no other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from keras_strategies.cluster.group import Loss
+from keras_strategies.cluster.group.last_resort import LastResort
+
+GRACE = 0.3
+LOSS = Loss(1, "it was stopped", "step 3 of fit", "10.0.0.2", 77)
+
+
+class Group:
+    """What `LastResort` asks of a group."""
+
+    def on_loss(self, callback):
+        self.lose = callback
+
+    def describe(self, loss):
+        return f"{loss} This is worker 0."
+
+
+@pytest.fixture
+def watched():
+    group, ended = Group(), threading.Event()
+    return group, LastResort(group, GRACE, ended.set), ended
+
+
+def test_who_still_waits_is_ended_after_the_error_is_printed(watched, capfd):
+    group, last_resort, ended = watched
+    with last_resort.waiting():
+        begin = time.monotonic()
+        group.lose(LOSS)
+        assert ended.wait(10)
+    assert time.monotonic() - begin >= GRACE
+    printed = capfd.readouterr().err
+    assert "WorkerError: Worker 1 (10.0.0.2, process 77) was lost at step 3" in printed
+    assert "is ended" in printed
+
+
+def test_who_comes_back_in_time_goes_on(watched, capfd):
+    group, last_resort, ended = watched
+    with last_resort.waiting():
+        with last_resort.waiting():
+            group.lose(LOSS)
+        assert not ended.is_set()
+    assert not ended.wait(3 * GRACE)
+    assert capfd.readouterr().err == ""
+
+
+def test_who_does_not_wait_goes_on(watched):
+    group, last_resort, ended = watched
+    with last_resort.waiting():
+        pass
+    group.lose(LOSS)
+    assert not ended.wait(3 * GRACE)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_process_that_has_lost_a_worker_does_not_hang_at_its_end(is_lost):
+    script = f"""
+import threading
+from test_last_resort import GRACE, LOSS, Group
+from keras_strategies.cluster.group.last_resort import LastResort
+group = Group()
+last_resort = LastResort(group, GRACE)
+if {is_lost}:
+    group.lose(LOSS)
+last_resort.limit_exit()
+# What the engine's threads do: nobody comes.
+threading.Event().wait(None if {is_lost} else 4 * GRACE)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": ":".join([*filter(None, sys.path), "tests/cluster"])},
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == int(is_lost)
