@@ -168,6 +168,7 @@ def saliency(strategy):
     """The gradient of a loss by the inputs, through a frozen layer."""
     keras.utils.set_random_seed(3)
     with strategy.scope():
+
         class Model(keras.Model):
             def __init__(self):
                 super().__init__()
