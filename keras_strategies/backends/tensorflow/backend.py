@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_strategies.backends.base import Backend, TrainerAdapter
+from keras_strategies.backends.base import Backend, TrainerAdapter, Workers
 from keras_strategies.backends.tensorflow.devices import (
     cpu_count,
     device_of,
@@ -22,11 +22,14 @@ from keras_strategies.backends.tensorflow.iteration import (
     ProgramIterator,
     loop_over,
 )
-from keras_strategies.backends.tensorflow.replicas import reduce_tensors
+from keras_strategies.backends.tensorflow.random import random_state, set_random_state
+from keras_strategies.backends.tensorflow.team import reduce_tensors
 from keras_strategies.backends.tensorflow.trainer import TensorFlowTrainer
+from keras_strategies.backends.tensorflow.workers import TensorFlowWorkers
+from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
 from keras_strategies.errors import OutOfRangeError
-from keras_strategies.types import ReduceOp
+from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -107,6 +110,15 @@ class TensorFlowBackend(Backend):
 
     def broadcast(self, tensor: Any, devices: Sequence[Device]) -> list[Any]:
         return [self.to_device(tensor, device) for device in devices]
+
+    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
+        return TensorFlowWorkers(group, options)
+
+    def random_state(self) -> bytes:
+        return random_state()
+
+    def set_random_state(self, state: bytes) -> None:
+        set_random_state(state)
 
     def run_replicas(
         self,

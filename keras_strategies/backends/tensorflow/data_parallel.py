@@ -25,6 +25,8 @@ from keras_strategies.backends.tensorflow.replicas import (
     NestedCollectiveError,
     ReplicaEngine,
 )
+from keras_strategies.backends.tensorflow.team import Spread
+from keras_strategies.backends.tensorflow.workers import workers_of
 from keras_strategies.errors import ContextError
 from keras_strategies.input.sharding import split_sizes
 
@@ -46,8 +48,10 @@ class TensorFlowDataParallelCall(DataParallelCall):
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
             weakref.WeakKeyDictionary()
         )
+        self._workers = workers_of(self.placement)
+        self._share = self.placement.share
         # Calls do not nest: none is routed while one is under way.
-        self._job = _Job(self, [])
+        self._job = _Job(self, Spread.local([]))
 
     def __call__(
         self,
@@ -82,24 +86,34 @@ class TensorFlowDataParallelCall(DataParallelCall):
             return None
         if any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in tensors):
             return None
+        total = self._share.total
+        every: list[Any]
         if isinstance(rows, int):
-            # Replicas without rows do not take part: they would add nothing.
-            sizes = [size for size in split_sizes(rows, len(self._devices)) if size]
-            if not sizes or (len(sizes) == 1 and self._devices[0] == self._lead):
-                return None
+            every = split_sizes(rows, total)
         else:
             if _cannot_take_no_rows(layer):
                 rows = self._at_least_one_each(layer, rows)
-            base, larger = rows // len(self._devices), rows % len(self._devices)
-            sizes = [
-                base + tf.cast(i < larger, base.dtype)
-                for i in range(len(self._devices))
-            ]
-        self._job = _Job(self, sizes)
-        return sizes
+            base, larger = rows // total, rows % total
+            every = [base + tf.cast(i < larger, base.dtype) for i in range(total)]
+        # Replicas without rows do not take part, where that is known: they would add
+        # nothing.
+        if self._workers is None:
+            spread = Spread.local(every)
+            if not spread.sizes or (
+                len(spread.sizes) == 1 and self._devices[0] == self._lead
+            ):
+                return None
+        else:
+            found = Spread.over(every, self._workers)
+            if found is None:
+                # Too few for all workers: each computes all of them.
+                return None
+            spread = found
+        self._job = _Job(self, spread)
+        return spread.sizes
 
     def _at_least_one_each(self, layer: Any, rows: Any) -> Any:
-        count = len(self._devices)
+        count = self._share.total
         check = tf.debugging.assert_greater_equal(
             rows,
             tf.cast(count, rows.dtype),
@@ -129,6 +143,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
 
     def split(self, tensor: Any, sizes: Sequence[Any]) -> list[Any]:
         parts = []
+        tensor = self._job.spread.own(tensor)
         pieces = tf.split(tensor, list(sizes)) if len(sizes) > 1 else [tensor]
         for i, part in enumerate(pieces):
             with tf.device(self._devices[i]):
@@ -142,9 +157,11 @@ class TensorFlowDataParallelCall(DataParallelCall):
         return self._run_tasks(self._job, tasks)
 
     def _run_tasks(self, job: _Job, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        team = job.spread.team
+
         def in_context(replica_id: int) -> Callable[[], Any]:
             replica = context.ReplicaContext(
-                self.strategy, replica_id, job.communicator, len(tasks)
+                self.strategy, team.first + replica_id, job.communicator, team.total
             )
 
             def run() -> Any:
@@ -173,17 +190,28 @@ class TensorFlowDataParallelCall(DataParallelCall):
                 return self._local(replica_id, variable, raw)
             with tape.stop_recording():
                 local = self._local(replica_id, variable, raw)
-            if raw.trainable and _is_float(raw):
+            if self._is_trained(variable, raw):
                 tape.watch(local)
                 job.watched[replica_id].add(id(variable))
             return local
+
+    def _is_trained(self, variable: Any, raw: Any) -> bool:
+        """Whether somebody can ask for the gradient of a variable.
+
+        A tape asks for those of frozen ones too, as far as TensorFlow knows, and drops
+        them. They would cost nothing, did they not travel between workers.
+        """
+        if self._workers is not None and not variable.trainable:
+            return False
+        return bool(raw.trainable) and _is_float(raw)
 
     def _local(self, replica_id: int, variable: Any, raw: Any) -> Any:
         device = self._devices[replica_id]
         own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
         value = self._job.read(raw) if own is None else own.read_value()
         with tf.device(device):
-            offset = keras_compat.seed_offset(variable, replica_id)
+            everywhere = self._job.spread.team.first + replica_id
+            offset = keras_compat.seed_offset(variable, everywhere)
             if offset:
                 return value + tf.constant([offset, 0], dtype=value.dtype)
             return tf.identity(tf.stop_gradient(value))
@@ -217,6 +245,17 @@ class TensorFlowDataParallelCall(DataParallelCall):
     def to_lead(self, tensor: Any) -> Any:
         with tf.device(self._lead):
             return tf.identity(tf.stop_gradient(tensor))
+
+    def joined(self, parts: list[Any]) -> Any:
+        with tf.device(self._lead):
+            return self._job.spread.joined(super().joined(parts))
+
+    def all_fractions(self, sizes: list[Any], rows: Any) -> list[Any]:
+        return self.fractions(self._job.spread.every, rows)
+
+    def on_all_workers(self, columns: list[list[Any]]) -> list[list[Any]]:
+        with tf.device(self._lead):
+            return self._job.spread.team.everywhere(columns)
 
     def probe_input(self, tensor: Any, rows: int) -> Any:
         if hasattr(tensor, "numpy"):
@@ -260,7 +299,7 @@ class _Job:
     """One data-parallel call, from its first slice to its backward pass."""
 
     call: TensorFlowDataParallelCall
-    sizes: list[Any]
+    spread: Spread
     slices: list[list[Any]] = field(init=False)
     tapes: list[Any] = field(init=False)
     # By replica: ids of the Keras variables whose copy the tape watches.
@@ -269,6 +308,7 @@ class _Job:
     is_forward: bool = True
 
     def __post_init__(self) -> None:
+        self.sizes = self.spread.sizes
         count = len(self.sizes)
         self.slices = [[] for _ in range(count)]
         self.tapes = [None] * count
@@ -276,7 +316,7 @@ class _Job:
         self.lead = self.call._lead
         placement = self.call.placement
         self.communicator = LockstepCommunicator(
-            placement.replicas[:count], placement.variables
+            placement.replicas[:count], placement.variables, self.spread.team
         )
         self.graph = tf.compat.v1.get_default_graph()
 
@@ -325,14 +365,15 @@ class _Job:
         with tf.device(self.lead):
             parts = [tf.stop_gradient(part) for part in channel.parts]
             if channel.weights is None:
-                return tf.concat(parts, 0) if len(parts) > 1 else tf.identity(parts[0])
+                own = tf.concat(parts, 0) if len(parts) > 1 else tf.identity(parts[0])
+                return self.spread.joined(own)
             terms = [
                 _nothing_if_empty(part, size) * tf.cast(weight, part.dtype)
                 for part, weight, size in zip(
                     parts, channel.weights, self.sizes, strict=True
                 )
             ]
-            return tf.add_n(terms)
+            return self.spread.summed([tf.add_n(terms)])[0]
 
     def sources(
         self,
@@ -353,7 +394,9 @@ class _Job:
         sources = list(found.values())
         for tensor, slices in inputs:
             if _is_float(tensor):
-                sources.append(_Source(tensor, list(slices), by_rows=True))
+                with tf.device(self.lead):
+                    own = self.spread.own_source(tensor)
+                sources.append(_Source(own, list(slices), by_rows=True))
         return sources
 
     def backward(
@@ -396,18 +439,24 @@ class _Job:
         tasks = [task(i) for i in range(len(self.sizes))]
         per_replica = self.call._run_tasks(self, tasks)
         with tf.device(self.lead):
-            return [
+            found = [
                 self._together(source, parts)
                 for source, parts in zip(
                     sources, zip(*per_replica, strict=True), strict=True
                 )
             ]
+            shared = [i for i, source in enumerate(sources) if not source.by_rows]
+            totals = self.spread.team.sum_gradients([found[i] for i in shared])
+            for i, total in zip(shared, totals, strict=True):
+                found[i] = total
+            return found
 
     def _shares(self, channel: Channel, gradient: Any) -> list[Any]:
         """The parts' gradients, from that of the concatenation or weighted sum."""
         with tf.device(self.lead):
             if channel.weights is not None:
                 return [gradient * tf.cast(w, gradient.dtype) for w in channel.weights]
+            gradient = self.spread.own(gradient)
             if len(channel.parts) == 1:
                 return [gradient]
             sizes = [

@@ -12,6 +12,10 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config as autograph_config
 
 from keras_strategies import keras_compat
+from keras_strategies.backends.tensorflow.workers import (
+    TensorFlowWorkers,
+    joined_workers,
+)
 from keras_strategies.errors import ReplicaError
 
 
@@ -66,6 +70,9 @@ def refuse_xla() -> None:
 def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., Any]:
     """See `ks.function`."""
     plain = tf.function(fn, reduce_retracing=True)
+    workers = joined_workers()
+    if workers is not None:
+        plain = _watched(plain, workers)
     if not jit_compile:
         return plain
     whole = tf.function(fn, reduce_retracing=True, jit_compile=True)
@@ -97,6 +104,23 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
         return plain(*args, **kwargs)
 
     return step
+
+
+def _watched(program: Any, workers: TensorFlowWorkers) -> Callable[..., Any]:
+    """A program that names the worker that was lost, where it fails of it."""
+
+    @functools.wraps(program.python_function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with workers.watched():
+            return program(*args, **kwargs)
+
+    step.program = program  # type: ignore[attr-defined]
+    return step
+
+
+def program_of(fn: Any) -> Any:
+    """The `tf.function` that `function` has made; other functions as they are."""
+    return getattr(fn, "program", fn)
 
 
 def leave_to_python() -> None:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import Communicator
 from keras_strategies.backends.tensorflow.devices import tf_device
+from keras_strategies.backends.tensorflow.team import Team
 from keras_strategies.devices import Device
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
 from keras_strategies.types import ReduceOp
@@ -105,9 +106,13 @@ class LockstepCommunicator(Communicator):
     Args:
         devices: the device of each replica that takes part.
         lead: the device that values are combined on.
+        team: the replicas of other processes too, None where there are none.
     """
 
-    def __init__(self, devices: Sequence[Device], lead: Device):
+    def __init__(
+        self, devices: Sequence[Device], lead: Device, team: Team | None = None
+    ):
+        self.team = team or Team(None, (len(devices),), 0)
         self._devices = [tf_device(device) for device in devices]
         self._lead = tf_device(lead)
         self._arrived: list[Any] = [None] * len(devices)
@@ -161,6 +166,7 @@ class LockstepCommunicator(Communicator):
     # Collectives.
 
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+        replica_id -= self.team.first
         leaves = [
             keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)
         ]
@@ -168,8 +174,7 @@ class LockstepCommunicator(Communicator):
 
         def reduce(tensors: Sequence[Any]) -> list[Any]:
             def combine(values: list[Any]) -> list[Any]:
-                columns = zip(*values, strict=True)
-                return [[reduce_tensors(op, column) for column in columns]] * count
+                return [self.team.reduce(op, values)] * count
 
             found = self.exchange(replica_id, f"all_reduce {op.name}", tensors, combine)
             return [self._here(replica_id, tensor) for tensor in found]
@@ -189,25 +194,25 @@ class LockstepCommunicator(Communicator):
         return keras.tree.pack_sequence_as(value, list(reduced(*leaves)))
 
     def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+        replica_id -= self.team.first
         leaves = [
             keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)
         ]
         count = len(self._devices)
 
         def gather(values: list[Any]) -> list[Any]:
-            columns = list(zip(*values, strict=True))
-            lengths = [[tf.shape(part)[axis] for part in column] for column in columns]
-            return [([tf.concat(column, axis) for column in columns], lengths)] * count
+            return [self.team.gather(values, axis)] * count
 
         @tf.custom_gradient
         def gathered(*tensors: Any) -> Any:
             found, lengths = self.exchange(replica_id, "all_gather", tensors, gather)
 
             def scatter(values: list[Any]) -> list[Any]:
-                columns = zip(*values, strict=True)
+                first = self.team.first
+                totals = self.team.reduce(ReduceOp.SUM, values)
                 parts = [
-                    tf.split(reduce_tensors(ReduceOp.SUM, column), sizes, axis)
-                    for column, sizes in zip(columns, lengths, strict=True)
+                    tf.split(total, sizes, axis)[first : first + count]
+                    for total, sizes in zip(totals, lengths, strict=True)
                 ]
                 return [list(own) for own in zip(*parts, strict=True)]
 
@@ -228,6 +233,7 @@ class LockstepCommunicator(Communicator):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        replica_id -= self.team.first
         replica = context.current_replica()
         assert replica is not None
         strategy = replica.strategy
@@ -244,15 +250,3 @@ class LockstepCommunicator(Communicator):
 
 def _current_graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def reduce_tensors(op: ReduceOp, tensors: Sequence[Any]) -> Any:
-    """Reduces tensors on the current device, in their order."""
-    if op is ReduceOp.SUM:
-        return tf.add_n(list(tensors))
-    stacked = tf.stack(list(tensors))
-    if op is ReduceOp.MEAN:
-        return tf.reduce_mean(stacked, 0)
-    return (
-        tf.reduce_min(stacked, 0) if op is ReduceOp.MIN else tf.reduce_max(stacked, 0)
-    )

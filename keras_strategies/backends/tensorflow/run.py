@@ -27,6 +27,7 @@ from keras_strategies.backends.run_scope import LocalValues, RunScope
 from keras_strategies.backends.tensorflow.devices import tf_device
 from keras_strategies.backends.tensorflow.function import (
     leave_to_python,
+    program_of,
     refuse_xla,
 )
 from keras_strategies.backends.tensorflow.mirrors import reading_copies_on
@@ -35,6 +36,8 @@ from keras_strategies.backends.tensorflow.replicas import (
     LockstepCommunicator,
     ReplicaEngine,
 )
+from keras_strategies.backends.tensorflow.team import Team
+from keras_strategies.backends.tensorflow.workers import workers_of
 from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -80,8 +83,9 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 class TensorFlowLocalValues(LocalValues):
     """On-read values: a `tf.Variable` for each replica, on its device."""
 
-    def __init__(self, devices: Sequence[str]):
+    def __init__(self, devices: Sequence[str], team: Team):
         self._devices = tuple(devices)
+        self._team = team
         # By the id of the Keras variable, for as long as that lives.
         self._variables: dict[int, list[tf.Variable]] = {}
 
@@ -95,7 +99,7 @@ class TensorFlowLocalValues(LocalValues):
     def _make(self, variable: Any) -> list[tf.Variable]:
         raw = keras_compat.raw_value(variable)
         with tf.init_scope():
-            parts = run_scope.parts(variable, raw.read_value(), len(self._devices))
+            parts = self._parts(variable, raw.read_value())
         made = []
         for i, (part, device) in enumerate(zip(parts, self._devices, strict=True)):
             with creating_variables(device):
@@ -103,8 +107,13 @@ class TensorFlowLocalValues(LocalValues):
                 made.append(tf.Variable(part, trainable=False, name=name))
         return made
 
+    def _parts(self, variable: Any, value: Any) -> list[Any]:
+        first = self._team.first
+        parts = run_scope.parts(variable, value, self._team.total)
+        return parts[first : first + len(self._devices)]
+
     def get(self, variable: Any, replica_id: int) -> Any:
-        own = self._all(variable)[replica_id]
+        own = self._all(variable)[replica_id - self._team.first]
         with tf.device(own.device):
             return own.read_value()
 
@@ -113,13 +122,14 @@ class TensorFlowLocalValues(LocalValues):
             own.assign(value)
         raw = keras_compat.raw_value(variable)
         with tf.device(raw.device):
-            raw.assign(run_scope.together(variable, values))
+            [everywhere] = self._team.everywhere([values])
+            raw.assign(run_scope.together(variable, everywhere))
 
     def assigned(self, variable: Any, value: Any) -> None:
         if id(variable) not in self._variables:
             return
         whole = tf.cast(value, keras_compat.raw_value(variable).dtype)
-        parts = run_scope.parts(variable, whole, len(self._devices))
+        parts = self._parts(variable, whole)
         for own, part in zip(self._variables[id(variable)], parts, strict=True):
             own.assign(part)
 
@@ -135,7 +145,10 @@ class TensorFlowRun:
         self._engine = engine
         self._devices = [tf_device(device) for device in self.placement.replicas]
         self.lead = tf_device(self.placement.variables)
-        self.local_values = TensorFlowLocalValues(self._devices)
+        workers, share = workers_of(self.placement), self.placement.share
+        counts = (share.count,) if workers is None else workers.replicas
+        self.team = Team(workers, counts, share.first)
+        self.local_values = TensorFlowLocalValues(self._devices, self.team)
         # Functions that are `tf.function`s themselves, as programs of all replicas.
         self._programs: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()
@@ -147,15 +160,24 @@ class TensorFlowRun:
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
+        fn = program_of(fn)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            if len(self._devices) > 1:
-                return self._program(fn)(list(args), list(kwargs))
+            if self.team.total > 1:
+                program = self._program(fn)
+                with self._watched():
+                    return program(list(args), list(kwargs))  # type: ignore[no-any-return]
         elif not tf.executing_eagerly():
             # Python's `if` and `for` on tensors work where they did outside.
             fn = tf.__internal__.autograph.tf_convert(
                 fn, tf.__internal__.autograph.control_status_ctx()
             )
-        return self._run(fn, args, kwargs)
+        with self._watched():
+            return self._run(fn, args, kwargs)
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Names the worker that was lost, where a collective fails of it."""
+        workers = self.team.workers
+        return contextlib.nullcontext() if workers is None else workers.watched()
 
     def _program(self, fn: Any) -> Any:
         """Replicas cannot meet inside a program of their own, so it goes around them.
@@ -180,17 +202,20 @@ class TensorFlowRun:
         communicator = _RunCommunicator(self)
         tasks = []
         for i in range(len(args)):
-            replica = context.ReplicaContext(self.strategy, i, communicator)
+            replica = context.ReplicaContext(
+                self.strategy, self.team.first + i, communicator
+            )
             scope = RunScope(replica, self._copier(i), self.local_values)
             communicator.scopes.append(scope)
             device = self._devices[i]
             tasks.append(_task(fn, args[i], kwargs[i], replica, scope, device))
+        if self.team.total > 1:
+            refuse_xla()
         if len(tasks) == 1:
             communicator.begin()
             with tf.device(self._devices[0]):
                 results = [tasks[0]()]
         else:
-            refuse_xla()
             results = self._engine.run(tasks, communicator)
         self.commit(communicator.scopes)
         return results
@@ -207,7 +232,9 @@ class TensorFlowRun:
             base = graph.as_default() if graph else contextlib.nullcontext()
             with base, tf.device(device):
                 value = tf.stop_gradient(raw.read_value())
-                offset = keras_compat.seed_offset(variable, replica_id)
+                offset = keras_compat.seed_offset(
+                    variable, self.team.first + replica_id
+                )
                 if offset:
                     value += tf.constant([offset, 0], dtype=value.dtype)
                 return value
@@ -227,6 +254,15 @@ class TensorFlowRun:
             else:
                 values = [scope.updates[key][1] for scope in having]
                 with tf.device(self.lead):
+                    if self.team.workers is not None:
+                        # All of them, as the other workers' are.
+                        own = [
+                            scope.updates[key][1]
+                            if key in scope.updates
+                            else keras_compat.raw_value(variable).read_value()
+                            for scope in scopes
+                        ]
+                        [values] = self.team.everywhere([own])
                     merged = run_scope.merged(variable, values)
                     keras_compat.raw_value(variable).assign(merged)
             for scope in scopes:
@@ -259,7 +295,7 @@ class _RunCommunicator(LockstepCommunicator):
     """Collectives of a run; merged functions see and change the variables."""
 
     def __init__(self, run: TensorFlowRun):
-        super().__init__(run.placement.replicas, run.placement.variables)
+        super().__init__(run.placement.replicas, run.placement.variables, run.team)
         self._run = run
         self.scopes: list[RunScope] = []
 

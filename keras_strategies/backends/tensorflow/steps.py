@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_strategies import keras_compat
+from keras_strategies.backends.tensorflow.workers import workers_of
 from keras_strategies.input.sharding import check_batch
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class StepFunction:
     def __init__(self, model: Any, kind: str, call: TensorFlowDataParallelCall):
         self._model = model
         self._kind = kind
-        self._replicas = len(call.placement.replicas)
+        self._replicas = call.placement.share.total
+        self._workers = workers_of(call.placement)
         self._steps = model.steps_per_execution
         if model.jit_compile:
             _warn_of_jit_compile(model)
@@ -91,6 +93,14 @@ class StepFunction:
         """
         batch = keras.tree.map_structure(_none_if_optional, batch)
         check_batch(batch)
+        if self._workers is None:
+            return self._step_on(batch, spec)
+        self._workers.begin_steps()
+        self._workers.check_batch(batch)
+        with self._workers.watched():
+            return self._step_on(batch, spec)
+
+    def _step_on(self, batch: Any, spec: Any) -> Any:
         if not self._seen_model:
             self._seen_model = True
             if not self._build(batch):

@@ -26,6 +26,7 @@ from keras_strategies.backends.tensorflow.run import (
     sum_gradients,
 )
 from keras_strategies.backends.tensorflow.steps import StepFunction
+from keras_strategies.backends.tensorflow.workers import workers_of
 from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class TensorFlowTrainer(TrainerAdapter):
 
     def __init__(self, strategy: Strategy):
         super().__init__(strategy)
+        workers = workers_of(self.placement)
+        if workers is not None:
+            workers.use_device(tf_device(self.placement.variables))
         self.engine = ReplicaEngine(self.placement.replicas)
         self._others = [
             tf_device(device)
@@ -96,6 +100,7 @@ class TensorFlowTrainer(TrainerAdapter):
         """
         if (
             not self.placement.mirrored
+            or not self._others
             or is_local(variable)
             or keras_compat.is_in_optimizer()
             or isinstance(value, tf.Variable)
@@ -138,7 +143,7 @@ class TensorFlowTrainer(TrainerAdapter):
 
         def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
             if aggregate:
-                total = sum_gradients(gradients)
+                total = self.run.team.sum_gradients(sum_gradients(gradients))
             else:
                 total = [select_replica(0, gradient) for gradient in gradients]
             apply(total, variables)

@@ -1,0 +1,423 @@
+"""Workers on TensorFlow: what its own collectives need beyond the suites of all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+from harness.worker_pool import WorkerPool
+
+import keras_strategies as ks
+from keras_strategies.cluster.local import free_addresses
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+
+LIMIT = 80.0
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = WorkerPool(2)
+    yield pool
+    pool.close()
+
+
+# Collectives.
+
+
+def test_tensors_of_every_kind_travel(pool):
+    def program(strategy):
+        workers, index = strategy.workers, strategy.workers.group.index
+        found = {}
+        for name in (
+            *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
+            *("int64", "uint64", "float16", "bfloat16", "float32", "float64"),
+        ):
+            rows = [1, 2]
+            own = tf.cast(tf.fill([rows[index], 2], index), name)
+            joined = workers.gather_rows(own, rows)
+            sent = workers.broadcast([own[:1], own[:1]])
+            assert joined.dtype.name == sent[0].dtype.name == name
+            found[name] = tf.cast(joined, "float32").numpy().tolist()
+            found[name] += [tf.cast(part, "float32").numpy().tolist() for part in sent]
+        return found
+
+    expected = [[0, 0], [1, 1], [1, 1], [[0, 0]], [[0, 0]]]
+    for found in pool(program):
+        assert found == dict.fromkeys(found, expected)
+
+
+def test_text_does_not_travel(pool):
+    def program(strategy):
+        strategy.workers.gather_rows(tf.constant(["a"]), [1, 1])
+
+    for error, _ in pool.outcomes(program):
+        assert "GatherError" in error and "dtype string" in error
+
+
+def test_reductions_of_many_tensors_are_packed(pool):
+    def program(strategy):
+        workers, index = strategy.workers, strategy.workers.group.index
+        values = [tf.fill([3, i + 1], float(index + i)) for i in range(5)]
+        values.insert(2, tf.constant([index + 1], "int64"))
+
+        @tf.function
+        def reduced():
+            return workers.all_reduce(ks.ReduceOp.SUM, values)
+
+        operations = reduced.get_concrete_function().graph.get_operations()
+        count = sum(op.type == "CollectiveReduceV2" for op in operations)
+        largest = workers.all_reduce(ks.ReduceOp.MAX, values)
+        mean = workers.all_reduce(ks.ReduceOp.MEAN, [tf.constant(2.0 * index)])
+        sums = [value.numpy().tolist() for value in reduced()]
+        return count, sums, [v.numpy().max() for v in largest], float(mean[0])
+
+    for count, sums, largest, mean in pool(program):
+        assert count == 3  # Those before the integers, they, and those after them.
+        assert sums[2] == [3]
+        floats = sums[:2] + sums[3:]
+        assert floats == [[[1.0 + 2 * i] * (i + 1)] * 3 for i in range(5)]
+        assert largest == [1, 2, 2, 3, 4, 5]
+        assert mean == 1
+
+
+def test_rows_that_only_the_running_program_knows_are_gathered(pool):
+    def program(strategy):
+        workers, index = strategy.workers, strategy.workers.group.index
+
+        @tf.function(
+            input_signature=[
+                tf.TensorSpec([None, None], "float32"),
+                tf.TensorSpec([2], "int32"),
+            ]
+        )
+        def gathered(own, rows):
+            told = workers.gather_rows(own, tf.unstack(rows, 2))
+            asked = workers.gather_rows(own, [None, None])
+            return told, asked, workers.all_reduce(ks.ReduceOp.SUM, [told])[0]
+
+        found = []
+        for rows, width in [([2, 3], 2), ([2, 3], 1), ([0, 1], 2), ([2, 2], 3)] * 2:
+            own = tf.fill([rows[index], width], float(index + 1))
+            told, asked, total = gathered(own, tf.constant(rows))
+            assert np.array_equal(told, asked)
+            assert np.array_equal(total, 2 * told)
+            found.append(told.numpy().tolist())
+        return found
+
+    expected = [
+        [[1, 1]] * 2 + [[2, 2]] * 3,
+        [[1]] * 2 + [[2]] * 3,
+        [[2, 2]],
+        [[1, 1, 1]] * 2 + [[2, 2, 2]] * 2,
+    ]
+    for found in pool(program):
+        assert found == expected * 2
+
+
+# Training.
+
+
+def graph_of_a_step(model, strategy, x, y):
+    """The operations of `train_step` on a batch, by type."""
+    from keras_strategies import keras_compat
+
+    call = strategy.trainer._call
+
+    def step(data):
+        with keras_compat.layer_calls_through(call):
+            return model.train_step(data)
+
+    program = tf.function(tf.autograph.experimental.do_not_convert(step))
+    graph = program.get_concrete_function((x, y)).graph
+    return [op.type for op in graph.get_operations()]
+
+
+def test_what_is_not_trained_does_not_travel(pool):
+    def program(strategy, graph_of_a_step):
+        x, y = tf.zeros([8, 4]), tf.zeros([8, 2])
+        counts = []
+        for frozen in (False, True):
+            with strategy.scope():
+                base = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64)])
+                base.trainable = not frozen
+                model = keras.Sequential([base, keras.layers.Dense(2)])
+                model.compile("sgd", "mse")
+            types = graph_of_a_step(model, strategy, x, y)
+            counts.append(
+                [types.count(f"Collective{kind}V2") for kind in ("Reduce", "Gather")]
+            )
+        return counts
+
+    # One pack of gradients; the outputs; and nothing for the inputs.
+    for counts in pool(program, graph_of_a_step):
+        assert counts == [[1, 1], [1, 1]]
+
+
+def saliency(strategy):
+    """The gradient of a loss by the inputs, through a frozen layer."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+
+        class Model(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.hidden = keras.layers.Dense(4, "tanh")
+                self.hidden.trainable = False
+                self.out = keras.layers.Dense(2)
+
+            def call(self, x):
+                return self.out(self.hidden(x))
+
+            def test_step(self, data):
+                x, y = data
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    loss = self.compute_loss(x, y, self(x))
+                gradient = tape.gradient(loss, x)
+                return {
+                    "along": tf.reduce_sum(gradient * x),
+                    "last": tf.reduce_sum(gradient[-1] ** 2),
+                }
+
+        model = Model()
+        model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(7, 3)).astype("float32")
+    y = rng.normal(size=(7, 2)).astype("float32")
+    model(x[:1])
+    return model.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
+
+
+def test_gradients_of_inputs_are_those_of_one_device(pool):
+    expected = saliency(ks.OneDeviceStrategy("cpu:0"))
+    for found in pool(saliency):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_of_a_table_travel_as_rows(pool):
+    def program(strategy):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(9, 2)])
+            model.compile("sgd", "mse")
+        seen = []
+        apply = model.optimizer.apply
+
+        def applied(gradients, variables):
+            seen.extend(gradients)
+            return apply(gradients, variables)
+
+        model.optimizer.apply = applied
+        ids = np.arange(15).reshape(5, 3) % 9
+        model.fit(ids, np.zeros((5, 3, 2), "float32"), batch_size=5, verbose=0)
+        [gradient] = seen
+        return isinstance(gradient, tf.IndexedSlices), gradient.values.shape.rank
+
+    assert pool(program) == [(True, 2)] * 2
+
+
+def test_a_tf_function_can_be_run_on_all_workers(pool):
+    def program(strategy):
+        @tf.function
+        def fn(x):
+            return ks.get_replica_context().all_reduce("SUM", x)
+
+        index = strategy.workers.group.index
+        compiled = ks.function(lambda x: fn.python_function(x) * 2.0)
+        return [
+            float(strategy.run(each, args=(tf.constant(index + 1.0),)))
+            for each in (fn, compiled)
+        ]
+
+    assert pool(program) == [[3, 6]] * 2
+
+
+def test_random_numbers_go_on_as_the_chiefs(pool):
+    def program(strategy):
+        from keras_strategies.strategies.seeds import same_random_numbers
+
+        found = []
+        for seed in (7 + strategy.workers.group.index, None):
+            tf.random.set_seed(seed)
+            tf.random.uniform([3])
+            same_random_numbers(strategy.backend, strategy.workers.group)
+            found += [tf.random.uniform([3]).numpy().tolist() for _ in range(2)]
+        return found
+
+    first, second = pool(program)
+    assert first == second
+    assert len({str(numbers) for numbers in first}) == 4
+
+
+def test_the_servers_of_one_machine_accept_nobody_elses_connections(pool):
+    def program(strategy):
+        import os
+        import socket
+
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                each = socket.socket(fileno=os.dup(int(name)))
+            except OSError:
+                continue
+            with each:
+                if not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                host = each.getsockname()[0]
+                device = each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+                found.append((host, device.rstrip(b"\0")))
+        return found
+
+    for servers in pool(program):
+        assert servers
+        for host, device in servers:
+            assert host == "127.0.0.1" or device == b"lo", servers
+
+
+# Failures.
+
+BEGINNING = """\
+import os, signal, sys, time
+import numpy as np
+import tensorflow as tf
+import keras
+import keras_strategies as ks
+"""
+
+
+def run_two(tmp_path, body: str) -> list[str]:
+    """Runs a script on two workers, until the first has ended; what they print."""
+    path = tmp_path / "script.py"
+    path.write_text(BEGINNING + textwrap.dedent(body))
+    addresses = free_addresses(2)
+    processes = []
+    for index in range(2):
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": addresses}, "task": task}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(path)],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "TF_CONFIG": json.dumps(config),
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        first, _ = processes[0].communicate(timeout=LIMIT)
+        if "lost:" not in first:
+            processes[1].wait(LIMIT)
+    finally:
+        for process in processes:
+            process.kill()
+    return [first, processes[1].communicate()[0]]
+
+
+def test_a_runtime_that_is_in_use_is_refused(tmp_path):
+    found = run_two(
+        tmp_path,
+        """
+        tf.constant(1.0)
+        try:
+            ks.MultiWorkerMirroredStrategy()
+        except ks.errors.BackendInUseError as error:
+            print("refused:", error, flush=True)
+        """,
+    )
+    for text in found:
+        assert "refused:" in text and "right after the imports" in text, text
+
+
+# The loss is noticed in the middle of a program, in which Python can do nothing.
+LOST = """
+strategy = ks.MultiWorkerMirroredStrategy(
+    communication_options=ks.CommunicationOptions(timeout_seconds={timeout})
+)
+index = strategy.workers.group.index
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+
+class Fault(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if index == 1 and batch == 3:
+            print("time", time.time(), flush=True)
+            {fault}
+
+x, y = np.ones((64, 4), "float32"), np.ones((64, 2), "float32")
+try:
+    {train}
+except ks.errors.WorkerError as error:
+    print("time", time.time(), flush=True)
+    print("lost:", error, flush=True)
+"""
+FIT = "model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Fault()])"
+LOOP = """
+    @ks.function
+    def step(x):
+        def fn(x):
+            return ks.get_replica_context().all_reduce("SUM", x)
+
+        return strategy.run(fn, (x,))
+
+    for i in range(100):
+        Fault().on_train_batch_end(i)
+        step(tf.ones([3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "timeout", "train", "how"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 60, LOOP, "has ended"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", 5, FIT, "nothing has been heard"),
+    ],
+    ids=["killed-in-a-loop", "stopped-in-fit"],
+)
+def test_a_lost_worker_is_named(tmp_path, fault, timeout, train, how):
+    body = LOST.format(fault=fault, timeout=timeout, train=train.strip())
+    found = run_two(tmp_path, body)
+    lines = "".join(found).splitlines()
+    [message] = [line for line in lines if line.startswith("lost:")]
+    assert "Worker 1" in message and how in message
+    if train is FIT:
+        # As far as it has told.
+        assert re.search(r"Worker 1 .* at step [1-4] of fit", message)
+    begin, end = (float(line.split()[1]) for line in lines if line.startswith("time"))
+    assert end - begin < (10 if "KILL" in fault else timeout + 10)
+
+
+def test_workers_that_do_not_do_the_same_are_told(tmp_path):
+    found = run_two(
+        tmp_path,
+        """
+        strategy = ks.MultiWorkerMirroredStrategy(
+            communication_options=ks.CommunicationOptions(timeout_seconds=5)
+        )
+        workers = strategy.workers
+        begin = time.time()
+        try:
+            workers.all_reduce(ks.ReduceOp.SUM, [tf.ones([2 + workers.group.index])])
+        except ks.errors.WorkerError as error:
+            print("told:", error, time.time() - begin, flush=True)
+        workers.group.barrier("the end")
+        """,
+    )
+    for text in found:
+        [line] = [line for line in text.splitlines() if "told:" in line]
+        assert "Do all workers do the same" in line
+        assert float(line.split()[-1]) < 5 + 10
