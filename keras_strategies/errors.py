@@ -9,13 +9,16 @@ Every class is also a built-in exception, so that code written for
     │   ├── DuplicateDeviceError               a device named twice
     │   ├── BatchError                         input that cannot be split by rows
     │   ├── GatherError                        values that cannot be concatenated
+    │   ├── LayoutError                        a variable that cannot be cut like that
     │   └── ClusterError                       a cluster that cannot be as described
+    ├── CheckpointError (ValueError)           a checkpoint that is not there or other
     ├── InputError (RuntimeError)              input that cannot be read again
     ├── OutOfRangeError (IndexError)           an iterator without another batch
     ├── ContextError (RuntimeError)            a call in the wrong context
     │   ├── MixedStrategyError                 two strategies at once
     │   ├── ModelScopeError                    a model made under another strategy
-    │   └── BackendInUseError                  too late to change the devices
+    │   ├── BackendInUseError                  too late to change the devices
+    │   └── BackendError                       what this backend cannot do
     └── ReplicaError (RuntimeError)            replicas that no longer agree
         ├── ReplicaMismatchError               not the same collectives on each
         ├── ReplicaAbortedError                stopped because another one failed
@@ -53,8 +56,16 @@ class GatherError(InvalidArgumentError):
     """Values of the replicas cannot be concatenated or stacked."""
 
 
+class LayoutError(InvalidArgumentError):
+    """A variable cannot be cut over the devices of a mesh as it was asked for."""
+
+
 class ClusterError(InvalidArgumentError):
     """A cluster's description, or a task's place in it, cannot be right."""
+
+
+class CheckpointError(KerasStrategiesError, ValueError):
+    """A checkpoint is not there, or is of another model."""
 
 
 class InputError(KerasStrategiesError, RuntimeError):
@@ -82,6 +93,10 @@ class ModelScopeError(ContextError):
 
 class BackendInUseError(ContextError):
     """Devices were to be changed after the backend had fixed them."""
+
+
+class BackendError(ContextError):
+    """The backend, in the version that is installed, cannot do what was asked for."""
 
 
 class ReplicaError(KerasStrategiesError, RuntimeError):

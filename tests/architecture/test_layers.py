@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2] / "keras_strategies"
 # module says where it belongs.
 LAYERS = (
     ("errors", "types", "devices", "keras_compat"),
-    ("values", "cluster", "input.sharding", "input.workers"),
+    ("values", "layouts", "cluster", "input.sharding", "input.workers"),
     ("backends.base",),
     ("backends", "collectives", "context"),
     ("variables", "input", "coordinator"),

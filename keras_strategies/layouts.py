@@ -1,0 +1,295 @@
+"""How variables are cut over a mesh of devices: pure rules, without a framework.
+
+A layout has an entry for each axis of a variable: the name of the mesh's axis that it
+is cut along, or None. What the entries leave out is whole: `()` is a copy on every
+device.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from keras_strategies.devices import Device
+from keras_strategies.errors import InvalidArgumentError, LayoutError
+
+Axes = tuple[str | None, ...]
+
+BATCH_AXIS = "batch"
+MODEL_AXIS = "model"
+
+# Parts smaller than this are not worth a message between devices.
+MIN_SHARD_BYTES = 64 * 1024
+
+
+class LayoutRule(abc.ABC):
+    """Says how each variable is cut."""
+
+    name: str
+    # Integers are counters and states of random generators, which are used whole.
+    cuts_integers = False
+
+    @abc.abstractmethod
+    def axes(self, path: str, shape: Sequence[int], itemsize: int) -> Axes:
+        """The layout of a variable.
+
+        Args:
+            path: str, the variable's path, `"block/dense/kernel"`.
+            shape: sequence of int.
+            itemsize: int, bytes of one element.
+
+        Returns:
+            tuple of str or None, as long as needed, `()` for a copy everywhere.
+        """
+
+
+class MappedLayouts(LayoutRule):
+    """Layouts by regular expressions that match the whole path, as in a `LayoutMap`.
+
+    Args:
+        patterns: mapping from a path or a regular expression to a layout.
+    """
+
+    name = "map"
+    cuts_integers = True
+
+    def __init__(self, patterns: Mapping[str, Sequence[str | None]]):
+        self._patterns = {key: tuple(axes) for key, axes in patterns.items()}
+
+    @property
+    def patterns(self) -> dict[str, Axes]:
+        """dict from pattern to layout."""
+        return dict(self._patterns)
+
+    def axes(self, path: str, shape: Sequence[int], itemsize: int) -> Axes:
+        return self.find(path) or ()
+
+    def find(self, path: str) -> Axes | None:
+        """The layout of a path; None where no pattern fits."""
+        if path in self._patterns:
+            return self._patterns[path]
+        found = [key for key in self._patterns if re.fullmatch(key, path)]
+        if len(found) > 1:
+            raise LayoutError(
+                f"{path!r} matches {len(found)} patterns of the layout map: {found}. "
+                "Make them such that a path matches at most one."
+            )
+        return self._patterns[found[0]] if found else None
+
+
+# `query/kernel` is (features, heads, size) and `attention_output/kernel` is (heads,
+# size, features) in Keras's attention layers, grouped or not.
+_HEADS = (
+    (re.compile(r".*/(query|key|value)/kernel$"), 1),
+    (re.compile(r".*/attention_output/kernel$"), 0),
+)
+
+
+@dataclass(frozen=True)
+class AutoLayouts(LayoutRule):
+    """Cuts large variables along the model axis.
+
+    Attention kernels are cut between heads. Of all else it is the longest axis that
+    divides, the last of several: a feed-forward pair (64, 256), (256, 64) is cut
+    between its hidden units, so that only sums of the second one travel (Shoeybi et
+    al., "Megatron-LM", 2019), and an embedding between its words.
+
+    Args:
+        axis: str, the model axis.
+        size: int, how many devices it has.
+        min_shard_bytes: int, variables are whole whose parts would be smaller.
+    """
+
+    axis: str
+    size: int
+    min_shard_bytes: int = MIN_SHARD_BYTES
+    name: str = "auto"
+
+    def axes(self, path: str, shape: Sequence[int], itemsize: int) -> Axes:
+        if _is_small(shape, itemsize, self.size, self.min_shard_bytes):
+            return ()
+        for pattern, heads in _HEADS:
+            if len(shape) == 3 and pattern.match(path):
+                if shape[heads] % self.size == 0:
+                    return _along(self.axis, heads)
+                break
+        return _longest(shape, self.size, self.axis)
+
+
+@dataclass(frozen=True)
+class FullyShardedLayouts(LayoutRule):
+    """Cuts large variables over the data axis, and over the model axis if there is one.
+
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models", 2020, stage 3.
+
+    Args:
+        axis: str, the data axis.
+        size: int, how many devices it has.
+        min_shard_bytes: int, variables are whole whose parts would be smaller.
+        model: `AutoLayouts` of the model axis; None without one.
+    """
+
+    axis: str
+    size: int
+    min_shard_bytes: int = MIN_SHARD_BYTES
+    model: AutoLayouts | None = None
+    name: str = "fsdp"
+
+    def axes(self, path: str, shape: Sequence[int], itemsize: int) -> Axes:
+        other = self.model.axes(path, shape, itemsize) if self.model else ()
+        parts = self.size * (self.model.size if any(other) else 1)  # type: ignore[union-attr]
+        if _is_small(shape, itemsize, parts, self.min_shard_bytes):
+            return other
+        taken = [i for i, axis in enumerate(other) if axis is not None]
+        own = _longest(shape, self.size, self.axis, without=taken)
+        if not own:
+            return other
+        merged = [
+            (own[i] if i < len(own) else None) or (other[i] if i < len(other) else None)
+            for i in range(max(len(own), len(other)))
+        ]
+        return tuple(merged)
+
+
+def _is_small(
+    shape: Sequence[int], itemsize: int, parts: int, min_shard_bytes: int
+) -> bool:
+    nbytes = math.prod(shape) * itemsize
+    return parts < 2 or len(shape) == 0 or nbytes < parts * min_shard_bytes
+
+
+def _along(axis: str, position: int) -> Axes:
+    return (*[None] * position, axis)
+
+
+def _longest(
+    shape: Sequence[int], parts: int, axis: str, without: Sequence[int] = ()
+) -> Axes:
+    """Cuts the longest dimension that divides, the last of several; `()` without."""
+    fitting = [
+        (length, i)
+        for i, length in enumerate(shape)
+        if i not in without and length > 0 and length % parts == 0
+    ]
+    return _along(axis, max(fitting)[1]) if fitting else ()
+
+
+@dataclass(frozen=True)
+class VariableMesh:
+    """A grid of devices and how variables are cut over it.
+
+    Args:
+        shape: tuple of int, devices along each axis; batches are split along the
+            first one.
+        axes: tuple of str, the axes' names.
+        devices: tuple of `Device`, in the order of a row-major array.
+        rule: says how each variable is cut.
+        outputs: layouts of layers' outputs, for paths that end in `/output`.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    devices: tuple[Device, ...]
+    rule: LayoutRule
+    outputs: MappedLayouts | None = None
+
+    @property
+    def batch_axis(self) -> str:
+        """str, the axis along which batches are split."""
+        return self.axes[0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """dict from the name of an axis to its number of devices."""
+        return dict(zip(self.axes, self.shape, strict=True))
+
+    @property
+    def rows(self) -> tuple[tuple[Device, ...], ...]:
+        """For each place on the data axis, the devices that work on its rows."""
+        width = len(self.devices) // self.shape[0]
+        return tuple(
+            self.devices[i * width : (i + 1) * width] for i in range(self.shape[0])
+        )
+
+    def layout(
+        self, path: str, shape: Sequence[int], itemsize: int = 4, is_float: bool = True
+    ) -> Axes:
+        """The layout of a variable, without None at its end.
+
+        Raises:
+            ValueError: if it cannot be cut like that.
+        """
+        if not is_float and not self.rule.cuts_integers:
+            return ()
+        return self.checked(path, shape, self.rule.axes(path, shape, itemsize))
+
+    def checked(self, path: str, shape: Sequence[int], axes: Axes) -> Axes:
+        """A layout that fits a shape, without None at its end."""
+        named = [axis for axis in axes if axis is not None]
+        problem = ""
+        if len(axes) > len(shape):
+            problem = f"which has {len(axes)} axes"
+        elif unknown := [axis for axis in named if axis not in self.axes]:
+            problem = f"but the mesh has the axes {self.axes} and no {unknown[0]!r}"
+        elif len(set(named)) < len(named):
+            problem = "which names an axis of the mesh twice"
+        else:
+            for i, (length, axis) in enumerate(zip(shape, axes, strict=False)):
+                if axis is not None and length % self.sizes[axis]:
+                    problem = (
+                        f"but axis {i}, {length}, does not divide over the "
+                        f"{self.sizes[axis]} devices of {axis!r}"
+                    )
+        if problem:
+            raise LayoutError(
+                f"Variable {path!r} of shape {tuple(shape)} has the layout {axes}, "
+                f"{problem}. Change its entry in the layout map, or leave it out to "
+                "have a copy on every device."
+            )
+        while axes and axes[-1] is None:
+            axes = axes[:-1]
+        return axes
+
+    def shard_shape(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
+        """The shape of a device's part."""
+        return tuple(
+            length // (self.sizes[axis] if axis else 1)
+            for length, axis in zip(
+                shape, (*axes, *[None] * (len(shape) - len(axes))), strict=True
+            )
+        )
+
+    def is_split_over_batch(self, axes: Axes) -> bool:
+        """Whether a layout uses the axis along which batches are split."""
+        return self.batch_axis in axes
+
+
+def mesh_shape(count: int, model_parallel: int) -> tuple[int, int]:
+    """The data x model shape of so many devices.
+
+    Raises:
+        ValueError: if they do not divide.
+
+    >>> mesh_shape(8, 2)
+    (4, 2)
+    """
+    if (
+        isinstance(model_parallel, bool)
+        or not isinstance(model_parallel, int)
+        or model_parallel < 1
+    ):
+        raise InvalidArgumentError(
+            "`model_parallel` is the number of devices along the model axis, 1 or "
+            f"more. Received: {model_parallel!r}"
+        )
+    if count % model_parallel:
+        fitting = [n for n in range(1, count + 1) if count % n == 0]
+        raise InvalidArgumentError(
+            f"`model_parallel` is {model_parallel}, which does not divide the number "
+            f"of devices, {count}. Use one of {fitting}, or name other `devices`."
+        )
+    return count // model_parallel, model_parallel

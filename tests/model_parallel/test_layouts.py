@@ -1,0 +1,126 @@
+"""How variables are cut: rules and meshes, without a framework."""
+
+from __future__ import annotations
+
+import pytest
+
+from keras_strategies.devices import Device
+from keras_strategies.layouts import (
+    AutoLayouts,
+    FullyShardedLayouts,
+    MappedLayouts,
+    VariableMesh,
+    mesh_shape,
+)
+
+AUTO = AutoLayouts("model", 4, min_shard_bytes=0)
+
+
+def mesh(rule=AUTO, shape=(2, 4)):
+    count = shape[0] * shape[1]
+    devices = tuple(Device("cpu", i) for i in range(count))
+    return VariableMesh(shape, ("batch", "model"), devices, rule)
+
+
+@pytest.mark.parametrize(
+    "path, shape, axes",
+    [
+        ("embedding/embeddings", (1000, 64), ("model",)),
+        ("ffn/up/kernel", (64, 256), (None, "model")),
+        ("ffn/down/kernel", (256, 64), ("model",)),
+        ("dense/kernel", (64, 64), (None, "model")),
+        ("attention/query/kernel", (512, 8, 64), (None, "model")),
+        ("attention/value/kernel", (512, 8, 64), (None, "model")),
+        ("attention/attention_output/kernel", (8, 64, 512), ("model",)),
+        # Six heads do not divide: the features do.
+        ("attention/key/kernel", (512, 6, 64), ("model",)),
+        ("conv/kernel", (3, 3, 64, 128), (None, None, None, "model")),
+        ("odd/kernel", (7, 9), ()),
+        # The longest axis does not divide, another one does.
+        ("vocabulary/kernel", (64, 30001), ("model",)),
+        ("scale", (), ()),
+        ("empty", (0, 4), (None, "model")),
+    ],
+)
+def test_auto_cuts(path, shape, axes) -> None:
+    assert AUTO.axes(path, shape, 4) == axes
+
+
+def test_small_variables_stay_whole() -> None:
+    rule = AutoLayouts("model", 4, min_shard_bytes=1024)
+    assert rule.axes("kernel", (32, 32), 4) == (None, "model")
+    assert rule.axes("kernel", (32, 28), 4) == ()
+    assert rule.axes("kernel", (32, 32), 2) == ()
+
+
+def test_one_device_along_the_model_axis_cuts_nothing() -> None:
+    assert AutoLayouts("model", 1, 0).axes("kernel", (64, 64), 4) == ()
+
+
+def test_fsdp_cuts_along_the_data_axis() -> None:
+    rule = FullyShardedLayouts("batch", 2, 0)
+    assert rule.axes("kernel", (64, 256), 4) == (None, "batch")
+    assert rule.axes("bias", (256,), 4) == ("batch",)
+    assert rule.axes("odd", (7,), 4) == ()
+
+
+def test_fsdp_with_a_model_axis_cuts_along_both() -> None:
+    rule = FullyShardedLayouts("batch", 2, 0, model=AUTO)
+    assert rule.axes("kernel", (64, 256), 4) == ("batch", "model")
+    assert rule.axes("att/query/kernel", (512, 8, 64), 4) == ("batch", "model")
+    # One axis of the variable is for one axis of the mesh.
+    assert rule.axes("bias", (256,), 4) == ("model",)
+    assert rule.axes("bias", (6,), 4) == ("batch",)
+
+
+def test_patterns_match_whole_paths_and_at_most_one() -> None:
+    rule = MappedLayouts({".*dense.*kernel": (None, "model"), "a/bias": ("model",)})
+    assert rule.axes("x/dense_1/kernel", (4, 4), 4) == (None, "model")
+    assert rule.axes("x/dense_1/kernel_2", (4, 4), 4) == ()
+    assert rule.axes("a/bias", (4,), 4) == ("model",)
+    twice = MappedLayouts({".*kernel": ("model",), "dense.*": ("model",)})
+    with pytest.raises(ValueError, match="matches 2 patterns"):
+        twice.axes("dense/kernel", (4, 4), 4)
+
+
+@pytest.mark.parametrize(
+    "axes, problem",
+    [
+        (("model", None, None), "has 3 axes"),
+        (("modle",), "no 'modle'"),
+        (("model", "model"), "names an axis of the mesh twice"),
+        ((None, "model"), "axis 1, 6, does not divide over the 4 devices"),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_why(axes, problem) -> None:
+    grid = mesh(MappedLayouts({"kernel": axes}))
+    with pytest.raises(ValueError, match="Variable 'kernel' of shape") as caught:
+        grid.layout("kernel", (8, 6))
+    assert problem in str(caught.value)
+
+
+def test_states_of_random_generators_stay_whole() -> None:
+    grid = mesh()
+    assert grid.layout("seed_generator_state", (8,), 4, is_float=False) == ()
+    mapped = mesh(MappedLayouts({"ids": ("model",)}))
+    assert mapped.layout("ids", (8,), 4, is_float=False) == ("model",)
+
+
+def test_a_mesh_has_rows_and_parts() -> None:
+    grid = mesh()
+    assert grid.sizes == {"batch": 2, "model": 4}
+    assert [str(row[0]) for row in grid.rows] == ["cpu:0", "cpu:4"]
+    assert grid.shard_shape((8, 6), ("model",)) == (2, 6)
+    assert grid.shard_shape((8, 6), ("model", "batch")) == (2, 3)
+    assert grid.layout("kernel", (16, 8)) == ("model",)
+    assert grid.checked("kernel", (16, 8), (None, None)) == ()
+
+
+def test_shapes_of_meshes() -> None:
+    assert mesh_shape(8, 2) == (4, 2)
+    assert mesh_shape(8, 8) == (1, 8)
+    with pytest.raises(ValueError, match=r"does not divide .* 6\. Use one of \[1, 2"):
+        mesh_shape(6, 4)
+    for wrong in (0, True, 2.0):
+        with pytest.raises(ValueError, match="1 or more"):
+            mesh_shape(4, wrong)
