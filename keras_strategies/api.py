@@ -27,8 +27,10 @@ from keras_strategies.strategies.describe import Description
 from keras_strategies.strategies.devices import set_virtual_cpu_devices
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.mirrored import MirroredStrategy
+from keras_strategies.strategies.model_parallel import ModelParallelStrategy
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
+from keras_strategies.strategies.plan import Plan
 from keras_strategies.training.hooks import gradients_are_aggregated
 from keras_strategies.training.losses import (
     compute_average_loss,
@@ -70,10 +72,12 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
+    "Plan",
     "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReductionToOneDevice",

@@ -88,6 +88,12 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `variable.assign_add(delta)`."""
 
+    def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the writing of a file, to the path that it gives."""
+
+    def loaded(self, model: Any, source: Any) -> None:
+        """A model has its weights from a path, or from an open `.keras` file."""
+
     def saves(self, model: Any) -> bool:
         """Whether this process writes the files of a model that is saved."""
 
@@ -122,6 +128,7 @@ def install(hooks: ModelHooks) -> None:
     from keras.src.models.model import Trainer as BackendTrainer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+    from keras.src.saving import saving_lib
     from keras.src.trainers.epoch_iterator import EpochIterator
 
     Trainer = _base_trainer()
@@ -266,11 +273,34 @@ def install(hooks: ModelHooks) -> None:
 
     def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(self, *args, **kwargs) if hooks.saves(self) else None
+        def save(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hooks.saves(self):
+                return None
+            with hooks.writing(self, filepath) as path, _portable_optimizer(self):
+                return original(self, path, *args, **kwargs)
 
         return save
 
+    def wrap_load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_weights(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, filepath, *args, **kwargs)
+            hooks.loaded(self, filepath)
+            return result
+
+        return load_weights
+
+    def wrap_load_model(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _load_model_from_fileobj(fileobj: Any, *args: Any, **kwargs: Any) -> Any:
+            model = original(fileobj, *args, **kwargs)
+            hooks.loaded(model, fileobj)
+            return model
+
+        return _load_model_from_fileobj
+
+    _replace(saving_lib, "_load_model_from_fileobj", wrap_load_model)
+    _replace(Model, "load_weights", wrap_load_weights)
     for name in ("save", "save_weights", "export"):
         _replace(Model, name, wrap_save)
     _replace(Trainer, "_symbolic_build", wrap_build)
@@ -330,9 +360,45 @@ def set_strategy(made: Any, strategy: Any) -> None:
     object.__setattr__(made, _STRATEGY_ATTRIBUTE, strategy)
 
 
+@contextlib.contextmanager
+def _portable_optimizer(model: Any) -> Iterator[None]:
+    """Saves a model's optimizer as one that every backend has.
+
+    Keras 3.15 on Torch: an optimizer is of a class in `keras.src.backend.torch`, and a
+    file that says so makes an optimizer for Torch tensors on any backend.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    changed = []
+    while optimizer is not None:
+        kind = type(optimizer)
+        if kind.__module__.startswith("keras.src.backend."):
+            public = next(
+                c
+                for c in kind.__mro__
+                if c.__module__.startswith("keras.src.optimizers.")
+            )
+            object.__setattr__(optimizer, "__class__", public)
+            changed.append((optimizer, kind))
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    try:
+        yield
+    finally:
+        for optimizer, kind in changed:
+            object.__setattr__(optimizer, "__class__", kind)
+
+
 def strategy_of(made: Any) -> Any:
     """The strategy that a model or variable was made under; None without one."""
     return made.__dict__.get(_STRATEGY_ATTRIBUTE)
+
+
+def seed_states(model: Any) -> list[Any]:
+    """The variables of a model's seed generators.
+
+    Keras 3.15: `SeedGenerator.state` is a variable of this name. Keras saves what
+    layers own, which these are not.
+    """
+    return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
 def is_built(layer: Any) -> bool:
@@ -857,6 +923,33 @@ def has_deferred_variables() -> bool:
     )
 
 
+def build_optimizer_without_values(optimizer: Any, variables: list[Any]) -> None:
+    """`optimizer.build` for variables that have no values.
+
+    Keras 3.15 on TensorFlow: `TFOptimizer._var_key` asks for the `tf.Variable`.
+    """
+    object.__setattr__(optimizer, "_var_key", id)
+    try:
+        optimizer.build(variables)
+    finally:
+        object.__delattr__(optimizer, "_var_key")
+
+
+@contextlib.contextmanager
+def forgetting_deferred_variables() -> Iterator[None]:
+    """Variables that are made inside, in a stateless scope, never get values.
+
+    Keras 3.15: the global attribute "uninitialized_variables".
+    """
+    from keras.src.backend.common import global_state
+
+    before = list(global_state.get_global_attribute("uninitialized_variables", []))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("uninitialized_variables", before)
+
+
 def initialize_deferred_variables(scope_of: Callable[[Any], Any]) -> bool:
     """Gives variables that were made in a stateless scope their values.
 
@@ -1001,6 +1094,14 @@ def move_variable(variable: Any, layout: Any) -> None:
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
+
+
+def set_layout(variable: Any, layout: Any) -> None:
+    """Gives a variable without a value the layout that one would have.
+
+    Keras 3.15: `JaxVariable._layout`.
+    """
+    variable._layout = layout
 
 
 def layout_of(variable: Any) -> Any:

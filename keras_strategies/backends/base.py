@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
@@ -18,8 +20,9 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.devices import Device
-from keras_strategies.errors import OutOfRangeError, WorkerError
+from keras_strategies.errors import BackendError, OutOfRangeError, WorkerError
 from keras_strategies.input.workers import Share
+from keras_strategies.layouts import VariableMesh
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import map_structure
 
@@ -40,17 +43,28 @@ class Placement:
             values that a step needs from the authoritative one.
         workers: the other processes that compute with this one; None without any.
             Devices are those of this process.
+        mesh: the grid of devices that variables are cut over, of which `replicas`
+            are the first column; None where every variable is whole.
     """
 
     replicas: tuple[Device, ...]
     variables: Device
     mirrored: bool
     workers: Workers | None = None
+    mesh: VariableMesh | None = None
+
+    @property
+    def keepers(self) -> tuple[Device, ...]:
+        """The devices that keep variables, whole or in part."""
+        if self.mesh is not None:
+            return self.mesh.devices
+        return self.replicas if self.mirrored else (self.variables,)
 
     @property
     def is_single(self) -> bool:
         """Whether one device does everything, so that nothing is split or moved."""
-        return self.replicas == (self.variables,) and self.workers is None
+        alone = self.workers is None and self.mesh is None
+        return alone and self.replicas == (self.variables,)
 
     @property
     def share(self) -> Share:
@@ -232,6 +246,23 @@ class VariableCopy:
     value: Any
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """What one training step needs, found without running it.
+
+    Args:
+        peak: int, bytes that a device needs while the step runs: variables, the
+            batch, and what is between them; None where that is not known.
+        sent: dict from the name of a collective, such as `"all-reduce"`, to how many
+            there are and how many bytes a device sends in them.
+        source: str, how this was found.
+    """
+
+    peak: int | None
+    sent: dict[str, tuple[int, int]]
+    source: str
+
+
 class Communicator(abc.ABC):
     """Collectives between the replicas of one computation, called on each."""
 
@@ -252,6 +283,23 @@ class Communicator(abc.ABC):
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls `merge_fn(strategy, ...)` once when every replica has arrived."""
+
+
+_NO_SHARDS = (
+    "Sharded checkpoints are for KERAS_BACKEND=jax, which cuts variables over devices; "
+    "with KERAS_BACKEND={0} every variable is whole on a device. Use `model.save` and "
+    "`keras.models.load_model`, whose files open under every strategy and backend."
+)
+
+
+def _nbytes(variable: Any) -> int:
+    return math.prod(variable.shape) * itemsize(variable.dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element: of "bfloat16" 2, of "bool" 1."""
+    bits = "".join(c for c in dtype.split("_")[0].removeprefix("b") if c.isdigit())
+    return max(int(bits) // 8, 1) if bits else 1
 
 
 class TrainerAdapter(abc.ABC):
@@ -279,6 +327,38 @@ class TrainerAdapter(abc.ABC):
     @abc.abstractmethod
     def copies(self, variable: Any) -> list[VariableCopy]:
         """Where the memory of a `keras.Variable` is."""
+
+    def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
+        """See `Strategy.save_sharded`."""
+        raise BackendError(_NO_SHARDS.format(keras.backend.backend()))
+
+    def load_sharded(self, model: Any, directory: Path) -> int:
+        """See `Strategy.load_sharded`."""
+        raise BackendError(_NO_SHARDS.format(keras.backend.backend()))
+
+    def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
+        """The devices that will keep a weight, or a slot, metric or counter."""
+        return self.placement.keepers
+
+    def lay_out(self, variables: Sequence[Any]) -> None:  # noqa: B027
+        """Gives variables that have no values the layouts that they would have."""
+
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        """What a step of training costs a model whose variables have no values.
+
+        Args:
+            model: a model that has been compiled and built.
+            batch: structure of `keras.KerasTensor`, `(x, y)` or `(x, y, weights)`.
+        """
+        lead = self.placement.variables
+        others = sum(device != lead for device in self.placement.replicas)
+        trained = sum(_nbytes(v) for v in model.trainable_variables)
+        fixed = sum(_nbytes(v) for v in model.non_trainable_variables)
+        sent = {}
+        if others:
+            sent["weights to replicas"] = (others, others * (trained + fixed))
+            sent["gradients from replicas"] = (others, others * trained)
+        return StepCost(None, sent, "estimated from the sizes of the variables")
 
     def apply_gradients(
         self,
@@ -509,6 +589,10 @@ class Backend(abc.ABC):
     ) -> Callable[..., Any]:
         """See `ks.function`."""
         raise NotImplementedError
+
+    def check_model_parallel(self) -> None:
+        """Raises `BackendError` if this backend cannot cut variables over a mesh."""
+        raise BackendError(f"The backend {self.name!r} cannot cut variables.")
 
     @abc.abstractmethod
     def trainer(self, strategy: Strategy) -> TrainerAdapter:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies import context, keras_compat
@@ -21,6 +23,7 @@ from keras_strategies.input.workers import Share
 from keras_strategies.strategies import combine
 from keras_strategies.strategies.describe import Description, describe
 from keras_strategies.strategies.extended import StrategyExtended
+from keras_strategies.strategies.plan import Plan, plan
 from keras_strategies.types import InputContext, InputOptions, ReduceOp
 from keras_strategies.values import (
     DistributedValues,
@@ -469,12 +472,104 @@ class Strategy:
             ValueError: if the model has no variables yet.
             RuntimeError: if the model was made elsewhere.
         """
+        self._check_owns(model, "describe")
+        return describe(self, model)
+
+    def plan(self, build_fn: Callable[[], Any], batch_shapes: Any) -> Plan:
+        """What training a model will need, found from its shapes.
+
+        Nothing of the model's size is allocated, so that a model may be planned that
+        fits no memory here.
+
+        Args:
+            build_fn: callable without arguments that makes the model and compiles it;
+                called in the scope. It may not read values of variables.
+            batch_shapes: the global batch as `fit` gets it, `(x, y)` or
+                `(x, y, sample_weight)`, whose leaves are shapes such as `(32, 10)`,
+                `keras.KerasTensor`s or arrays.
+
+        Returns:
+            A `Plan`: variables and their layouts, and bytes per device of parameters,
+            gradients and slots, of a whole step, and of what a device sends in one;
+            on JAX these are read from the compiled step. Text in a terminal, tables
+            in a notebook; `plot` draws the mesh.
+
+        Raises:
+            ValueError: if `build_fn` makes no compiled model.
+
+        Example:
+
+        >>> strategy = ks.ModelParallelStrategy("auto", model_parallel=8)
+        >>> print(strategy.plan(make_model, ((32, 512), (32, 512))))
+        """
+        self._check_outside_replicas("plan")
+        return plan(self, build_fn, batch_shapes)
+
+    def save_sharded(
+        self, model: Any, directory: str | os.PathLike[str], keep: int = 1
+    ) -> int:
+        """Saves a model's state such that no variable is gathered in one place.
+
+        Each process writes the parts that its devices keep, and a checkpoint counts
+        when all of it is there: until then, and if the process is killed, the one
+        before it stays the latest. JAX only; needs the extra `checkpoint` (Orbax).
+
+        Args:
+            model: a built `keras.Model` of this strategy. Its variables are saved,
+                seed generators among them, and its optimizer's.
+            directory: path to a directory for the model's checkpoints; made if there
+                is none.
+            keep: int, how many checkpoints to keep, 1 or more.
+
+        Returns:
+            int, the number of the checkpoint, which counts from 1.
+
+        Raises:
+            RuntimeError: on other backends, without Orbax, or if the model was made
+                elsewhere.
+            ValueError: if `keep` is no positive int.
+
+        Example:
+
+        >>> strategy.save_sharded(model, "checkpoints")
+        >>> other_strategy.load_sharded(same_model_made_there, "checkpoints")
+        """
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise InvalidArgumentError(
+                f"`keep` is a number of checkpoints, 1 or more. Received: {keep!r}"
+            )
+        self._check_owns(model, "save")
+        with self.scope():
+            return self._trainer.save_sharded(model, Path(directory), keep)
+
+    def load_sharded(self, model: Any, directory: str | os.PathLike[str]) -> int:
+        """Loads the latest checkpoint that `save_sharded` has finished.
+
+        Each device reads only the parts that it keeps, under whatever strategy the
+        checkpoint was saved.
+
+        Args:
+            model: a built `keras.Model` of this strategy with the same variables, and
+                its optimizer built.
+            directory: path to the directory.
+
+        Returns:
+            int, the number of the checkpoint.
+
+        Raises:
+            ValueError: if there is no finished checkpoint, or one of another model.
+            RuntimeError: as for `save_sharded`.
+        """
+        self._check_owns(model, "load")
+        with self.scope():
+            return self._trainer.load_sharded(model, Path(directory))
+
+    def _check_owns(self, model: Any, what: str) -> None:
         if not self.owns(model):
             raise ModelScopeError(
                 f"Model {model.name!r} was not made in the scope of {self!r}, so its "
-                "variables are not this strategy's to describe."
+                f"variables are not this strategy's to {what}."
             )
-        return describe(self, model)
 
     def created(self, variable: Any) -> bool:
         """Whether a `keras.Variable` was made in this strategy's scope."""

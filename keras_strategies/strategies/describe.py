@@ -6,12 +6,16 @@ import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.layouts import Axes, VariableMesh
+from keras_strategies.strategies.picture import draw
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
 
 _HEADER = ("variable", "shape", "dtype", "lives on", "bytes per device")
+_MESH_HEADER = ("variable", "shape", "dtype", "layout", "bytes per device")
 
 
 @dataclass(frozen=True)
@@ -20,16 +24,39 @@ class Description:
 
     Args:
         title: str, the strategy and its replicas.
-        rows: tuple of tuples of str: name, shape, dtype, devices, bytes.
+        rows: tuple of tuples of str: name, shape, dtype, devices, bytes; where
+            variables are cut over a mesh, the layout in place of the devices.
         totals: dict from device name to the bytes that variables take there.
         step_copies: tuple of str, devices that also get copies for the time of a
             step.
+        mesh: the grid that variables are cut over; None where they are whole.
+        layouts: path, shape and layout of each variable of the model, for `plot`.
     """
 
     title: str
     rows: tuple[tuple[str, ...], ...]
     totals: dict[str, int]
     step_copies: tuple[str, ...] = ()
+    mesh: VariableMesh | None = None
+    layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
+
+    def plot(self, largest: int = 6) -> Any:
+        """A picture of the mesh and of how the largest variables are cut.
+
+        Args:
+            largest: int, how many variables to draw.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ValueError: if the strategy has no mesh.
+        """
+        return draw(self.mesh, self.layouts, largest)
+
+    @property
+    def _header(self) -> tuple[str, ...]:
+        return _MESH_HEADER if self.mesh is not None else _HEADER
 
     def _total_rows(self) -> list[tuple[str, ...]]:
         return [
@@ -46,8 +73,9 @@ class Description:
         )
 
     def __str__(self) -> str:
-        rows = [_HEADER, *self.rows, *self._total_rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        header = self._header
+        rows = [header, *self.rows, *self._total_rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
 
         def line(row: tuple[str, ...]) -> str:
             cells = [c.ljust(w) for c, w in zip(row[:-1], widths, strict=False)]
@@ -56,7 +84,7 @@ class Description:
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         body = [line(row) for row in self.rows]
         sums = [line(row) for row in self._total_rows()]
-        lines = [self.title, rule, line(_HEADER), rule, *body, rule, *sums]
+        lines = [self.title, rule, line(header), rule, *body, rule, *sums]
         return "\n".join([*lines, self._note()] if self._note() else lines)
 
     __repr__ = __str__
@@ -74,9 +102,17 @@ class Description:
         sums = "".join(row(cells, "th") for cells in self._total_rows())
         return (
             f"<table><caption>{html.escape(self.title)}</caption>"
-            f"<thead>{row(_HEADER, 'th')}</thead><tbody>{body}</tbody>"
+            f"<thead>{row(self._header, 'th')}</thead><tbody>{body}</tbody>"
             f"<tfoot>{sums}</tfoot></table><p>{html.escape(self._note())}</p>"
         )
+
+
+def layout_text(axes: Axes, rank: int) -> str:
+    """A layout for people: `(-, model)`; `whole` for a copy on every device."""
+    if not any(axes):
+        return "whole"
+    full = [*axes, *[None] * (rank - len(axes))]
+    return f"({', '.join(axis or '-' for axis in full)})"
 
 
 def readable_bytes(nbytes: int) -> str:
@@ -97,6 +133,7 @@ def describe(strategy: Strategy, model: Any) -> Description:
             f"Model {model.name!r} has no variables yet. Build it first, with "
             "`model.build(input_shape)` or a first `fit`."
         )
+    mesh = strategy.placement.mesh
     rows = []
     totals: dict[str, int] = {}
     for variable in variables:
@@ -105,10 +142,15 @@ def describe(strategy: Strategy, model: Any) -> Description:
             totals[copy.device] = totals.get(copy.device, 0) + copy.nbytes
         sizes = {readable_bytes(copy.nbytes) for copy in copies}
         shape = "x".join(str(n) for n in variable.shape) or "scalar"
-        devices = ", ".join(copy.device for copy in copies)
+        where = ", ".join(copy.device for copy in copies)
+        if mesh is not None:
+            where = layout_text(_axes(variable), len(variable.shape))
         rows.append(
-            (variable.path, shape, variable.dtype, devices, " / ".join(sorted(sizes)))
+            (variable.path, shape, variable.dtype, where, " / ".join(sorted(sizes)))
         )
+    layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
+    if mesh is not None:
+        layouts = tuple((v.path, tuple(v.shape), _axes(v)) for v in model.variables)
     homes = set(totals)
     visited = [str(d) for d in strategy.placement.replicas if str(d) not in homes]
     count = strategy.num_replicas_in_sync
@@ -116,7 +158,12 @@ def describe(strategy: Strategy, model: Any) -> Description:
         f"{type(strategy).__name__}: {count} replica{'s' * (count != 1)}, "
         f"model {model.name!r}"
     )
-    return Description(title, tuple(rows), totals, tuple(visited))
+    return Description(title, tuple(rows), totals, tuple(visited), mesh, layouts)
+
+
+def _axes(variable: Any) -> Axes:
+    layout = keras_compat.layout_of(variable)
+    return () if layout is None else tuple(layout.axes)
 
 
 def all_variables(model: Any) -> list[Any]:

@@ -34,10 +34,7 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """tuple of str, the devices that keep variables."""
-        placement = self._strategy.placement
-        if placement.mirrored:
-            return self.worker_devices
-        return (str(placement.variables),)
+        return tuple(str(device) for device in self._strategy.placement.keepers)
 
     def variable_created_in_scope(self, variable: Any) -> bool:
         """Whether a `keras.Variable` was made in this strategy's scope."""

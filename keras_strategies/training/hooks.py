@@ -16,8 +16,10 @@ from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.model import model_arguments, on_first_dataset
 from keras_strategies.input.sharding import check_batch
 from keras_strategies.strategies.base import on_first_use
+from keras_strategies.strategies.plan import AbstractScope
 from keras_strategies.training import workers
 from keras_strategies.training.batch_norm import replica_moments
+from keras_strategies.training.files import read_seeds, replacing
 
 
 class StrategyHooks:
@@ -83,6 +85,14 @@ class StrategyHooks:
             changed |= workers.arguments(strategy, model, name, arguments | changed)
         return changed
 
+    def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
+        if keras_compat.strategy_of(model) is None:
+            return contextlib.nullcontext(path)
+        return replacing(path, keras_compat.seed_states(model))
+
+    def loaded(self, model: Any, source: Any) -> None:
+        read_seeds(source, keras_compat.seed_states(model))
+
     def saves(self, model: Any) -> bool:
         strategy = keras_compat.strategy_of(model)
         if strategy is None or strategy.workers is None:
@@ -98,6 +108,10 @@ class StrategyHooks:
         return strategy.trainer.step_function(model, kind, make, force)
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        if isinstance(keras_compat.current_stateless_scope(), AbstractScope):
+            tensor = keras.ops.convert_to_tensor(value, dtype)
+            name = keras.backend.standardize_dtype(tensor.dtype)
+            return (lambda shape, dtype=None: tensor), tensor.shape, name
         return get_backend().initial_value(value, shape, dtype)
 
     def optimizer_apply(
@@ -141,6 +155,8 @@ class StrategyHooks:
             kind = f"each replica's own, read as {variable.aggregation} on"
         else:
             kind = "mirrored on" if len(copies) > 1 else "on"
+            if any(copy.role == "shard" for copy in copies):
+                kind = "in parts on"
         return f"{text.removesuffix('>')}, {kind} {places}>"
 
     def moments(

@@ -14,6 +14,7 @@ from keras_strategies.backends.jax import collectives, devices, function
 from keras_strategies.backends.jax.central import CentralStorageTrainer
 from keras_strategies.backends.jax.optimizers import traceable_apply
 from keras_strategies.backends.jax.placing import local_value
+from keras_strategies.backends.jax.sharded import ShardedTrainer
 from keras_strategies.backends.jax.trainer import MeshTrainer, OneDeviceTrainer
 from keras_strategies.backends.jax.workers import JaxWorkers
 from keras_strategies.cluster.group import WorkerGroup
@@ -131,8 +132,13 @@ class JaxBackend(Backend):
     ) -> Callable[..., Any]:
         return function.function(fn, jit_compile)
 
+    def check_model_parallel(self) -> None:
+        pass  # XLA spreads programs over any mesh.
+
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         placement = strategy.placement
+        if placement.mesh is not None:
+            return ShardedTrainer(strategy)
         if placement.is_single:
             return OneDeviceTrainer(strategy)
         if placement.mirrored:

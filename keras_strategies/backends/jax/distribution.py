@@ -12,8 +12,7 @@ from keras.distribution import DeviceMesh, TensorLayout
 
 from keras_strategies.backends.jax.devices import jax_device
 from keras_strategies.devices import Device
-
-BATCH_AXIS = "batch"
+from keras_strategies.layouts import BATCH_AXIS
 
 
 def device_mesh(devices: Sequence[Device | jax.Device]) -> DeviceMesh:
@@ -58,6 +57,10 @@ class StrategyDistribution(keras.distribution.DataParallel):
         own = getattr(variable, "_layout", None)
         if own is not None:
             return own
+        return self.own_layout(variable)
+
+    def own_layout(self, variable: Any) -> TensorLayout:
+        """Where this strategy keeps a variable, whatever layout it has."""
         # No axes for any rank, so that a variable's sharding equals that of a
         # compiled program's outputs, and no second program is compiled for it.
         return TensorLayout((), self._variable_mesh)

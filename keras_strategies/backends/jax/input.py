@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from keras_strategies.backends.ahead import one_ahead
-from keras_strategies.backends.jax.distribution import BATCH_AXIS, splits
+from keras_strategies.backends.jax.distribution import splits
 from keras_strategies.backends.jax.placing import is_spread, put
 from keras_strategies.input.sharding import check_batch
 
@@ -21,6 +21,10 @@ class BatchPlacer(abc.ABC):
     @abc.abstractmethod
     def place(self, batch: Any) -> Any:
         """The batch on the devices; nothing happens to what is there already."""
+
+    @abc.abstractmethod
+    def layout(self, shape: Sequence[int]) -> jax.sharding.Sharding:
+        """Where an array of a batch goes."""
 
     @abc.abstractmethod
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -36,7 +40,7 @@ class MeshPlacer(BatchPlacer):
     """Splits each array over a mesh by its rows, or copies it to each device.
 
     Args:
-        mesh: a mesh with one axis.
+        mesh: a mesh along whose first axis rows are split.
         compare: called with each batch before it is split, where other workers read
             the same.
     """
@@ -47,8 +51,9 @@ class MeshPlacer(BatchPlacer):
         compare: Callable[[Any], None] = lambda batch: None,
     ):
         self._compare = compare
-        self._size = mesh.size
-        self._split = jax.NamedSharding(mesh, jax.P(BATCH_AXIS))
+        axis = mesh.axis_names[0]
+        self._size = mesh.shape[axis]
+        self._split = jax.NamedSharding(mesh, jax.P(axis))
         self._whole = jax.NamedSharding(mesh, jax.P())
         self._ahead = mesh.devices.flat[0].platform != "cpu"
 
@@ -59,11 +64,11 @@ class MeshPlacer(BatchPlacer):
         # None is no leaf to JAX; a sparse array's parts are leaves.
         leaves, structure = jax.tree.flatten(batch)
         leaves = [_as_array(leaf) for leaf in leaves]
-        layouts = [
-            self._split if splits(leaf.shape, self._size) else self._whole
-            for leaf in leaves
-        ]
+        layouts = [self.layout(leaf.shape) for leaf in leaves]
         return jax.tree.unflatten(structure, put(leaves, layouts))
+
+    def layout(self, shape: Sequence[int]) -> jax.sharding.Sharding:
+        return self._split if splits(shape, self._size) else self._whole
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         if not self._ahead:
@@ -86,6 +91,9 @@ class DevicePlacer(BatchPlacer):
         if self._is_cpu and not _has_jax_arrays(batch):
             return batch
         return jax.tree.map(self._place_leaf, batch)
+
+    def layout(self, shape: Sequence[int]) -> jax.sharding.Sharding:
+        return jax.sharding.SingleDeviceSharding(self._device)
 
     def _place_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

@@ -222,19 +222,34 @@ class JaxRun:
     Args:
         strategy: the strategy.
         devices: the devices of all replicas.
+        mesh: a mesh whose first axis has the replicas; None for one that has no
+            other. Along the others XLA cuts what a replica computes, by the
+            variables' layouts.
+        own: gives the sharding that a variable has; None where all are whole.
     """
 
-    def __init__(self, strategy: Strategy, devices: Sequence[jax.Device]):
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: Sequence[jax.Device],
+        mesh: jax.sharding.Mesh | None = None,
+        own: Callable[[Any], jax.sharding.Sharding] | None = None,
+    ):
         self.strategy = strategy
         placement = strategy.placement
         self.count = len(devices)
-        self.mesh = jax.sharding.Mesh(np.array(devices), (REPLICA_AXIS,))
-        split = jax.NamedSharding(self.mesh, jax.P(REPLICA_AXIS))
+        if mesh is None:
+            mesh = jax.sharding.Mesh(np.array(devices), (REPLICA_AXIS,))
+        self.mesh = mesh
+        self.axis = mesh.axis_names[0]
+        split = jax.NamedSharding(self.mesh, jax.P(self.axis))
         home = jax_device(placement.variables)
+        at_home = placement.mirrored or placement.mesh is not None
         self.layout = Layout(
             jax.NamedSharding(self.mesh, jax.P()),
             split,
-            None if placement.mirrored else jax.sharding.SingleDeviceSharding(home),
+            None if at_home else jax.sharding.SingleDeviceSharding(home),
+            own,
         )
         self.local_stacks = LocalStacks(self.count, split)
         # What sharded functions are known to read, and which cannot be sharded.
@@ -370,6 +385,7 @@ class _Sharded(Replicas):
         self, run: JaxRun, fn: Callable[..., Any], columns: Columns, cells: list[Cell]
     ):
         self._run = run
+        self._axis = run.axis
         self._fn = fn
         self._columns = columns
         self._cells = cells
@@ -385,12 +401,13 @@ class _Sharded(Replicas):
     # Around the trace.
 
     def program(self) -> Callable[..., Any]:
-        along, whole = jax.P(REPLICA_AXIS), jax.P()
+        along, whole = jax.P(self._axis), jax.P()
         return jax.shard_map(
             self._body,
             mesh=self._run.mesh,
             in_specs=(whole, along, whole, along),
             out_specs=(whole, along, whole, along),
+            axis_names={self._axis},
             # So that the gradient of an all-reduce is the same all-reduce.
             check_vma=False,
         )
@@ -442,7 +459,7 @@ class _Sharded(Replicas):
             self._blocks[cell.key] = value
         self._whole_inputs = {id(value): i for i, value in enumerate(whole)}
         self._agreed.update({id(value): value for value in whole})
-        self._replica_id = lax.axis_index(REPLICA_AXIS)
+        self._replica_id = lax.axis_index(self._axis)
         replica = _ShardedContext(
             self._run.strategy,
             self._replica_id,  # type: ignore[arg-type]
@@ -519,19 +536,19 @@ class _Sharded(Replicas):
         return self._everywhere(value)
 
     def _everywhere(self, value: Any) -> list[Any]:
-        gathered = lax.all_gather(value, REPLICA_AXIS)
+        gathered = lax.all_gather(value, self._axis)
         return [gathered[i] for i in range(self._run.count)]
 
     # Collectives.
 
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        return map_structure(lambda leaf: _all_reduce(op, leaf), value)
+        return map_structure(lambda leaf: _all_reduce(op, leaf, self._axis), value)
 
     def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
         def gather(leaf: Any) -> Any:
             leaf = keras.ops.convert_to_tensor(leaf)
             check_axis([leaf.shape], axis)
-            return lax.all_gather(leaf, REPLICA_AXIS, axis=axis % leaf.ndim, tiled=True)
+            return lax.all_gather(leaf, self._axis, axis=axis % leaf.ndim, tiled=True)
 
         return map_structure(gather, value)
 
@@ -585,7 +602,7 @@ class _Sharded(Replicas):
     ) -> None:
         if aggregate:
             present = [g for g in gradients if g is not None]
-            summed = iter(lax.psum(present, REPLICA_AXIS))
+            summed = iter(lax.psum(present, self._axis))
             gradients = [None if g is None else next(summed) for g in gradients]
         with self._merged():
             update(gradients)
@@ -821,11 +838,11 @@ _STACKED: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
-def _all_reduce(op: ReduceOp, leaf: Any) -> Any:
+def _all_reduce(op: ReduceOp, leaf: Any, axis: str) -> Any:
     leaf = keras.ops.convert_to_tensor(leaf)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return _SHARDED[op](leaf, REPLICA_AXIS)
-    return _without_gradient(op, lambda x: _SHARDED[op](x, REPLICA_AXIS))(leaf)
+        return _SHARDED[op](leaf, axis)
+    return _without_gradient(op, lambda x: _SHARDED[op](x, axis))(leaf)
 
 
 def _reduced(op: ReduceOp, parts: list[Any]) -> Any:

@@ -327,8 +327,10 @@ class Layout:
     Args:
         whole: the sharding of an array that every replica has; None to leave arrays
             where they are.
-        split: the sharding of an array whose first axis is split over replicas.
+        split: the sharding of an array whose first axis is split over replicas: along
+            the first axis of its mesh.
         home: the sharding of variables, where that is elsewhere.
+        own: gives the sharding of a variable, where they are not all alike.
     """
 
     def __init__(
@@ -336,17 +338,40 @@ class Layout:
         whole: jax.sharding.Sharding | None = None,
         split: jax.sharding.NamedSharding | None = None,
         home: jax.sharding.Sharding | None = None,
+        own: Callable[[Any], jax.sharding.Sharding] | None = None,
     ):
         self.whole = whole
         self.split = split
         self.home = home
+        self.own = own
+        # For each replica the devices that have its part; the first one gives it out.
+        self._rows: list[list[jax.Device]] = []
+        if split is not None:
+            devices = split.mesh.devices
+            self._rows = [list(row) for row in devices.reshape(len(devices), -1)]
+
+    def place_state(self, variables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        """The variables' arrays, where a program expects them."""
+        if self.own is None:
+            return self.place(arrays)
+        found = list(arrays)
+        for i, variable in enumerate(variables):
+            own = self.own(variable)
+            if found[i].sharding != own or not found[i].committed:
+                found[i] = jax.device_put(found[i], own)
+        return found
+
+    def state_shardings(self, variables: Sequence[Any]) -> Any:
+        """The shardings of variables that come out of a program."""
+        if self.own is None:
+            return self.whole
+        return [self.own(variable) for variable in variables]
 
     @functools.cached_property
-    def _devices(self) -> list[jax.Device]:
-        """The devices of this process that arrays are split over."""
-        assert self.split is not None
+    def _own_rows(self) -> list[list[jax.Device]]:
+        """The rows of this process."""
         own = jax.process_index()
-        return [d for d in self.split.mesh.devices.flat if d.process_index == own]
+        return [row for row in self._rows if row[0].process_index == own]
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays, where every replica has them; moved in one transfer."""
@@ -397,30 +422,32 @@ class Layout:
         """
         if self.split is None:
             return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
-        devices = self._devices
         if is_stacked(parts[0]):
             parts = [jnp.expand_dims(part, 0) for part in parts]
+        rows = parts[0].shape[0] * len(self._rows)
+        shape = (rows, *parts[0].shape[1:])
+        devices = [device for row in self._own_rows for device in row]
+        width = len(self._own_rows[0])
+        parts = [part for part in parts for _ in range(width)]
         if not all(
             isinstance(part, jax.Array)
             and part.committed
             and part.devices() == {device}
             for part, device in zip(parts, devices, strict=True)
         ):
-            parts = jax.device_put(list(parts), devices)
-        rows = parts[0].shape[0] * self.split.mesh.size
-        shape = (rows, *parts[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.split, list(parts))
+            parts = jax.device_put(parts, devices)
+        return jax.make_array_from_single_device_arrays(shape, self.split, parts)
 
     def own_shards(self, arrays: Sequence[jax.Array]) -> list[Any]:
         """Of the n-th array, which all devices have, what is on the n-th of them."""
         if self.split is None:
             return list(arrays)
         found = []
-        for array, device in zip(arrays, self.split.mesh.devices.flat, strict=True):
-            if device.process_index != jax.process_index():
+        for array, row in zip(arrays, self._rows, strict=True):
+            if row[0].process_index != jax.process_index():
                 continue
             shards = {shard.device: shard.data for shard in array.addressable_shards}
-            found.append(shards[device])
+            found.append(shards[row[0]])
         return found
 
     def part_shards(self, array: jax.Array, count: int, stacked: bool) -> list[Any]:
@@ -429,7 +456,7 @@ class Layout:
             parts = jnp.split(array, count)
         else:
             shards = {shard.device: shard.data for shard in array.addressable_shards}
-            parts = [shards[device] for device in self._devices]
+            parts = [shards[row[0]] for row in self._own_rows]
         return [jnp.squeeze(part, 0) for part in parts] if stacked else parts
 
 
@@ -460,6 +487,8 @@ class Program:
         self._donated: list[Cell] = []
         self._kept: list[Cell] = []
         self._new: list[Cell] = []
+        # The variables that will come out new, for each of which a layout is needed.
+        self._expected: list[Any] = []
         self._new_stacks: list[Cell] = []
         self._jitted: Callable[..., Results] | None = None
         self.layout = Layout()
@@ -514,13 +543,19 @@ class Program:
         self._donated = [cell for key, cell in cells if key in scope.written]
         self._kept = [cell for key, cell in cells if key not in scope.written]
         self.layout = layout = self._choose_layout(scope)
+        self._expected = _variables(scope.written.values())
         self._jitted = None
         if made:
             return
         self._jitted = jax.jit(
             self._trace,
             donate_argnums=0,
-            out_shardings=(layout.whole, layout.split, layout.whole, layout.split),
+            out_shardings=(
+                layout.whole,
+                layout.split,
+                layout.state_shardings(self._expected),
+                layout.split,
+            ),
         )
 
     def _trace(
@@ -539,6 +574,10 @@ class Program:
             raise MissingStateError(scope)
         self._scope = scope
         written = scope.written.values()
+        if self.layout.own is not None and not _same_objects(
+            _variables(written), self._expected
+        ):
+            raise MissingStateError(scope)
         self._new = [cell for cell in written if isinstance(cell, VariableCell)]
         self._new_stacks = [c for c in written if not isinstance(c, VariableCell)]
         values = [jnp.asarray(scope.value(cell)) for cell in self._new]
@@ -580,9 +619,10 @@ class Program:
         if self.layout.split is None:
             return self.layout.place(arrays)
         mine = [i for i, cell in enumerate(cells) if isinstance(cell, VariableCell)]
-        for i, array in zip(
-            mine, self.layout.place([arrays[i] for i in mine]), strict=True
-        ):
+        placed = self.layout.place_state(
+            [cells[i].variable for i in mine], [arrays[i] for i in mine]
+        )
+        for i, array in zip(mine, placed, strict=True):
             arrays[i] = array
         return arrays
 
@@ -594,6 +634,14 @@ class Program:
             cell.set(value)
         for cell, value in zip(self._new_stacks, stacks, strict=True):
             cell.set(value)
+
+
+def _variables(cells: Iterable[Cell]) -> list[Any]:
+    return [cell.variable for cell in cells if isinstance(cell, VariableCell)]
+
+
+def _same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return list(map(id, one)) == list(map(id, other))
 
 
 def _unshared(cells: list[Cell]) -> list[Any]:

@@ -12,7 +12,7 @@ Python could raise a KeyboardInterrupt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +57,7 @@ def compiled(
     model: Any,
     kind: str,
     step: Step,
-    layout: jax.sharding.Sharding | None = None,
+    layout: Callable[[Sequence[jax.Array]], Any] | None = None,
     outputs: jax.sharding.Sharding | None = None,
 ) -> Step:
     """A compiled step, whose new state is noted as soon as it exists.
@@ -66,21 +66,31 @@ def compiled(
         model: the model.
         kind: str, "train", "test" or "predict".
         step: the step to compile.
-        layout: the sharding of the groups that the step overwrites, which the next
-            step then finds as it was compiled for; None leaves it to JAX.
+        layout: gives the shardings of a group of arrays that the step overwrites,
+            which the next step then finds as it was compiled for; None leaves them
+            to JAX.
         outputs: the sharding of the outputs; None leaves it to JAX.
     """
-    groups = {"train": 4, "test": 3, "predict": 2}[kind]
     donated = _DONATED[kind]
-    layouts = tuple(layout if i in donated else None for i in range(groups))
-    program = jax.jit(
-        lambda *args: step(args[:-1], args[-1]),
-        donate_argnums=donated,
-        out_shardings=(outputs, layouts),
-    )
+    programs: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def program_for(state: Any) -> Callable[..., Any]:
+        layouts = [
+            layout(group) if layout is not None and i in donated else None
+            for i, group in enumerate(state)
+        ]
+        return jax.jit(
+            lambda *args: step(args[:-1], args[-1]),
+            donate_argnums=donated,
+            out_shardings=(outputs, tuple(layouts)),
+        )
 
     def noting(state: Any, batch: Any) -> tuple[Any, Any]:
         results: list[Any] = []
+        key = tuple(map(len, state))
+        program = programs.get(key)
+        if program is None:
+            program = programs[key] = program_for(state)
         try:
             # `extend` and `map` run in C, and so does a compiled program: an
             # interrupt is raised before the call or when its result is in the list.

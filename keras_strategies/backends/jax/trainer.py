@@ -6,13 +6,14 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.base import TrainerAdapter, VariableCopy
-from keras_strategies.backends.jax import steps
+from keras_strategies.backends.base import StepCost, TrainerAdapter, VariableCopy
+from keras_strategies.backends.jax import checkpoints, planning, steps
 from keras_strategies.backends.jax.devices import (
     default_device,
     device_of,
@@ -134,9 +135,19 @@ class JaxTrainer(TrainerAdapter):
                 )
 
     def _place_of_variables(self) -> str:
-        if self.placement.mirrored:
-            return ", ".join(str(device) for device in self.placement.replicas)
-        return str(self.placement.variables)
+        return ", ".join(str(device) for device in self.placement.keepers)
+
+    def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
+        keras_compat.sync_jax_state(model)
+        return checkpoints.save(model, directory, keep)
+
+    def load_sharded(self, model: Any, directory: Path) -> int:
+        keras_compat.sync_jax_state(model)
+        return checkpoints.load(model, directory, self._sharding_now)
+
+    def _sharding_now(self, variable: Any) -> jax.sharding.Sharding:
+        sharding: jax.sharding.Sharding = keras_compat.raw_value(variable).sharding
+        return sharding
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = keras_compat.raw_value(variable)
@@ -255,11 +266,16 @@ class DistributionTrainer(JaxTrainer):
         super().__init__(strategy, placer)
         self.whole = jax.NamedSharding(mesh, jax.P())
         self._distribution = distribution
-        self._layout = distribution.get_variable_layout(None)
-        self._devices = self._layout.backend_layout.device_set
+        self._devices = distribution.own_layout(None).backend_layout.device_set
 
     def distribution(self) -> StrategyDistribution:
         return self._distribution
+
+    def lay_out(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            if keras_compat.layout_of(variable) is None:
+                layout = self._distribution.own_layout(variable)
+                keras_compat.set_layout(variable, layout)
 
     def is_in_place(self, variable: Any) -> bool:
         raw = keras_compat.raw_value(variable)
@@ -270,7 +286,8 @@ class DistributionTrainer(JaxTrainer):
         return layout is not None and raw.sharding.device_set == self._devices
 
     def adopt(self, variable: Any) -> None:
-        keras_compat.move_variable(variable, self._layout)
+        layout = self._distribution.own_layout(variable)
+        keras_compat.move_variable(variable, layout)
 
 
 class MeshTrainer(DistributionTrainer):
@@ -280,18 +297,32 @@ class MeshTrainer(DistributionTrainer):
     gets the whole of what a step returns.
     """
 
-    def __init__(self, strategy: Strategy):
+    def __init__(
+        self, strategy: Strategy, distribution: StrategyDistribution | None = None
+    ):
         devices: Sequence[Device | jax.Device] = strategy.placement.replicas
         workers = strategy.workers
         if workers is not None:
             assert isinstance(workers, JaxWorkers)
             devices = workers.devices_of(strategy.placement.replicas)
-        super().__init__(strategy, StrategyDistribution(devices))
+        super().__init__(strategy, distribution or StrategyDistribution(devices))
         self.devices = list(self.whole.mesh.devices.flat)
 
     def step(self, model: Any, kind: str) -> steps.Step:
-        step = steps.keras_step(model, kind)
+        step = self.plain_step(model, kind)
         outputs = None if self.strategy.workers is None else self.whole
         if steps.compiles(model):
-            return steps.compiled(model, kind, step, self.whole, outputs)
+            return steps.compiled(model, kind, step, self.kept_layout, outputs)
         return step if outputs is None else steps.with_outputs(step, outputs)
+
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        self.lay_out([*model.variables, *model.optimizer.variables])
+        self.lay_out(model.metrics_variables)
+        step = self.plain_step(model, "train")
+        return planning.step_cost(model, step, batch, self.placer.layout)
+
+    def plain_step(self, model: Any, kind: str) -> steps.Step:
+        return steps.keras_step(model, kind)
+
+    def kept_layout(self, group: Sequence[Any]) -> Any:
+        return self.whole

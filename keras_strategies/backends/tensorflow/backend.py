@@ -28,7 +28,7 @@ from keras_strategies.backends.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
-from keras_strategies.errors import OutOfRangeError
+from keras_strategies.errors import BackendError, OutOfRangeError
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -138,6 +138,17 @@ class TensorFlowBackend(Backend):
         self, fn: Callable[..., Any], jit_compile: bool | None
     ) -> Callable[..., Any]:
         return function(fn, jit_compile)
+
+    def check_model_parallel(self) -> None:
+        raise BackendError(
+            "ks.ModelParallelStrategy was made with KERAS_BACKEND='tensorflow'. Keras "
+            "cuts variables over devices on JAX only: on TensorFlow a layer's kernel "
+            "is one `tf.Variable`, on one device. Set KERAS_BACKEND=jax; a model that "
+            "is saved there opens here. What works on TensorFlow: "
+            "ks.MirroredStrategy, with all variables on every device, and "
+            "ks.CentralStorageStrategy, which keeps them, and the optimizer's slots, "
+            "on one device that may be larger than the others, such as 'cpu:0'."
+        )
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         return TensorFlowTrainer(strategy)

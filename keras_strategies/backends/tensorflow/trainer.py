@@ -27,6 +27,7 @@ from keras_strategies.backends.tensorflow.run import (
 )
 from keras_strategies.backends.tensorflow.steps import StepFunction
 from keras_strategies.backends.tensorflow.workers import workers_of
+from keras_strategies.devices import Device
 from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class TensorFlowTrainer(TrainerAdapter):
             make(force)
         else:
             setattr(model, name, StepFunction(model, kind, self._call))
+
+    def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
+        return (self.placement.variables,)
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = keras_compat.raw_value(variable)

@@ -24,6 +24,7 @@ from keras_strategies.backends.torch.trainer import TorchTrainer
 from keras_strategies.backends.torch.workers import TorchWorkers
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
+from keras_strategies.errors import BackendError
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -125,6 +126,25 @@ class TorchBackend(Backend):
         self, fn: Callable[..., Any], jit_compile: bool | None
     ) -> Callable[..., Any]:
         return torch.compile(fn) if jit_compile else fn
+
+    def check_model_parallel(self) -> None:
+        version = keras.version()
+        if tuple(int(part) for part in version.split(".")[:2]) < (3, 16):
+            raise BackendError(
+                "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', where "
+                "cutting variables needs Keras 3.16 or newer (its variables are "
+                f"DTensors then); Keras {version} is installed. Update Keras, or set "
+                "KERAS_BACKEND=jax; a model that is saved there opens here. What works "
+                "with this version: ks.MirroredStrategy and, for slots that are too "
+                "large for the accelerators, ks.CentralStorageStrategy."
+            )
+        raise BackendError(
+            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch'. The "
+            f"DTensors that Keras {version} cuts variables with have a process for "
+            "each device, and this strategy's replicas are threads of one. Use "
+            "`keras.distribution.ModelParallel` in the processes that torchrun "
+            "starts, or set KERAS_BACKEND=jax; a model that is saved there opens here."
+        )
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         return TorchTrainer(strategy)

@@ -92,6 +92,10 @@ class TorchTrainer(TrainerAdapter):
 
         return step
 
+    def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
+        # Mirrored is what replicas read.
+        return self.placement.keepers if is_weight else (self.placement.variables,)
+
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = keras_compat.raw_value(variable)
         nbytes = raw.numel() * raw.element_size()

@@ -1,0 +1,270 @@
+"""`strategy.plan(build_fn, batch_shapes)`: what a model will need, from its shapes."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_strategies import keras_compat
+from keras_strategies.backends.base import StepCost, itemsize
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.layouts import Axes, VariableMesh
+from keras_strategies.strategies.describe import layout_text, readable_bytes
+from keras_strategies.strategies.picture import draw
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+_HEADER = ("variable", "shape", "dtype", "layout", "bytes per device")
+
+
+class AbstractScope(keras.StatelessScope):
+    """Variables that are made inside have shapes, and never values."""
+
+    def __init__(self) -> None:
+        super().__init__(initialize_variables=False)
+
+
+@dataclass(frozen=True)
+class PlannedVariable:
+    """One variable that a model would have.
+
+    Args:
+        path: str.
+        shape: tuple of int.
+        dtype: str.
+        kind: str, "weight", "slot" or "metric".
+        trainable: bool.
+        axes: tuple, the mesh's axes that it is cut along.
+        nbytes: int, bytes on each device that keeps it or a part of it.
+        devices: tuple of str, these devices.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    trainable: bool
+    axes: Axes
+    nbytes: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What training will need, per device; prints as text, and in notebooks as tables.
+
+    Args:
+        title: str, the strategy and the model.
+        variables: tuple of `PlannedVariable`.
+        cost: what a step costs.
+        mesh: the grid that variables are cut over; None where they are whole.
+    """
+
+    title: str
+    variables: tuple[PlannedVariable, ...]
+    cost: StepCost
+    mesh: VariableMesh | None = None
+
+    def bytes_per_device(self, kind: str) -> dict[str, int]:
+        """Bytes of the variables of a kind on each device.
+
+        Args:
+            kind: str, "weight", "slot", "metric", or "gradient": that of each trained
+                weight lies as the weight does.
+
+        Returns:
+            dict from device to int.
+        """
+        totals: dict[str, int] = {}
+        for variable in self.variables:
+            is_gradient = kind == "gradient" and variable.trainable
+            if variable.kind == kind or is_gradient:
+                for device in variable.devices:
+                    totals[device] = totals.get(device, 0) + variable.nbytes
+        return totals
+
+    @property
+    def peak(self) -> int | None:
+        """int, bytes that a device needs while a step runs; None if not known."""
+        return self.cost.peak
+
+    @property
+    def sent(self) -> int:
+        """int, bytes that a device sends in one step."""
+        return sum(nbytes for _, nbytes in self.cost.sent.values())
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Lines of what is needed and how much."""
+        lines = []
+        for name, kind in (
+            ("parameters", "weight"),
+            ("gradients", "gradient"),
+            ("optimizer slots", "slot"),
+        ):
+            totals = self.bytes_per_device(kind)
+            most = max(totals.values(), default=0)
+            where = "" if len(set(totals.values())) < 2 else f" on {_largest(totals)}"
+            lines.append((f"{name} per device", readable_bytes(most) + where))
+        if self.cost.peak is not None:
+            lines.append(("peak of a step per device", readable_bytes(self.cost.peak)))
+        for kind, (count, nbytes) in self.cost.sent.items():
+            text = f"{readable_bytes(nbytes)} in {count}"
+            lines.append((f"sent per step: {kind}", text))
+        if not self.cost.sent:
+            lines.append(("sent per step", "nothing"))
+        return lines
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                v.path,
+                "x".join(map(str, v.shape)) or "scalar",
+                v.dtype,
+                layout_text(v.axes, len(v.shape)),
+                readable_bytes(v.nbytes),
+            )
+            for v in self.variables
+            if v.kind == "weight"
+        ]
+
+    def __str__(self) -> str:
+        rows = [_HEADER, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i == len(_HEADER) - 1 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        rule = "-" * max(map(len, lines))
+        summary = self.summary()
+        width = max(len(name) for name, _ in summary)
+        needs = [f"{name.ljust(width)}  {text}" for name, text in summary]
+        table = [self.title, rule, lines[0], rule, *lines[1:], rule]
+        return "\n".join([*table, *needs, f"(steps: {self.cost.source})"])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def row(cells: tuple[str, ...], tag: str) -> str:
+            inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+            return f"<tr>{inner}</tr>"
+
+        body = "".join(row(cells, "td") for cells in self._rows())
+        needs = "".join(row(cells, "td") for cells in self.summary())
+        return (
+            f"<table><caption>{html.escape(self.title)}</caption>"
+            f"<thead>{row(_HEADER, 'th')}</thead><tbody>{body}</tbody></table>"
+            f"<table><tbody>{needs}</tbody></table>"
+            f"<p>Steps: {html.escape(self.cost.source)}.</p>"
+        )
+
+    def plot(self, largest: int = 6) -> Any:
+        """A picture of the mesh and of how the largest variables are cut.
+
+        Args:
+            largest: int, how many variables to draw.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Raises:
+            ValueError: if the strategy has no mesh.
+        """
+        weights = [v for v in self.variables if v.kind == "weight"]
+        return draw(self.mesh, [(v.path, v.shape, v.axes) for v in weights], largest)
+
+
+def _largest(totals: dict[str, int]) -> str:
+    return max(totals, key=lambda device: totals[device])
+
+
+def plan(strategy: Strategy, build_fn: Callable[[], Any], batch_shapes: Any) -> Plan:
+    """See `Strategy.plan`."""
+    batch = _abstract_batch(batch_shapes)
+    with (
+        strategy.scope(),
+        keras_compat.forgetting_deferred_variables(),
+        AbstractScope(),
+    ):
+        model = build_fn()
+        if not isinstance(model, keras.Model) or not model.compiled:
+            raise InvalidArgumentError(
+                "`build_fn` of `plan` makes a compiled `keras.Model`, whose optimizer "
+                f"and loss the plan is for. It returned: {model!r}"
+            )
+        _build(strategy, model, batch)
+        cost = strategy.trainer.step_cost(model, batch)
+        variables = _variables(strategy, model)
+        count = model.count_params()
+    title = f"{strategy!r}: plan of {model.name!r}, {count:,} parameters"
+    return Plan(title, variables, cost, strategy.placement.mesh)
+
+
+def _build(strategy: Strategy, model: Any, batch: Any) -> None:
+    # Slots take their layouts from the weights, which have them first therefore.
+    optimizer, model.optimizer = model.optimizer, None
+    keras_compat.symbolic_build(model, batch)
+    model.optimizer = optimizer
+    strategy.trainer.lay_out(model.variables)
+    keras_compat.build_optimizer_without_values(optimizer, model.trainable_variables)
+
+
+def _abstract_batch(shapes: Any) -> Any:
+    """`KerasTensor`s in place of shapes, and of arrays and the like."""
+    if shapes is None or isinstance(shapes, keras.KerasTensor):
+        return shapes
+    if isinstance(shapes, dict):
+        return {key: _abstract_batch(value) for key, value in shapes.items()}
+    if hasattr(shapes, "shape") and hasattr(shapes, "dtype"):
+        dtype = keras.backend.standardize_dtype(shapes.dtype)
+        return keras.KerasTensor(tuple(shapes.shape), dtype=dtype)
+    if not isinstance(shapes, (list, tuple)):
+        raise InvalidArgumentError(
+            "`batch_shapes` is a shape such as (32, 10), a `keras.KerasTensor`, an "
+            "array, or a structure of these as `fit` gets it: (x, y) or "
+            f"(x, y, sample_weight). Received: {shapes!r}"
+        )
+    if shapes and all(isinstance(n, int) and not isinstance(n, bool) for n in shapes):
+        return keras.KerasTensor(tuple(shapes))
+    return tuple(_abstract_batch(shape) for shape in shapes)
+
+
+def _variables(strategy: Strategy, model: Any) -> tuple[PlannedVariable, ...]:
+    kinds = {"weight": model.variables, "slot": model.optimizer.variables}
+    kinds["metric"] = model.metrics_variables
+    found: dict[int, PlannedVariable] = {}
+    for kind, variables in kinds.items():
+        devices = strategy.trainer.planned_devices(kind == "weight")
+        for variable in variables:
+            if id(variable) in found:
+                continue
+            axes = _axes(strategy, variable)
+            shape = tuple(variable.shape)
+            mesh = strategy.placement.mesh
+            part = mesh.shard_shape(shape, axes) if mesh else shape
+            found[id(variable)] = PlannedVariable(
+                variable.path,
+                shape,
+                variable.dtype,
+                kind,
+                kind == "weight" and bool(variable.trainable),
+                axes,
+                math.prod(part) * itemsize(variable.dtype),
+                tuple(str(device) for device in devices),
+            )
+    return tuple(found.values())
+
+
+def _axes(strategy: Strategy, variable: Any) -> Axes:
+    if strategy.placement.mesh is None:
+        return ()
+    layout = keras_compat.layout_of(variable)
+    return () if layout is None else tuple(layout.axes)

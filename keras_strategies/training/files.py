@@ -1,0 +1,108 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+
+_SEEDS = "keras_strategies_seeds"
+_SEEDS_FILE = f"{_SEEDS}.json"
+
+# What Keras writes as one file: models, and weights that are not in several.
+_SINGLE_FILES = (".keras", ".h5", ".hdf5")
+
+
+@contextlib.contextmanager
+def replacing(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
+    """Gives a path to write to; what is there in the end takes the place of `path`.
+
+    Keras 3.15 begins a file by emptying the one that was there, so that a process
+    that is killed while it saves would leave neither. What an interrupted process
+    leaves is `.part-NUMBER-NAME` beside it.
+
+    Args:
+        path: what was given to `save`. What is no local file of one of the formats of
+            Keras, a directory or an address, is written where it is.
+        seeds: the variables of seed generators, which Keras does not save. They are
+            added where Keras does not look, so that the file opens as any other.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        yield path
+        return
+    target = Path(path)
+    if target.suffix not in _SINGLE_FILES or "://" in str(path) or target.is_symlink():
+        yield path
+        return
+    # The name's end says the format.
+    part = target.with_name(f".part-{os.getpid()}-{target.name}")
+    try:
+        yield str(part)
+        _add_seeds(part, seeds)
+        _flush(part)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _add_seeds(part: Path, seeds: Sequence[Any]) -> None:
+    states = [keras.ops.convert_to_numpy(seed).tolist() for seed in seeds]
+    if not states:
+        return
+    if part.suffix == ".keras":
+        with zipfile.ZipFile(part, "a") as archive:
+            archive.writestr(_SEEDS_FILE, json.dumps(states))
+    else:
+        with h5py.File(part, "a") as file:
+            file.attrs[_SEEDS] = json.dumps(states)
+
+
+def read_seeds(source: Any, seeds: Sequence[Any]) -> None:
+    """Gives seed generators the states that `replacing` has added to a file.
+
+    Args:
+        source: a path to weights, or an open `.keras` file.
+        seeds: the variables of seed generators.
+    """
+    states = _seeds_in(source) if seeds else None
+    if states is None:
+        return
+    if len(states) != len(seeds):
+        warnings.warn(
+            f"The file has the states of {len(states)} seed generators and the model "
+            f"has {len(seeds)}; they begin anew.",
+            stacklevel=2,
+        )
+        return
+    for seed, state in zip(seeds, states, strict=True):
+        seed.assign(np.asarray(state, seed.dtype))
+
+
+def _seeds_in(source: Any) -> Any:
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        if path.suffix not in (".h5", ".keras") or not path.is_file():
+            return None
+        if path.suffix == ".h5":
+            with h5py.File(path, "r") as file:
+                text = file.attrs.get(_SEEDS)
+            return None if text is None else json.loads(text)
+    with zipfile.ZipFile(source, "r") as archive:
+        if _SEEDS_FILE not in archive.namelist():
+            return None
+        return json.loads(archive.read(_SEEDS_FILE))
+
+
+def _flush(path: Path) -> None:
+    """Brings a file to the disk before its name, in case the machine fails."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
