@@ -23,7 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".test-logs"
 BACKENDS = ("jax", "torch", "tensorflow")
-COMMON = ("tests/architecture", "tests/cli", "tests/cluster", "tests/packaging")
+COMMON = (
+    "tests/architecture",
+    "tests/checkpoints",
+    "tests/cli",
+    "tests/cluster",
+    "tests/packaging",
+)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
 import keras_strategies as ks
 
 
@@ -27,6 +29,25 @@ def _mirrored(count: int) -> Any:
     return ks.MirroredStrategy(_devices(count), always_split=True)
 
 
+def _model_parallel(layout_map: str, model_parallel: int) -> Any:
+    # The variables of the tests are small, too.
+    return ks.ModelParallelStrategy(
+        layout_map, _devices(4), model_parallel, min_shard_bytes=0
+    )
+
+
+# Grids of four devices, data x model. Other backends than JAX cannot cut variables.
+MODEL_PARALLEL = {
+    case.name: case
+    for case in (
+        StrategyCase("model_2x2", 2, lambda: _model_parallel("auto", 2)),
+        StrategyCase("model_1x4", 1, lambda: _model_parallel("auto", 4)),
+        StrategyCase("model_4x1", 4, lambda: _model_parallel("auto", 1)),
+        StrategyCase("fsdp_4", 4, lambda: _model_parallel("fsdp", 1)),
+        StrategyCase("fsdp_2x2", 2, lambda: _model_parallel("fsdp", 2)),
+    )
+}
+
 STRATEGIES = {
     case.name: case
     for case in (
@@ -42,3 +63,5 @@ STRATEGIES = {
         ),
     )
 }
+if keras.backend.backend() == "jax":
+    STRATEGIES |= {name: MODEL_PARALLEL[name] for name in ("model_2x2", "fsdp_2x2")}

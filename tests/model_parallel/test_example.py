@@ -1,0 +1,36 @@
+"""The example of a sharded transformer learns, as one device does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_transformer.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="only JAX cuts variables")
+@pytest.mark.parametrize("arguments", [("--model-parallel", "2"), ("--layout", "fsdp")])
+def test_the_example_learns(arguments) -> None:
+    process = subprocess.run(
+        [sys.executable, str(EXAMPLE), *arguments],
+        env={**os.environ, "KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    found = {
+        name: float(re.search(rf"{name}: ([\d.e+-]+)", process.stdout)[1])
+        for name in ("accuracy", "largest difference to one device")
+    }
+    assert found["accuracy"] > 0.9
+    assert found["largest difference to one device"] < 1e-3
+    assert "saved in parts as checkpoint 1" in process.stdout
+    assert "peak of a step per device" in process.stdout

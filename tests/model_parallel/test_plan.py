@@ -1,0 +1,218 @@
+"""`strategy.plan` and `describe`: bytes and layouts, before and after there are any."""
+
+from __future__ import annotations
+
+import resource
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+JAX = keras.backend.backend() == "jax"
+only_jax = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
+DEVICES = [f"cpu:{i}" for i in range(4)]
+
+
+def perceptron(units=64, inputs=32, built=True):
+    def build():
+        first = [keras.Input((inputs,))] if built else []
+        hidden = layers.Dense(units, "relu", name="up")
+        last = layers.Dense(inputs, name="down")
+        model = keras.Sequential([*first, hidden, layers.Dropout(0.5), last])
+        model.compile("adam", "mse", metrics=["mae"])
+        return model
+
+    return build
+
+
+def model_parallel(layout_map="auto", size=2):
+    return ks.ModelParallelStrategy(layout_map, DEVICES, size, min_shard_bytes=0)
+
+
+def resident() -> int:
+    """Bytes of this process at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@only_jax
+def test_a_model_far_larger_than_memory_is_planned() -> None:
+    before = resident()
+    strategy = ks.ModelParallelStrategy("auto", DEVICES, 4)
+    plan = strategy.plan(perceptron(2**20, 2**16), ((64, 2**16), (64, 2**16)))
+    kernel = 2**36 * 4
+    weights = plan.bytes_per_device("weight")
+    assert weights["cpu:0"] == pytest.approx(2 * kernel / 4, rel=1e-3)
+    slots = plan.bytes_per_device("slot")
+    assert slots["cpu:3"] == pytest.approx(4 * kernel / 4, rel=1e-3)
+    assert plan.peak > 6 * kernel / 4
+    assert resident() - before < 2**31
+    # Half a tebibyte is not waiting to be made either.
+    with ks.MirroredStrategy(DEVICES[:2]).scope():
+        layers.Dense(2).build((None, 2))
+    assert resident() - before < 2**31
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_plan_says_what_then_is(built, strategy) -> None:
+    """Bytes by device of a plan are those of the model that is made after it."""
+    shapes = ((8, 32), (8, 32))
+    plan = strategy.plan(perceptron(built=built), shapes)
+    with strategy.scope():
+        model = perceptron(built=built)()
+    # Mirrored variables of Torch are copied when replicas first read them.
+    x = np.zeros((8, 32), "float32")
+    model.fit(x, x, batch_size=8, verbose=0)
+    if keras.backend.backend() == "torch" and strategy.num_replicas_in_sync > 1:
+        totals = dict.fromkeys(DEVICES, 0)
+        for variable in model.variables:
+            for copy in strategy.trainer.copies(variable):
+                totals[copy.device] += copy.nbytes
+        weights = plan.bytes_per_device("weight")
+        assert weights["cpu:0"] == totals["cpu:0"]
+        return
+    totals = strategy.describe(model).totals
+    kinds = [plan.bytes_per_device(kind) for kind in ("weight", "slot", "metric")]
+    for device, nbytes in totals.items():
+        assert sum(kind.get(device, 0) for kind in kinds) == nbytes
+
+
+def test_gradients_are_as_large_as_what_is_trained() -> None:
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
+    trained = (32 * 64 + 64 + 64 * 32 + 32) * 4
+    assert plan.bytes_per_device("gradient") == {"cpu:0": trained}
+    # Two slots for each, the iteration and the learning rate.
+    iteration = np.dtype("int64" if TENSORFLOW else "int32").itemsize
+    assert plan.bytes_per_device("slot") == {"cpu:0": 2 * trained + iteration + 4}
+    assert plan.sent == 0
+
+
+@only_jax
+def test_what_is_sent_is_read_from_the_program() -> None:
+    """Data parallelism sends gradients, once, in a ring: 2(n-1)/n of their bytes."""
+    strategy = ks.MirroredStrategy(DEVICES)
+    plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
+    (gradients,) = set(plan.bytes_per_device("gradient").values())
+    assert set(plan.cost.sent) == {"all-reduce"}
+    # And a few scalars of the loss and the metrics.
+    assert plan.sent == pytest.approx(2 * 3 / 4 * gradients, abs=100)
+
+
+@only_jax
+def test_fsdp_gathers_what_it_cuts() -> None:
+    plan = model_parallel("fsdp", 1).plan(perceptron(), ((8, 32), (8, 32)))
+    (parameters,) = set(plan.bytes_per_device("weight").values())
+    count, nbytes = plan.cost.sent["all-gather"]
+    assert count >= 2
+    # Each device lacks three parts of four.
+    assert nbytes == pytest.approx(3 * parameters, rel=0.05)
+
+
+@only_jax
+def test_peak_memory_falls_with_the_model_axis() -> None:
+    peaks = [
+        model_parallel("auto", size)
+        .plan(perceptron(1024, 512), ((8, 512), (8, 512)))
+        .peak
+        for size in (1, 2, 4)
+    ]
+    assert peaks[1] < 0.6 * peaks[0]
+    assert peaks[2] < 0.6 * peaks[1]
+
+
+@only_jax
+def test_collectives_in_loops_count_as_often_as_they_run() -> None:
+    from keras_strategies.backends.jax.planning import sent_bytes
+
+    program = """
+HloModule step, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%body (t: (s32[], bf16[8])) -> (s32[], bf16[8]) {
+  %g = bf16[8]{0} all-gather(%x), replica_groups=[2,2]<=[4], dimensions={0}
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %w = (s32[], bf16[8]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %r = (f32[4]{0}, f32[2,2]{1,0}) all-reduce(%p, %q), replica_groups={{0,1,2,3}}, to_apply=%sum
+  %s = f32[2]{0} reduce-scatter(%p), replica_groups=mesh['a'=2,'b'=2] {'a'}, to_apply=%sum
+  ROOT %p2 = f32[4]{0} collective-permute(%p), source_target_pairs={{0,1}}
+}
+"""  # noqa: E501
+    assert sent_bytes(program) == {
+        "all-gather": (5, 5 * 8),
+        "all-reduce": (1, 48),
+        "reduce-scatter": (1, 8),
+        "collective-permute": (1, 16),
+    }
+
+
+@only_jax
+def test_a_plan_and_a_description_are_readable() -> None:
+    strategy = model_parallel()
+    plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
+    text = str(plan)
+    assert "'auto', 2 batch x 2 model" in text.splitlines()[0]
+    assert "4,192 parameters" in text.splitlines()[0]
+    (line,) = (line for line in text.splitlines() if "up/kernel" in line)
+    assert line.split() == [
+        "sequential/up/kernel" if line.startswith("sequential/") else line.split()[0],
+        *["32x64", "float32", "(-,", "model)", "4.0", "KiB"],
+    ]
+    assert "read from the compiled step" in text
+    assert "<td>(-, model)</td>" in plan._repr_html_()
+    with strategy.scope():
+        model = perceptron()()
+    description = strategy.describe(model)
+    assert "(-, model)" in str(description)
+    assert "(-, model)" in description._repr_html_()
+
+
+@only_jax
+def test_the_picture_has_every_device_and_the_largest_variables() -> None:
+    strategy = model_parallel()
+    with strategy.scope():
+        model = perceptron()()
+    plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
+    for source in (plan, strategy.describe(model)):
+        figure = source.plot(largest=2)
+        mesh, *variables = figure.axes
+        assert [t.get_text() for t in mesh.texts if "cpu" in t.get_text()] == DEVICES
+        titles = [place.get_title() for place in variables]
+        assert sorted(title.split("\n")[1] for title in titles) == [
+            "32 x 64",
+            "64 x 32",
+        ]
+        parts = {text.get_text() for place in variables for text in place.texts}
+        assert parts == {"cpu:0, cpu:2", "cpu:1, cpu:3"}
+
+
+def test_without_a_mesh_there_is_no_picture() -> None:
+    plan = ks.OneDeviceStrategy("cpu:0").plan(perceptron(), ((8, 32), (8, 32)))
+    with pytest.raises(ValueError, match="no mesh to draw"):
+        plan.plot()
+
+
+def test_bad_arguments_of_plan(strategy) -> None:
+    with pytest.raises(ValueError, match="makes a compiled `keras"):
+        strategy.plan(lambda: keras.Sequential([layers.Dense(1)]), ((8, 2), (8, 1)))
+    with pytest.raises(ValueError, match="`batch_shapes` is a shape such as"):
+        strategy.plan(perceptron(), "8x32")
+
+
+@pytest.mark.skipif(JAX, reason="JAX can cut variables")
+def test_other_backends_say_what_works_there() -> None:
+    with pytest.raises(ks.errors.BackendError) as caught:
+        ks.ModelParallelStrategy(devices=DEVICES)
+    message = str(caught.value)
+    assert message.startswith("ks.ModelParallelStrategy was made with KERAS_BACKEND=")
+    assert "KERAS_BACKEND=jax" in message
+    if keras.backend.backend() == "torch":
+        assert keras.version() in message

@@ -1,0 +1,167 @@
+"""`save_sharded` and `load_sharded`: each device writes and reads its own parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+from harness.strategies import MODEL_PARALLEL, STRATEGIES
+from keras import layers
+
+import keras_strategies as ks
+
+JAX = keras.backend.backend() == "jax"
+TIMEOUT = 60.0
+
+
+def made(strategy, units=16):
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.Dense(units, "tanh"),
+                layers.Dropout(0.5, seed=1),
+            ]
+        )
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def fit(model):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(23, 8)), random.normal(size=(23, model.output_shape[1]))
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+
+def state(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return [keras.ops.convert_to_numpy(v) for v in variables]
+
+
+@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+@pytest.mark.parametrize(
+    "target", ["model_1x4", "fsdp_2x2", "mirrored_2", "one_device"]
+)
+def test_a_checkpoint_goes_on_under_another_mesh(target, tmp_path) -> None:
+    source = MODEL_PARALLEL["model_2x2"].make()
+    model = made(source)
+    fit(model)
+    assert source.save_sharded(model, tmp_path) == 1
+    strategy = {**STRATEGIES, **MODEL_PARALLEL}[target].make()
+    other = made(strategy)
+    layout = [v.value.sharding for v in other.variables]
+    assert strategy.load_sharded(other, tmp_path) == 1
+    assert [v.value.sharding for v in other.variables] == layout
+    for a, b in zip(state(model), state(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    fit(model)
+    fit(other)
+    # The seeds went on too: dropout draws the same masks.
+    for a, b in zip(state(model), state(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+def test_parts_are_written_as_they_lie(tmp_path) -> None:
+    strategy = MODEL_PARALLEL["fsdp_2x2"].make()
+    model = made(strategy)
+    strategy.save_sharded(model, tmp_path)
+    text = (tmp_path / "1/state/array_metadatas/process_0").read_text()
+    written = {
+        about["array_metadata"]["param_name"]: about["array_metadata"]["write_shape"]
+        for about in json.loads(text)["array_metadatas"]
+    }
+    (kernel,) = {s.data.shape for s in model.weights[0].value.addressable_shards}
+    assert kernel == (4, 8)
+    assert tuple(written["model.000000"]) == kernel
+
+
+@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+def test_old_checkpoints_go(tmp_path) -> None:
+    strategy = STRATEGIES["mirrored_2"].make()
+    model = made(strategy)
+    assert [strategy.save_sharded(model, tmp_path, keep=2) for _ in range(3)] == [
+        1,
+        2,
+        3,
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+SAVER = """
+import sys
+import keras, numpy as np, keras_strategies as ks
+strategy = ks.ModelParallelStrategy("auto", [f"cpu:{i}" for i in range(4)])
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4_000_000)])
+number = 0
+while True:
+    number += 1
+    model.set_weights([np.full(w.shape, number, "float32") for w in model.weights])
+    print(strategy.save_sharded(model, sys.argv[1]), flush=True)
+"""
+
+
+@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "KERAS_BACKEND": "jax"},
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "1\n"
+        until = time.monotonic() + TIMEOUT
+        while not list(tmp_path.glob("*tmp*/state*")):
+            assert time.monotonic() < until
+            time.sleep(0.0005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(TIMEOUT)
+        process.stdout.close()
+    assert list(tmp_path.glob("*tmp*")), "it was not in the middle"
+    strategy = ks.ModelParallelStrategy("auto", [f"cpu:{i}" for i in range(2)])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4_000_000)])
+    number = strategy.load_sharded(model, tmp_path)
+    assert number >= 1
+    for weight in model.get_weights():
+        assert np.all(weight == number)
+
+
+@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+def test_what_cannot_be_loaded(tmp_path) -> None:
+    strategy = MODEL_PARALLEL["model_2x2"].make()
+    model = made(strategy)
+    with pytest.raises(ValueError, match="no directory"):
+        strategy.load_sharded(model, tmp_path / "none")
+    with pytest.raises(ValueError, match="no finished checkpoint"):
+        strategy.load_sharded(model, tmp_path)
+    strategy.save_sharded(model, tmp_path)
+    with pytest.raises(ValueError, match="of another model") as caught:
+        strategy.load_sharded(made(strategy, units=12), tmp_path)
+    assert "[8, 16] there and" in str(caught.value)
+    with strategy.scope():
+        unbuilt = keras.Sequential([keras.Input((8,)), layers.Dense(16)])
+    with pytest.raises(ValueError, match="of another model"):
+        strategy.load_sharded(unbuilt, tmp_path)
+    with pytest.raises(ValueError, match="`keep` is a number"):
+        strategy.save_sharded(model, tmp_path, keep=0)
+    with pytest.raises(RuntimeError, match="was not made in the scope"):
+        MODEL_PARALLEL["model_1x4"].make().save_sharded(model, tmp_path)
+
+
+@pytest.mark.skipif(JAX, reason="JAX cuts variables")
+def test_other_backends_say_what_to_use(mirrored, tmp_path) -> None:
+    model = made(mirrored)
+    with pytest.raises(RuntimeError, match=r"Use `model\.save`"):
+        mirrored.save_sharded(model, tmp_path)

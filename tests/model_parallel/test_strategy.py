@@ -1,0 +1,311 @@
+"""`ModelParallelStrategy`: the numbers of one device, parts on every device."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from harness import data, models
+from harness.strategies import MODEL_PARALLEL
+from harness.training import ADAM_TOLERANCE, Case, assert_same_training
+from keras import layers, optimizers
+from keras.distribution import DeviceMesh, LayoutMap
+
+import keras_strategies as ks
+
+JAX = keras.backend.backend() == "jax"
+pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
+
+DEVICES = [f"cpu:{i}" for i in range(4)]
+
+CASES = [
+    Case("dense_weights_23", rows=23, sample_weight=True, metrics=lambda: ["accuracy"]),
+    Case("size_3", rows=3),
+    Case("conv_bn_25", model=models.conv, data=data.images, rows=25),
+    Case("dense_bn_3", model=models.dense_bn, rows=3),
+    Case(
+        "transformer_adam",
+        model=models.transformer,
+        data=data.tokens,
+        rows=23,
+        optimizer=lambda: optimizers.Adam(0.01),
+        tolerance=ADAM_TOLERANCE,
+    ),
+    Case("embedding_lstm_mask", model=models.lstm, data=data.tokens, rows=25),
+    Case(
+        "embedding_adagrad",
+        model=models.gru_tagger,
+        data=data.tagged,
+        metrics=lambda: ["accuracy"],
+        optimizer=lambda: optimizers.Adagrad(0.1),
+        rows=23,
+    ),
+    Case(
+        "global_clipnorm_ema",
+        optimizer=lambda: optimizers.SGD(
+            0.1, momentum=0.9, global_clipnorm=0.1, use_ema=True
+        ),
+        # Nothing after `fit`: Keras 3.15 lets weights and averages share memory.
+        script=lambda case, model, all_rows: {
+            "history": model.fit(
+                all_rows.x, all_rows.y, batch_size=8, epochs=2, verbose=0, shuffle=False
+            ).history
+        },
+    ),
+    Case(
+        "accumulation",
+        rows=25,
+        optimizer=lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    ),
+    Case(
+        "mixed_bfloat16",
+        policy="mixed_bfloat16",
+        optimizer=lambda: optimizers.SGD(0.1),
+        # Eight bits of mantissa, and gradients near zero that are added in parts.
+        tolerance=2**-5,
+    ),
+    Case(
+        "steps_per_execution",
+        rows=39,
+        compile={"steps_per_execution": 3},
+        metrics=lambda: ["accuracy"],
+    ),
+    Case("regularized_eager", model=models.regularized, compile={"run_eagerly": True}),
+]
+
+
+def _parameters():
+    names = list(MODEL_PARALLEL)
+    for i, case in enumerate(CASES):
+        for name in names:
+            marks = [] if name == names[i % len(names)] else [pytest.mark.slow]
+            yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
+
+
+@pytest.mark.parametrize("case, name", list(_parameters()))
+def test_same_as_one_device(case, name) -> None:
+    assert_same_training(case, MODEL_PARALLEL[name].make())
+
+
+def network(units=16):
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(units, "relu", name="up"),
+            layers.Dense(8, name="down"),
+        ]
+    )
+
+
+def made(strategy, build=network, optimizer="adam"):
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = build()
+        model.compile(optimizer, "mse")
+    return model
+
+
+def rows(count=22):
+    random = np.random.default_rng(0)
+    return (random.normal(size=(count, 8)).astype("float32") for _ in range(2))
+
+
+def parts(variable):
+    """For each device the shape of what it keeps of a variable."""
+    return {
+        f"cpu:{shard.device.id}": shard.data.shape
+        for shard in variable.value.addressable_shards
+    }
+
+
+@pytest.mark.parametrize("when", ["made", "trained", "loaded"])
+def test_variables_and_slots_are_in_parts(when, tmp_path) -> None:
+    strategy = ks.ModelParallelStrategy("auto", DEVICES, 2, min_shard_bytes=0)
+    model = made(strategy)
+    x, y = rows()
+    model.optimizer.build(model.trainable_variables)
+    if when != "made":
+        model.fit(x, y, batch_size=8, verbose=0)
+    if when == "loaded":
+        model.save(tmp_path / "model.keras")
+        with strategy.scope():
+            model = keras.models.load_model(tmp_path / "model.keras")
+    up, _, down, _ = model.weights
+    slots = [v for v in model.optimizer.variables if "up_kernel" in v.path]
+    assert len(slots) == 2
+    for variable in (up, *slots):
+        assert parts(variable) == dict.fromkeys(DEVICES, (8, 8))
+    assert parts(down) == dict.fromkeys(DEVICES, (8, 8))
+    ups = [np.asarray(s.data) for s in up.value.addressable_shards]
+    np.testing.assert_array_equal(np.concatenate(ups[:2], 1), up.numpy())
+    assert "in parts on cpu:0, cpu:1, cpu:2, cpu:3" in repr(up)
+
+
+def test_fsdp_keeps_a_share_of_everything_large() -> None:
+    strategy = ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=64)
+    model = made(strategy)
+    x, y = rows()
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert strategy.num_replicas_in_sync == 4
+    totals = strategy.describe(model).totals
+    assert len(set(totals.values())) == 1
+    # Two kernels with two slots each, of 8 x 16 floats, in four parts.
+    whole = sum(v.value.nbytes for v in [*model.variables, *model.optimizer.variables])
+    cut = 6 * 8 * 16 * 4
+    metric = 8
+    assert totals["cpu:0"] == whole - cut + cut // 4 + metric
+
+
+def test_a_layout_map_of_keras_brings_its_mesh() -> None:
+    mesh = DeviceMesh((2, 2), ("data", "tp"), np.array(DEVICES[::-1]))
+    layout_map = LayoutMap(mesh)
+    layout_map[".*up/kernel"] = (None, "tp")
+    layout_map[".*up/output"] = ("data", "tp")
+    strategy = ks.ModelParallelStrategy(layout_map)
+    assert strategy.mesh.sizes == {"data": 2, "tp": 2}
+    assert strategy.distribution.device_mesh.axis_names == ["data", "tp"]
+    assert isinstance(strategy.distribution, keras.distribution.ModelParallel)
+    assert [str(r[0]) for r in strategy.mesh.rows] == ["cpu:3", "cpu:1"]
+    x, y = rows(23)
+    results = []
+    for chosen in (strategy, ks.get_strategy()):
+        model = made(chosen, optimizer=optimizers.SGD(0.1))
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        results.append(model.get_weights())
+        if chosen is strategy:
+            assert parts(model.weights[0])["cpu:0"] == (8, 8)
+            assert parts(model.weights[2])["cpu:0"] == (16, 8)
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODEL_PARALLEL)
+def test_a_custom_loop_equals_one_device(name) -> None:
+    """Replicas are the places on the data axis; variables are whole in them."""
+    x, y = rows(23)
+
+    def train(strategy):
+        model = made(strategy)
+        with strategy.scope():
+            mean = keras.metrics.Mean()
+            optimizer = optimizers.Adam(0.01)
+        seen = set()
+
+        def replica_step(batch):
+            x, y = batch
+
+            def loss_fn():
+                seen.add(model.weights[0].value.shape)
+                per_row = keras.ops.mean((model(x, training=True) - y) ** 2, axis=-1)
+                mean.update_state(per_row)
+                return ks.compute_average_loss(per_row)
+
+            value, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
+            optimizer.apply(gradients, model.trainable_variables)
+            return value, x
+
+        @ks.function
+        def step(batch):
+            value, inputs = strategy.run(replica_step, args=(batch,))
+            total = strategy.reduce("SUM", value, axis=None)
+            return total, strategy.gather(inputs, axis=0)
+
+        dataset = strategy.experimental_distribute_dataset((x, y), batch_size=8)
+        logs, inputs = [], []
+        for _ in range(2):
+            for batch in dataset:
+                value, gathered = step(batch)
+                logs.append(float(value))
+                inputs.append(np.asarray(gathered))
+        assert seen == {(8, 16)}
+        np.testing.assert_array_equal(np.concatenate(inputs), np.tile(x, (2, 1)))
+        return [np.array([*logs, float(mean.result())]), *model.get_weights()]
+
+    x, y = rows(23)
+    expected = train(ks.get_strategy())
+    strategy = MODEL_PARALLEL[name].make()
+    for one, other in zip(expected, train(strategy), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_run_leaves_variables_in_parts() -> None:
+    strategy = MODEL_PARALLEL["fsdp_2x2"].make()
+    with strategy.scope():
+        variable = keras.Variable(np.ones((8, 8), "float32"), name="kernel")
+    layout = parts(variable)
+    assert layout == dict.fromkeys(DEVICES, (4, 4))
+    strategy.run(lambda: variable.assign(variable + 1.0))
+    assert parts(variable) == layout
+    np.testing.assert_array_equal(variable.numpy(), np.full((8, 8), 2.0))
+
+
+def test_a_step_is_compiled_once_for_each_shape() -> None:
+    strategy = MODEL_PARALLEL["fsdp_2x2"].make()
+    traces = []
+
+    class Counting(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(8)
+
+        def call(self, inputs, training=False):
+            if training and inputs.shape[0] is not None:
+                traces.append(inputs.shape[0])
+            return self.dense(inputs)
+
+    model = made(strategy, Counting)
+    x, y = rows(23)
+    model.fit(x, y, batch_size=8, verbose=0)
+    traces.clear()
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    assert traces == []
+
+
+# --- What cannot be --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"model_parallel": 3}, "does not divide the number of devices, 4"),
+        ({"layout_map": "megatron"}, "`layout_map` is 'auto', 'fsdp'"),
+        ({"layout_map": {"kernel": "model"}}, "The layout of 'kernel' is a tuple"),
+        ({"devices": ["cpu:0", "cpu:0"]}, "cpu:0"),
+    ],
+)
+def test_bad_arguments(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ks.ModelParallelStrategy(**{"devices": DEVICES, **arguments})
+
+
+def test_a_mesh_of_another_size_than_the_devices() -> None:
+    layout_map = LayoutMap(DeviceMesh((2, 2), ("batch", "model"), np.array(DEVICES)))
+    with pytest.raises(ValueError, match=r"for 4 devices, but `devices` names 2"):
+        ks.ModelParallelStrategy(layout_map, DEVICES[:2])
+    with pytest.raises(ValueError, match=r"`model_parallel` is 4, but .* \(2, 2\)"):
+        ks.ModelParallelStrategy(layout_map, model_parallel=4)
+
+
+def test_a_variable_that_its_layout_does_not_fit() -> None:
+    strategy = ks.ModelParallelStrategy({".*kernel": (None, "model")}, DEVICES, 4)
+    message = r"'up/kernel' of shape \(8, 6\).*axis 1, 6, does not divide"
+    with strategy.scope(), pytest.raises(ValueError, match=message):
+        layers.Dense(6, name="up").build((None, 8))
+
+
+def test_a_model_of_another_strategy_is_refused() -> None:
+    strategy = MODEL_PARALLEL["model_2x2"].make()
+    with ks.MirroredStrategy(DEVICES[:2]).scope():
+        model = network()
+    with strategy.scope(), pytest.raises(RuntimeError, match="Mixing different"):
+        model.predict(next(rows()))
+
+
+def test_it_says_what_it_is() -> None:
+    strategy = MODEL_PARALLEL["model_2x2"].make()
+    assert repr(strategy) == (
+        "<ModelParallelStrategy 'auto', 2 batch x 2 model, on cpu:0, cpu:1, cpu:2, "
+        "cpu:3>"
+    )
+    assert strategy.extended.parameter_devices == tuple(DEVICES)
+    assert strategy.extended.worker_devices == ("cpu:0", "cpu:2")
