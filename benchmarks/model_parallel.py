@@ -1,0 +1,265 @@
+"""Model parallelism: against Keras's `ModelParallel` by itself, and against `jax.jit`.
+
+One run on two virtual CPU devices with a core each trains the same transformer and the
+same perceptron in three ways, whose variables are cut alike: under
+`ks.ModelParallelStrategy`; under `keras.distribution.ModelParallel` with a `LayoutMap`;
+and by hand, with a `jax.jit` over stateless calls whose state and batches have
+shardings. Numbers are medians of rounds in which they take turns, in milliseconds per
+step. Memory is the peak of a step on each of four devices, from the analysis of the
+compiled program, for a model axis of 1, 2 and 4 devices, and for FSDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measuring import measure, use_cores
+
+HERE = Path(__file__).parent
+BATCH, STEPS = 32, 12
+LAYOUTS = {"model axis": ("auto", 2), "fsdp": ("fsdp", 1)}
+
+
+def transformer() -> Any:
+    sys.path.insert(0, str(HERE.parent / "examples"))
+    import keras
+    from sharded_transformer import transformer as build
+
+    model = build(width=256, blocks=2, heads=8)
+    model.compile(keras.optimizers.Adam(1e-3), _loss())
+    return model
+
+
+def perceptron() -> Any:
+    import keras
+    from keras import layers
+
+    keras.utils.set_random_seed(1)
+    # Named, so that paths are the same in each model of a process.
+    hidden = [layers.Dense(1024, "relu", name=f"hidden{i}") for i in range(4)]
+    last = layers.Dense(32, name="scores")
+    model = keras.Sequential([keras.Input((12,)), *hidden, last], name="perceptron")
+    model.compile(keras.optimizers.Adam(1e-3), _loss())
+    return model
+
+
+def _loss() -> Any:
+    import keras
+
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "transformer": transformer,
+    "perceptron": perceptron,
+}
+
+
+def data(name: str) -> tuple[Any, Any]:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    x = random.integers(0, 32, (BATCH * STEPS, 12)).astype("int32")
+    return x, (x if name == "transformer" else x[:, 0])
+
+
+def fitted(name: str, scope: Callable[[], Any]) -> Callable[[], float]:
+    """Milliseconds per step of `fit` in a scope."""
+    with scope():
+        model = MODELS[name]()
+    x, y = data(name)
+
+    def run() -> float:
+        with scope():
+            start = time.perf_counter()
+            model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+            return (time.perf_counter() - start) / STEPS * 1000
+
+    return run
+
+
+def by_keras(name: str, strategy: Any) -> Callable[[], float]:
+    """Keras alone, with the layouts that the strategy gives the same variables."""
+    from keras.distribution import LayoutMap, ModelParallel
+
+    mesh = strategy.distribution.device_mesh
+    layout_map = LayoutMap(mesh)
+    for path, axes in layouts(name, strategy).items():
+        layout_map[path] = axes
+    distribution = ModelParallel(
+        layout_map=layout_map, batch_dim_name="batch", auto_shard_dataset=False
+    )
+    return fitted(name, distribution.scope)
+
+
+def layouts(name: str, strategy: Any) -> dict[str, tuple[str | None, ...]]:
+    with strategy.scope():
+        model = MODELS[name]()
+    return {
+        path: (*axes, *[None] * (len(shape) - len(axes)))
+        for path, shape, axes in strategy.describe(model).layouts
+        if any(axes)
+    }
+
+
+def by_hand(name: str, strategy: Any) -> Callable[[], float]:
+    """A jitted step on arrays with shardings, without `fit`."""
+    import jax
+
+    with strategy.scope():
+        shardings = [v.value.sharding for v in MODELS[name]().trainable_variables]
+    model = MODELS[name]()
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    loss_of = _loss()
+    mesh = strategy.distribution.device_mesh.backend_mesh
+    rows = jax.NamedSharding(mesh, jax.P("batch"))
+    whole = jax.NamedSharding(mesh, jax.P())
+    by_shape = {
+        tuple(v.shape): s
+        for v, s in zip(model.trainable_variables, shardings, strict=True)
+    }
+    slots = [by_shape.get(tuple(v.shape), whole) for v in optimizer.variables]
+    rest = [whole for _ in model.non_trainable_variables]
+
+    def loss_fn(trainable: Any, fixed: Any, x: Any, y: Any) -> Any:
+        scores, fixed = model.stateless_call(trainable, fixed, x, training=True)
+        return loss_of(y, scores), fixed
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        trainable, fixed, slots = state
+        (loss, fixed), gradients = jax.value_and_grad(loss_fn, has_aux=True)(
+            trainable, fixed, x, y
+        )
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return (trainable, fixed, slots), loss
+
+    compiled = jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=((shardings, rest, slots), whole),
+    )
+    values = (
+        [jax.device_put(v.value, s) for v, s in zip(vs, ss, strict=True)]
+        for vs, ss in (
+            (model.trainable_variables, shardings),
+            (model.non_trainable_variables, rest),
+            (optimizer.variables, slots),
+        )
+    )
+    state = [tuple(values)]
+    x, y = data(name)
+
+    def run() -> float:
+        start = time.perf_counter()
+        total = 0.0
+        for i in range(STEPS):
+            part = slice(i * BATCH, (i + 1) * BATCH)
+            batch = jax.device_put((x[part], y[part]), rows)
+            state[0], loss = compiled(state[0], *batch)
+        total += float(loss)
+        return (time.perf_counter() - start) / STEPS * 1000
+
+    return run
+
+
+def work(rounds: int) -> None:
+    """Measures everything on two cores and prints a line of JSON."""
+    use_cores("jax", 2)
+    import keras_strategies as ks
+
+    results: dict[str, Any] = {}
+    for name in MODELS:
+        for kind, (layout_map, size) in LAYOUTS.items():
+            strategy = ks.ModelParallelStrategy(
+                layout_map, ["cpu:0", "cpu:1"], size, min_shard_bytes=2**14
+            )
+            contestants = {
+                "ours": fitted(name, strategy.scope),
+                "keras": by_keras(name, strategy),
+                "by hand": by_hand(name, strategy),
+            }
+            results[f"{name}, {kind}"] = measure(contestants, rounds)
+    print(json.dumps(results))
+
+
+def memory() -> dict[str, dict[str, int]]:
+    """Peak bytes of a step on each of four devices."""
+    import keras_strategies as ks
+
+    devices = [f"cpu:{i}" for i in range(4)]
+    grids = {"4 x 1": ("auto", 1), "2 x 2": ("auto", 2), "1 x 4": ("auto", 4)}
+    found: dict[str, dict[str, int]] = {}
+    for name, build in MODELS.items():
+        x, y = data(name)
+        batch = (x[:BATCH], y[:BATCH])
+        found[name] = {
+            grid: ks.ModelParallelStrategy(kind, devices, size, min_shard_bytes=2**14)
+            .plan(build, batch)
+            .peak
+            for grid, (kind, size) in {**grids, "fsdp, 4 x 1": ("fsdp", 1)}.items()
+        }
+    return found
+
+
+def table(times: dict[str, Any], peaks: dict[str, Any]) -> str:
+    """The results as Markdown tables."""
+    lines = [
+        "| model, layout | ours | Keras ModelParallel | by hand | ours / faster |",
+        "|---|---|---|---|---|",
+    ]
+    for name, ms in times.items():
+        faster = min(ms["keras"], ms["by hand"])
+        lines.append(
+            f"| {name} | {ms['ours']:.1f} ms | {ms['keras']:.1f} ms "
+            f"| {ms['by hand']:.1f} ms | {faster / ms['ours']:.2f} |"
+        )
+    grids = list(next(iter(peaks.values())))
+    lines += ["", f"| peak per device | {' | '.join(grids)} |", "|---" * 5 + "|"]
+    for name, own in peaks.items():
+        cells = " | ".join(f"{own[grid] / 2**20:.1f} MiB" for grid in grids)
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--worker", choices=["times", "memory"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker == "times":
+        work(options.rounds)
+        return
+    if options.worker == "memory":
+        print(json.dumps(memory()))
+        return
+    found = {}
+    for worker in ("times", "memory"):
+        command = [sys.executable, __file__, "--worker", worker]
+        process = subprocess.run(
+            [*command, "--rounds", str(options.rounds)],
+            env={**os.environ, "KERAS_BACKEND": "jax"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        found[worker] = json.loads(process.stdout.splitlines()[-1])
+    with contextlib.suppress(FileExistsError):
+        options.output.mkdir()
+    text = json.dumps(found, indent=2) + "\n"
+    (options.output / "model_parallel.json").write_text(text)
+    print(table(found["times"], found["memory"]))
+
+
+if __name__ == "__main__":
+    main()
