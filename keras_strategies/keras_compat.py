@@ -707,6 +707,13 @@ def all_variables(model: Any) -> list[Any]:
     return [v for v in unique.values() if raw_value(v) is not None]
 
 
+def build_optimizer(model: Any) -> None:
+    """Makes the optimizer's variables of a built model, which `fit` does at once."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and model.built and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+
+
 def initial_epoch(model: Any) -> int:
     """The epoch that `fit` begins with, where a backup has been restored.
 

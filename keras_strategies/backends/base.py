@@ -392,6 +392,9 @@ class TrainerAdapter(abc.ABC):
         workers = self.placement.workers
         if workers is None:
             return
+        if all_of_them:
+            # As the chief has it, which may have restored a file.
+            keras_compat.build_optimizer(model)
         self.share_variables(keras_compat.all_variables(model), all_of_them)
 
     def share_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
@@ -400,6 +403,10 @@ class TrainerAdapter(abc.ABC):
         assert workers is not None
         if not all_of_them:
             variables = [v for v in variables if v not in self._shared]
+        workers.group.agree(
+            "the model's variables (their shapes and dtypes)",
+            [[list(variable.shape), variable.dtype] for variable in variables],
+        )
         if not variables:
             return
         values = [keras_compat.raw_value(variable) for variable in variables]

@@ -273,6 +273,9 @@ class _Saved:
         if save is not None:
             save(str(part / "checkpoint"))
         elif isinstance(self.checkpoint, keras.Model):
+            if keras.backend.backend() == "jax":
+                # In `fit`, variables are empty between steps.
+                keras_compat.sync_jax_state(self.checkpoint)
             self.checkpoint.save_weights(part / "model.weights.h5")
             metrics = [
                 keras.ops.convert_to_numpy(variable)

@@ -197,6 +197,8 @@ class WorkerGroup:
                     )
                 self._condition.wait(BEAT)
             answer, joined = self._results.pop(key)
+            # All are here, so what had failed has been dealt with.
+            self._failure = None
         for other, other_what in enumerate(answer["whats"]):
             if other_what != what:
                 raise WorkerError(
@@ -240,8 +242,8 @@ class WorkerGroup:
             if found != value:
                 raise ClusterError(
                     f"Workers do not agree on {what}: worker {self.index} has "
-                    f"{value!r}, worker {other} has {found!r}. All run the same "
-                    "script on the same data."
+                    f"{_short(value)}, worker {other} has {_short(found)}. All run the "
+                    "same script on the same data."
                 )
 
     # Stopping together.
@@ -384,6 +386,11 @@ class WorkerGroup:
             with self._condition:
                 self._failure = loss
                 self._condition.notify_all()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _listen(host: str, ports: list[int]) -> socket.socket:
