@@ -1,7 +1,7 @@
 """Several workers compute what one device computes, and all of them the same.
 
-The cases are those of `tests/test_exactness.py`, each on one of three clusters in turn:
-two workers, three, and two with two devices each.
+The cases are those of `tests/test_exactness.py` that are not slow, each on one of three
+clusters in turn: two workers, three, and two with two devices each.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ BACKEND = keras.backend.backend()
 
 def runs() -> list:
     clusters = itertools.cycle(("two", "three", "two_by_two"))
+    cases = [
+        case
+        for case in CASES.values()
+        if BACKEND not in case.refused_by and not case.slow
+    ]
     return [
-        pytest.param(
-            case.name,
-            cluster,
-            id=f"{case.name}-{cluster}",
-            marks=[pytest.mark.slow] if case.slow else [],
-        )
-        for case, cluster in zip(CASES.values(), clusters, strict=False)
-        if BACKEND not in case.refused_by
+        pytest.param(case.name, cluster, id=f"{case.name}-{cluster}")
+        for case, cluster in zip(cases, clusters, strict=False)
     ]
 
 
