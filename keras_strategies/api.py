@@ -31,6 +31,7 @@ from keras_strategies.strategies.model_parallel import ModelParallelStrategy
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
 from keras_strategies.strategies.plan import Plan
+from keras_strategies.strategies.tpu import DeviceAssignment, TPUStrategy
 from keras_strategies.training.hooks import gradients_are_aggregated
 from keras_strategies.training.losses import (
     compute_average_loss,
@@ -63,6 +64,7 @@ __all__ = [
     "DatasetCreator",
     "DefaultStrategy",
     "Description",
+    "DeviceAssignment",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
@@ -84,6 +86,7 @@ __all__ = [
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "VariableAggregation",

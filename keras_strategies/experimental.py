@@ -3,6 +3,7 @@
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_strategies.strategies.tpu import TPUStrategy
 from keras_strategies.training.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "PreemptionCheckpointHandler",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
 ]
