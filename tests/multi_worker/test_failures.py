@@ -28,9 +28,7 @@ LOST = [
 ]
 MORE = [
     FaultCase(kind, place, victim, workers=3)
-    for kind in ("kill", "stop", "raise", "exit")
-    for place in ("callback", "data")
-    for victim in (0, 2)
+    for kind, place, victim in (("kill", "data", 2), ("stop", "callback", 0))
 ]
 HOW = {
     "kill": "its process, or the connection to it, has ended.",
@@ -83,7 +81,8 @@ def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
     limit = TIMEOUT + 3 if case.kind == "stop" else TIMEOUT
     assert max(fast) < limit
     files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    hidden = [".saving-last.keras"] if case.place == "saving" else []
+    hidden = [name for name in files if name.startswith(".part-")]
+    assert len(hidden) == (case.place == "saving")
     assert files == [*hidden, "last.keras"]
     model = keras.saving.load_model(tmp_path / "checkpoints" / "last.keras")
     # That of the first epoch.
