@@ -89,8 +89,8 @@ def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
     assert len(hidden) == (case.place == "saving")
     assert files == [*hidden, "last.keras"]
     model = keras.saving.load_model(tmp_path / "checkpoints" / "last.keras")
-    # That of the first epoch. On JAX three workers compute 8 rows whole, each for itself,
-    # and may have ended the second when they hear of the loss.
+    # That of the first epoch. On JAX three workers compute 8 rows whole, each for
+    # itself, and may have ended the second when they hear of the loss.
     alone = BACKEND == "jax" and case.workers == 3
     assert int(model.optimizer.iterations) in (
         (STEPS, 2 * STEPS) if alone else (STEPS,)
