@@ -82,7 +82,8 @@ class TensorFlowTrainer(TrainerAdapter):
             setattr(model, name, StepFunction(model, kind, self._call))
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
-        return (self.placement.variables,)
+        # Mirrored is what replicas read.
+        return self.placement.keepers if is_weight else (self.placement.variables,)
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = keras_compat.raw_value(variable)
