@@ -205,8 +205,12 @@ def loop_over(iterable: type, in_program: Callable[[Any], ProgramIterator]) -> N
             control_flow._py_for_stmt(given, *loop)
             return
         iterator = in_program(given)
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
         control_flow._tf_iterator_for_stmt(iterator, *loop)
-        iterator.end()
+        # TensorFlow runs Python functions when their arguments are there, in any order.
+        with tf.control_dependencies(graph.get_operations()[before:]):
+            iterator.end()
 
     with contextlib.suppress(KeyError):  # Registered before.
         control_flow.for_loop_registry.register(iterable, for_statement)
