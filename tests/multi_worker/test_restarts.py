@@ -86,8 +86,9 @@ def test_a_restarted_run_ends_with_the_weights_of_one_without_a_failure(
     # 6 steps in an epoch; the third was under way.
     printed = process.stdout
     for worker in range(2):
-        lines = [x for x in printed.splitlines() if x.startswith(f"[worker {worker}]")]
-        assert [line.split("] ")[1] for line in lines] == [
+        lines = printed.splitlines()
+        told = f"[worker {worker}] attempt "
+        assert [line.split("] ")[1] for line in lines if line.startswith(told)] == [
             *(f"attempt 0 epoch {epoch}" for epoch in range(3)),
             *(f"attempt 1 epoch {epoch}" for epoch in range(2, EPOCHS)),
         ]
