@@ -1,0 +1,154 @@
+"""All that this package uses of Keras beyond its public interface.
+
+Tested with Keras 3.15 and 3.16. Each function says which symbol it relies on;
+`tests/test_keras_compat.py` fails when one of them moves.
+
+Keras is hooked in these places, all of them installed by the first strategy that
+needs them and none by an import:
+
+- `Trainer.__init__`, `Variable.__init__`: models and variables remember the
+  strategy that they were made under;
+- `fit` and its siblings, `compile`: run in that strategy's scope;
+- `make_train_function` and its siblings: the strategy wraps the step;
+- `Layer.__call__`: a thread can route the outermost call of a step;
+- `BatchNormalization._moments`: statistics over the global batch;
+- `EpochIterator.__init__`, `Trainer._symbolic_build`: input that cannot be split is
+  refused at once;
+- `optimizer.apply`, `variable.assign` and its siblings: replicas in `run`;
+- `Variable.__repr__`: says where the variable is;
+- `Model.save`, `save_weights` and `export`: only the chief of several workers writes.
+"""
+
+from __future__ import annotations
+
+from keras_strategies.keras_compat.hooks import (
+    ModelHooks,
+    install,
+)
+from keras_strategies.keras_compat.input import (
+    BatchPlacer,
+    DatasetPlacer,
+    batches_adapter,
+    batches_placed_by,
+    hook_tensorflow_input,
+    hook_torch_input,
+    is_adapter,
+    py_dataset_batches,
+)
+from keras_strategies.keras_compat.jax import (
+    hook_jax_input,
+    hook_jax_placement,
+    layout_of,
+    move_variable,
+    record_jax_state,
+    restore_jax_state,
+    set_layout,
+    sync_jax_state,
+)
+from keras_strategies.keras_compat.layers import (
+    clear_losses,
+    get_mask,
+    layer_calls_through,
+    layer_settings,
+    set_mask,
+    trained_variables,
+    wraps_torch_modules,
+)
+from keras_strategies.keras_compat.models import (
+    all_variables,
+    build_optimizer,
+    element_spec,
+    initial_epoch,
+    is_built,
+    seed_states,
+    set_initial_epoch,
+    set_strategy,
+    skip_steps,
+    strategy_of,
+    symbolic_build,
+)
+from keras_strategies.keras_compat.patching import (
+    is_installed,
+    replace,
+    uninstall,
+)
+from keras_strategies.keras_compat.state import (
+    build_optimizer_without_values,
+    current_stateless_scope,
+    forgetting_deferred_variables,
+    has_deferred_variables,
+    initialize_deferred_variables,
+    outside_stateless_scopes,
+    thread_state,
+    with_thread_state,
+)
+from keras_strategies.keras_compat.tensorflow import (
+    holds_tf_variables,
+    hook_tensorflow,
+    is_in_optimizer,
+)
+from keras_strategies.keras_compat.variables import (
+    IdSet,
+    guard_value,
+    raw_value,
+    seed_offset,
+    set_raw_value,
+)
+
+__all__ = [
+    "BatchPlacer",
+    "DatasetPlacer",
+    "IdSet",
+    "ModelHooks",
+    "all_variables",
+    "batches_adapter",
+    "batches_placed_by",
+    "build_optimizer",
+    "build_optimizer_without_values",
+    "clear_losses",
+    "current_stateless_scope",
+    "element_spec",
+    "forgetting_deferred_variables",
+    "get_mask",
+    "guard_value",
+    "has_deferred_variables",
+    "holds_tf_variables",
+    "hook_jax_input",
+    "hook_jax_placement",
+    "hook_tensorflow",
+    "hook_tensorflow_input",
+    "hook_torch_input",
+    "initial_epoch",
+    "initialize_deferred_variables",
+    "install",
+    "is_adapter",
+    "is_built",
+    "is_in_optimizer",
+    "is_installed",
+    "layer_calls_through",
+    "layer_settings",
+    "layout_of",
+    "move_variable",
+    "outside_stateless_scopes",
+    "py_dataset_batches",
+    "raw_value",
+    "record_jax_state",
+    "replace",
+    "restore_jax_state",
+    "seed_offset",
+    "seed_states",
+    "set_initial_epoch",
+    "set_layout",
+    "set_mask",
+    "set_raw_value",
+    "set_strategy",
+    "skip_steps",
+    "strategy_of",
+    "symbolic_build",
+    "sync_jax_state",
+    "thread_state",
+    "trained_variables",
+    "uninstall",
+    "with_thread_state",
+    "wraps_torch_modules",
+]
