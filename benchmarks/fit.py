@@ -26,7 +26,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import BACKENDS, Contestants, measure, run_worker, use_cores
+from measuring import (
+    BACKENDS,
+    Contestants,
+    epoch_timer,
+    measure,
+    run_worker,
+    use_cores,
+)
 from models import WORKLOADS, Workload
 
 HERE = Path(__file__).parent
@@ -37,21 +44,10 @@ HERE = Path(__file__).parent
 
 def keras_contestant(workload: Workload, scope: Any) -> Callable[[], float]:
     """Milliseconds per step of one epoch of `fit`, each time that it is called."""
-    import keras
-
-    class Timer(keras.callbacks.Callback):
-        seconds = 0.0
-
-        def on_epoch_begin(self, epoch, logs=None):
-            self.start = time.perf_counter()
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.seconds = time.perf_counter() - self.start
-
     x, y = workload.data()
     with scope() as _:
         model = workload.compiled()
-    timer = Timer()
+    timer = epoch_timer()
 
     def epoch() -> float:
         with scope() as _:

@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,22 @@ def measure(contestants: Contestants, rounds: int) -> dict[str, float]:
         if hasattr(run, "close"):
             run.close()
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def epoch_timer() -> Any:
+    """A callback whose `seconds` are those of the last epoch of `fit`."""
+    import keras
+
+    class Timer(keras.callbacks.Callback):
+        seconds = 0.0
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.start = time.perf_counter()
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.seconds = time.perf_counter() - self.start
+
+    return Timer()
 
 
 def use_cores(backend: str, cores: int) -> None:

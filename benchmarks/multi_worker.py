@@ -103,6 +103,9 @@ def environment(backend: str, addresses: list[str], index: int) -> dict[str, str
 
 def serve(kind: str, workload: Workload) -> None:
     """Trains an epoch for each line that comes, and answers how long a step took."""
+    # Gloo prints to the standard output, which is for answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
@@ -120,9 +123,9 @@ def serve(kind: str, workload: Workload) -> None:
         ours(workload) if kind == "ours" else PEERS_OF[backend](workload, index, count)
     )
     epoch()
-    print("ready", flush=True)
+    print("ready", file=answers, flush=True)
     for _ in sys.stdin:
-        print(epoch(), flush=True)
+        print(epoch(), file=answers, flush=True)
 
 
 def ours(workload: Workload) -> Callable[[], float]:

@@ -189,6 +189,8 @@ class VariableMesh:
         devices: tuple of `Device`, in the order of a row-major array.
         rule: says how each variable is cut.
         outputs: layouts of layers' outputs, for paths that end in `/output`.
+        own: pair of int, where this process's devices begin and end among the devices;
+            None where all are its own.
     """
 
     shape: tuple[int, ...]
@@ -196,6 +198,12 @@ class VariableMesh:
     devices: tuple[Device, ...]
     rule: LayoutRule
     outputs: MappedLayouts | None = None
+    own: tuple[int, int] | None = None
+
+    @property
+    def own_devices(self) -> tuple[Device, ...]:
+        """The devices of this process; those of others have the same names."""
+        return self.devices if self.own is None else self.devices[slice(*self.own)]
 
     @property
     def batch_axis(self) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import keras
 import numpy as np
@@ -57,7 +58,7 @@ class Placement:
     def keepers(self) -> tuple[Device, ...]:
         """The devices that keep variables, whole or in part."""
         if self.mesh is not None:
-            return self.mesh.devices
+            return self.mesh.own_devices
         return self.replicas if self.mirrored else (self.variables,)
 
     @property
@@ -101,19 +102,41 @@ class Workers(abc.ABC):
         self.options = options
         #: The number of replicas of each worker, as `set_replicas` was told.
         self.replicas: tuple[int, ...] = (1,) * group.count
+        # The workers that make up one replica, where it takes several.
+        self._span = 1
         self._method = ""
         self._steps = 0
         self._checks = False
 
-    def set_replicas(self, count: int) -> None:
-        """Tells the other workers how many replicas this one has."""
+    def set_replicas(self, count: int, span: int = 1) -> None:
+        """Tells the other workers how many replicas this one has.
+
+        Args:
+            count: int, replicas of this worker.
+            span: int, the workers that make up one replica, each of which has a part.
+        """
         found = self.group.gather_values("the number of replicas", count)
         self.replicas = tuple(found)
+        self._span = span
+
+    def with_replicas(self, count: int, span: int = 1) -> Self:
+        """The same workers, for a strategy with replicas of its own."""
+        own = copy.copy(self)
+        own.set_replicas(count, span)
+        return own
+
+    @property
+    def is_spanned(self) -> bool:
+        """Whether a replica takes the devices of several workers."""
+        return self._span > 1
 
     @property
     def share(self) -> Share:
         """Which of all replicas are those of this worker."""
-        return Share.of_worker(self.replicas, self.group.index)
+        if self._span == 1:
+            return Share.of_worker(self.replicas, self.group.index)
+        total = len(self.replicas) // self._span
+        return Share(self.group.index // self._span, 1, total)
 
     @abc.abstractmethod
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
@@ -413,6 +436,11 @@ class TrainerAdapter(abc.ABC):
         for variable, value in zip(variables, workers.broadcast(values), strict=True):
             variable.assign(value)
             self._shared.add(variable)
+
+    @contextlib.contextmanager
+    def reading(self, model: Any) -> Iterator[None]:
+        """Entered on all workers where the chief saves a model to a file."""
+        yield
 
     def check_model(self, model: Any) -> None:  # noqa: B027
         """Raises `ModelScopeError` if the model's variables lie elsewhere."""

@@ -57,18 +57,26 @@ def hook_jax_input() -> None:
 
 
 def hook_jax_placement(
-    put: Callable[[Any, Any], Any], is_spread: Callable[[Any], bool]
+    put: Callable[[Any, Any], Any],
+    is_spread: Callable[[Any], bool],
+    read: Callable[[Any, Any], Any],
 ) -> None:
-    """Lets `put(array, sharding)` place variables on devices of several processes.
+    """Lets variables lie on devices of several processes.
 
     Keras 3.15: `distribute_tensor` of the JAX backend's `distribution_lib`, which
     `JaxVariable._direct_assign` calls. `jax.device_put`, which it uses, asks all
     processes whether they have the same value, even where only one may have it yet.
 
+    `Variable.__array__` is what `numpy`, `get_weights`, `convert_to_numpy` and what
+    saves a model call; JAX raises there where parts are on other processes.
+
     Args:
         put: places an array that this process has.
         is_spread: says whether an array lies on devices of several processes.
+        read: makes a NumPy array of a variable's value, given both; None for what JAX
+            reads itself.
     """
+    from keras.src.backend.common.variables import Variable as KerasVariable
     from keras.src.backend.jax import distribution_lib
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,8 +96,19 @@ def hook_jax_placement(
 
         return distribute_tensor
 
+    def wrap_array(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __array__(self: Any, dtype: Any = None) -> Any:
+            found = read(self, self.value)
+            if found is None:
+                return original(self, dtype)
+            return found if dtype is None else found.astype(dtype)
+
+        return __array__
+
     if not is_patched(distribution_lib):
         replace(distribution_lib, "distribute_tensor", wrap)
+        replace(KerasVariable, "__array__", wrap_array)
 
 
 def record_jax_state(model: Any, kind: str, state: Any) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import keras
 
 from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Backend, Placement
-from keras_strategies.devices import Device
+from keras_strategies.backends.base import Backend, Placement, Workers
+from keras_strategies.cluster import ClusterResolver
+from keras_strategies.devices import Device, parse_device
 from keras_strategies.errors import InvalidArgumentError, LayoutError
 from keras_strategies.layouts import (
     BATCH_AXIS,
@@ -26,6 +27,9 @@ from keras_strategies.layouts import (
 )
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
+from keras_strategies.strategies.multi_worker import find_workers
+from keras_strategies.strategies.seeds import same_random_numbers
+from keras_strategies.types import CommunicationOptions
 
 _AXES = (BATCH_AXIS, MODEL_AXIS)
 
@@ -46,14 +50,22 @@ class ModelParallelStrategy(Strategy):
             dict from regular expressions of variable paths to tuples of axis names,
             such as `{".*ffn/kernel": (None, "model")}`; what they leave out is on
             every device. None is `"auto"`.
-        devices: sequence of str, device names, the model axis running fastest; None
-            for those of the `LayoutMap`'s mesh, else for all local accelerators, or
-            all CPU devices where there are none.
+        devices: sequence of str, names of this process's devices, the model axis
+            running fastest; None for those of the `LayoutMap`'s mesh, else for all
+            local accelerators, or all CPU devices where there are none.
         model_parallel: int, devices along the model axis, which divides their number.
             None for the shape of the `LayoutMap`'s mesh; without one for 1 with
             `"fsdp"`, else for all devices.
         min_shard_bytes: int, `"auto"` and `"fsdp"` leave variables whole whose parts
             would be smaller than this.
+        cluster_resolver: `ks.cluster_resolver.ClusterResolver`, as for
+            `MultiWorkerMirroredStrategy`: the grid has the devices of all workers,
+            worker by worker; None to find out from `TF_CONFIG` and the like, and for
+            this process alone where nothing is set. `model_parallel` divides the
+            devices of each worker, or takes all those of several. Of a `LayoutMap`'s
+            mesh the shape and the axes count.
+        communication_options: `CommunicationOptions`; `timeout_seconds` is how long
+            workers wait for one another, 300 seconds by default.
 
     Raises:
         ValueError: for devices that do not exist or that `model_parallel` does not
@@ -81,13 +93,42 @@ class ModelParallelStrategy(Strategy):
         model_parallel: int | None = None,
         *,
         min_shard_bytes: int = MIN_SHARD_BYTES,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
     ):
         backend = get_backend()
         backend.check_model_parallel()
         layout_map = "auto" if layout_map is None else layout_map
-        mesh = _mesh(backend, layout_map, devices, model_parallel, min_shard_bytes)
-        replicas = tuple(row[0] for row in mesh.rows)
-        super().__init__(Placement(replicas, replicas[0], mirrored=False, mesh=mesh))
+        # Before devices are looked at: engines add those of other workers.
+        resolver, workers = find_workers(
+            backend, cluster_resolver, communication_options
+        )
+        self._cluster_resolver = resolver
+        given = getattr(layout_map, "device_mesh", None)
+        own = _devices(backend, devices, None if workers is not None else given)
+        every = [own] if workers is None else _of_all_workers(workers, own)
+        found = tuple(device for each in every for device in each)
+        shape, axes = _grid(layout_map, given, len(found), model_parallel)
+        rule, outputs = _rule(layout_map, shape, min_shard_bytes)
+        index = 0 if workers is None else workers.group.index
+        start = sum(len(each) for each in every[:index])
+        mesh = VariableMesh(
+            shape,
+            axes,
+            found,
+            rule,
+            outputs,
+            None if workers is None else (start, start + len(own)),
+        )
+        width = len(found) // shape[0]
+        replicas = own[::width]
+        if workers is not None:
+            workers = workers.with_replicas(len(replicas), _span(every, width))
+        super().__init__(
+            Placement(replicas, replicas[0], mirrored=False, workers=workers, mesh=mesh)
+        )
+        if workers is not None:
+            same_random_numbers(backend, workers.group)
 
     @property
     def mesh(self) -> VariableMesh:
@@ -96,42 +137,67 @@ class ModelParallelStrategy(Strategy):
         assert mesh is not None
         return mesh
 
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What says who is who in the cluster; None where there is none."""
+        return self._cluster_resolver
+
     def __repr__(self) -> str:
         grid = " x ".join(f"{n} {axis}" for axis, n in self.mesh.sizes.items())
-        devices = ", ".join(str(device) for device in self.mesh.devices)
-        return f"<{type(self).__name__} {self.mesh.rule.name!r}, {grid}, on {devices}>"
+        devices = ", ".join(str(device) for device in self.mesh.own_devices)
+        text = f"<{type(self).__name__} {self.mesh.rule.name!r}, {grid}, on {devices}"
+        if self.workers is not None:
+            group = self.workers.group
+            text += f", worker {group.index} of {group.count}"
+        return f"{text}>"
 
 
-def _mesh(
-    backend: Backend,
-    layout_map: Any,
-    devices: Sequence[str] | None,
-    model_parallel: int | None,
-    min_shard_bytes: int,
-) -> VariableMesh:
-    given = getattr(layout_map, "device_mesh", None)
-    chosen = _devices(backend, devices, given)
-    if given is not None:
-        shape, axes = tuple(given.shape), tuple(given.axis_names)
-        if math.prod(shape) != len(chosen):
-            raise InvalidArgumentError(
-                f"The layout map's mesh has the shape {shape}, for {math.prod(shape)} "
-                f"devices, but `devices` names {len(chosen)}. Leave `devices` out to "
-                "use the mesh's own."
-            )
-        width = len(chosen) // shape[0]
-        if model_parallel is not None and model_parallel != width:
-            raise InvalidArgumentError(
-                f"`model_parallel` is {model_parallel}, but the layout map's mesh has "
-                f"the shape {shape}, with {width} devices for each part of a batch. "
-                "Leave `model_parallel` out to use the mesh's shape."
-            )
-    else:
+def _of_all_workers(
+    workers: Workers, own: tuple[Device, ...]
+) -> list[tuple[Device, ...]]:
+    """The devices of each worker."""
+    names = [str(device) for device in own]
+    every = workers.group.gather_values("the devices of the grid", names)
+    return [tuple(parse_device(name) for name in each) for each in every]
+
+
+def _span(every: Sequence[Sequence[Device]], width: int) -> int:
+    """How many workers one replica takes."""
+    counts = [len(each) for each in every]
+    if all(count % width == 0 for count in counts):
+        return 1
+    if width % counts[0] == 0 and set(counts) == {counts[0]}:
+        return width // counts[0]
+    raise InvalidArgumentError(
+        f"Each part of a batch is worked on by {width} devices, and the workers have "
+        f"{counts} of them. Use a `model_parallel` that divides the devices of each "
+        "worker, or that is a multiple of them where all have as many."
+    )
+
+
+def _grid(
+    layout_map: Any, given: Any, count: int, model_parallel: int | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The shape and the axes of the grid of so many devices."""
+    if given is None:
         if model_parallel is None:
-            model_parallel = 1 if layout_map == "fsdp" else len(chosen)
-        shape, axes = mesh_shape(len(chosen), model_parallel), _AXES
-    rule, outputs = _rule(layout_map, shape, min_shard_bytes)
-    return VariableMesh(shape, axes, chosen, rule, outputs)
+            model_parallel = 1 if layout_map == "fsdp" else count
+        return mesh_shape(count, model_parallel), _AXES
+    shape = tuple(given.shape)
+    if math.prod(shape) != count:
+        raise InvalidArgumentError(
+            f"The layout map's mesh has the shape {shape}, for {math.prod(shape)} "
+            f"devices, but `devices` names {count} on all workers. Leave `devices` out "
+            "to use the mesh's own."
+        )
+    width = count // shape[0]
+    if model_parallel is not None and model_parallel != width:
+        raise InvalidArgumentError(
+            f"`model_parallel` is {model_parallel}, but the layout map's mesh has "
+            f"the shape {shape}, with {width} devices for each part of a batch. "
+            "Leave `model_parallel` out to use the mesh's shape."
+        )
+    return shape, tuple(given.axis_names)
 
 
 def _devices(

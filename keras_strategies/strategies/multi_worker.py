@@ -72,22 +72,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[str] | None = None,
         sync_batch_norm: bool = True,
     ):
-        options = communication_options or CommunicationOptions()
-        if not isinstance(options, CommunicationOptions):
-            raise InvalidArgumentError(
-                "`communication_options` is a ks.CommunicationOptions. "
-                f"Received: {options!r} of type {type(options).__name__}"
-            )
-        resolver = cluster_resolver or cluster.find_cluster()
-        if resolver is not None and not isinstance(resolver, ClusterResolver):
-            raise InvalidArgumentError(
-                "`cluster_resolver` is one of ks.cluster_resolver. "
-                f"Received: {resolver!r} of type {type(resolver).__name__}"
-            )
         backend = get_backend()
-        self._cluster_resolver = resolver
         # Before the devices are looked at: engines add those of other workers.
-        workers = None if resolver is None else join_workers(resolver, backend, options)
+        resolver, workers = find_workers(
+            backend, cluster_resolver, communication_options
+        )
+        self._cluster_resolver = resolver
         if devices is None:
             replicas = default_devices(backend)
         else:
@@ -103,6 +93,32 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver | None:
         """What says who is who in the cluster; None where there is none."""
         return self._cluster_resolver
+
+
+def find_workers(
+    backend: Backend,
+    cluster_resolver: ClusterResolver | None,
+    communication_options: CommunicationOptions | None,
+) -> tuple[ClusterResolver | None, Workers | None]:
+    """The cluster that was given, or is set around this process, and its workers.
+
+    Raises:
+        ValueError: for arguments of other types, and as `MultiWorkerMirroredStrategy`.
+    """
+    options = communication_options or CommunicationOptions()
+    if not isinstance(options, CommunicationOptions):
+        raise InvalidArgumentError(
+            "`communication_options` is a ks.CommunicationOptions. "
+            f"Received: {options!r} of type {type(options).__name__}"
+        )
+    resolver = cluster_resolver or cluster.find_cluster()
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
+        raise InvalidArgumentError(
+            "`cluster_resolver` is one of ks.cluster_resolver. "
+            f"Received: {resolver!r} of type {type(resolver).__name__}"
+        )
+    workers = None if resolver is None else join_workers(resolver, backend, options)
+    return resolver, workers
 
 
 # The cluster that this process belongs to. Engines are started once for a process.

@@ -86,9 +86,10 @@ class StrategyHooks:
         return changed
 
     def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
-        if keras_compat.strategy_of(model) is None:
+        strategy = keras_compat.strategy_of(model)
+        if strategy is None:
             return contextlib.nullcontext(path)
-        return replacing(path, keras_compat.seed_states(model))
+        return _writing(strategy, model, path)
 
     def loaded(self, model: Any, source: Any) -> None:
         read_seeds(source, keras_compat.seed_states(model))
@@ -97,7 +98,10 @@ class StrategyHooks:
         strategy = keras_compat.strategy_of(model)
         if strategy is None or strategy.workers is None:
             return True
-        return bool(strategy.workers.group.is_chief)
+        if strategy.workers.group.is_chief:
+            return True
+        with strategy.trainer.reading(model):
+            return False
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
@@ -184,6 +188,15 @@ def _check_read_on_replica(variable: Any) -> None:
 
 class _Aggregation(threading.local):
     done = False
+
+
+@contextlib.contextmanager
+def _writing(strategy: Any, model: Any, path: Any) -> Iterator[Any]:
+    with (
+        strategy.trainer.reading(model),
+        replacing(path, keras_compat.seed_states(model)) as target,
+    ):
+        yield target
 
 
 _aggregation = _Aggregation()

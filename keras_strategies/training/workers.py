@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.base import Workers
-from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.errors import ClusterError, InvalidArgumentError, WorkerError
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.seeds import same_random_numbers
 
@@ -74,6 +74,7 @@ def arguments(
     if not workers.group.is_chief and name in _LOOPS:
         changed["verbose"] = 0
     callbacks = given.get("callbacks")
+    _check_backups(strategy, callbacks)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return changed
     mine = _own_callbacks(workers, _listed(callbacks))
@@ -188,6 +189,23 @@ class _Together(keras.callbacks.Callback):
         self.model.stop_training = stop
         if chiefs_rate is not None and chiefs_rate != rate:
             self.model.optimizer.learning_rate = chiefs_rate
+
+
+def _check_backups(strategy: Strategy, callbacks: Any) -> None:
+    """A backup is the chief's file, from which it lends its weights to the others."""
+    if strategy.placement.mesh is None:
+        return
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    for callback in _listed(callbacks):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise InvalidArgumentError(
+                "keras.callbacks.BackupAndRestore was given to `fit` under "
+                f"{strategy!r}, whose variables are cut over several workers: the "
+                "chief alone writes and reads its file. Call `strategy.save_sharded("
+                "model, directory)` at the end of an epoch, and `load_sharded` before "
+                "`fit`; every worker writes and reads its own parts there."
+            )
 
 
 def _may_decide(callback: Any) -> bool:

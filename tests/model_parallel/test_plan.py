@@ -103,13 +103,22 @@ def test_what_is_sent_is_read_from_the_program() -> None:
 
 
 @only_jax
-def test_fsdp_gathers_what_it_cuts() -> None:
-    plan = model_parallel("fsdp", 1).plan(perceptron(), ((8, 32), (8, 32)))
+def test_fsdp_gathers_kernels_where_rows_are_more() -> None:
+    plan = model_parallel("fsdp", 1).plan(perceptron(), ((4096, 32), (4096, 32)))
     (parameters,) = set(plan.bytes_per_device("weight").values())
     count, nbytes = plan.cost.sent["all-gather"]
     assert count >= 2
     # Each device lacks three parts of four.
     assert nbytes == pytest.approx(3 * parameters, rel=0.05)
+
+
+@only_jax
+def test_fsdp_moves_rows_where_kernels_are_larger() -> None:
+    shapes = ((8, 512), (8, 512))
+    plan = model_parallel("fsdp", 1).plan(perceptron(1024, 512), shapes)
+    (parameters,) = set(plan.bytes_per_device("weight").values())
+    # Three times that were gathered, and twice as much of gradients reduced.
+    assert plan.sent < parameters
 
 
 @only_jax
@@ -126,7 +135,7 @@ def test_peak_memory_falls_with_the_model_axis() -> None:
 
 @only_jax
 def test_collectives_in_loops_count_as_often_as_they_run() -> None:
-    from keras_strategies.backends.jax.planning import sent_bytes
+    from keras_strategies.backends.jax.messages import sent_bytes
 
     program = """
 HloModule step, is_scheduled=true

@@ -70,5 +70,8 @@ def is_spread(array: Any) -> bool:
 
 
 def local_value(array: Any) -> Any:
-    """What this process has of an array that every device has; others as they are."""
+    """What a device of this process has of a spread array; others as they are.
+
+    An array that is whole everywhere is meant, as batches and results are.
+    """
     return array.addressable_data(0) if is_spread(array) else array

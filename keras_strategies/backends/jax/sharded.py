@@ -17,8 +17,11 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends.jax import steps
 from keras_strategies.backends.jax.devices import jax_device
 from keras_strategies.backends.jax.distribution import splits
+from keras_strategies.backends.jax.parts import Parts, is_cut
 from keras_strategies.backends.jax.run import JaxRun
 from keras_strategies.backends.jax.trainer import MeshTrainer
+from keras_strategies.backends.jax.workers import JaxWorkers
+from keras_strategies.errors import ContextError
 from keras_strategies.layouts import VariableMesh
 
 if TYPE_CHECKING:
@@ -30,13 +33,14 @@ class ShardedDistribution(keras.distribution.ModelParallel):
 
     Args:
         mesh: the grid of devices and the layouts.
+        devices: the devices of the grid, those of other workers too.
     """
 
-    def __init__(self, mesh: VariableMesh):
+    def __init__(self, mesh: VariableMesh, devices: Sequence[jax.Device]):
         # "cpu:1": JAX's own numbers, which Keras looks devices up by.
-        names = [f"{d.platform}:{d.id}" for d in map(jax_device, mesh.devices)]
-        devices = np.array(names).reshape(mesh.shape)
-        device_mesh = DeviceMesh(mesh.shape, list(mesh.axes), devices)
+        names = [f"{d.platform}:{d.id}" for d in devices]
+        grid = np.array(names).reshape(mesh.shape)
+        device_mesh = DeviceMesh(mesh.shape, list(mesh.axes), grid)
         layout_map = LayoutMap(device_mesh)
         super().__init__(layout_map=layout_map, auto_shard_dataset=False)
         self._mesh = mesh
@@ -87,58 +91,83 @@ class ShardedTrainer(MeshTrainer):
         mesh = strategy.placement.mesh
         assert mesh is not None
         self._mesh = mesh
-        super().__init__(strategy, ShardedDistribution(mesh))  # type: ignore[arg-type]
-        self.devices = [jax_device(device) for device in self.placement.replicas]
+        workers = strategy.workers
+        if workers is None:
+            devices = [jax_device(device) for device in mesh.devices]
+        else:
+            assert isinstance(workers, JaxWorkers)
+            devices = workers.devices_of(mesh.own_devices)
+        distribution = ShardedDistribution(mesh, devices)
+        super().__init__(strategy, distribution)  # type: ignore[arg-type]
+        self.devices = devices[:: len(devices) // mesh.shape[0]]
+        #: What reads variables that are cut over workers; None without any.
+        self.parts = None if workers is None else Parts(workers)
+
+    def share_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
+        if not all_of_them:
+            variables = [v for v in variables if v not in self._shared]
+        whole: list[Any] = []
+        cut: list[Any] = []
+        for variable in variables:
+            is_here = not is_cut(keras_compat.raw_value(variable))
+            (whole if is_here else cut).append(variable)
+        super().share_variables(whole, all_of_them)
+        if cut:
+            assert self.parts is not None
+            self.parts.check(cut)
+            for variable in cut:
+                self._shared.add(variable)
+
+    @contextlib.contextmanager
+    def reading(self, model: Any) -> Iterator[None]:
+        if self.parts is None:
+            yield
+            return
+        keras_compat.sync_jax_state(model)
+        with self.parts.reading(keras_compat.all_variables(model)):
+            yield
 
     def kept_layout(self, group: Sequence[jax.Array]) -> Any:
         return [array.sharding for array in group]
 
     def plain_step(self, model: Any, kind: str) -> steps.Step:
+        return self._traced(super().plain_step(model, kind))
+
+    def other_step(self, model: Any, kind: str) -> steps.Step | None:
+        """The step in which what is cut along the data axis is gathered for use.
+
+        Left to itself, XLA moves activations instead, which is less where a kernel is
+        larger than the rows that it is used for, and more where it is not.
+        """
+        gathered = self._gathered_layouts(model)
+        if not any(map(any, gathered)):
+            return None
         step = super().plain_step(model, kind)
+
+        def gathering_step(state: Any, batch: Any) -> tuple[Any, Any]:
+            with _gathering(model, *gathered):
+                return step(state, batch)
+
+        return self._traced(gathering_step)
+
+    def _traced(self, step: steps.Step) -> steps.Step:
         distribution = self.distribution()
         count = self._mesh.shape[0]
 
         def sharded_step(state: Any, batch: Any) -> tuple[Any, Any]:
             rows = [leaf.shape for leaf in jax.tree.leaves(batch)]
             distribution.splits_batch = all(splits(shape, count) for shape in rows)
-            with self._gathering(model):
-                return step(state, batch)
+            return step(state, batch)
 
         return sharded_step
 
-    @contextlib.contextmanager
-    def _gathering(self, model: Any) -> Iterator[None]:
-        """Has the layers of a model called with variables that are whole on the data
-        axis, where they are cut along it.
-        """
-        layouts = [self._gathered_layouts(v) for v in model.trainable_variables]
-        fixed = [self._gathered_layouts(v) for v in model.non_trainable_variables]
-        if not any(layouts) and not any(fixed):
-            yield
-            return
-        original = model.stateless_call
+    def _gathered_layouts(self, model: Any) -> tuple[list[Any], list[Any]]:
+        """How trainable variables and others are gathered; None for those that stay."""
+        groups = (model.trainable_variables, model.non_trainable_variables)
+        trainable, fixed = ([self._gathered_layout(v) for v in vs] for vs in groups)
+        return trainable, fixed
 
-        def stateless_call(
-            trainable_variables: Sequence[Any],
-            non_trainable_variables: Sequence[Any],
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            return original(
-                _gathered(trainable_variables, layouts),
-                _gathered(non_trainable_variables, fixed),
-                *args,
-                **kwargs,
-            )
-
-        # Past Keras's tracking of attributes.
-        object.__setattr__(model, "stateless_call", stateless_call)
-        try:
-            yield
-        finally:
-            object.__delattr__(model, "stateless_call")
-
-    def _gathered_layouts(self, variable: Any) -> _Gathered | None:
+    def _gathered_layout(self, variable: Any) -> _Gathered | None:
         """A variable's layout and the one without the data axis, if they differ."""
         own = self.sharding_of(variable)
         batch = self._mesh.batch_axis
@@ -149,6 +178,14 @@ class ShardedTrainer(MeshTrainer):
 
     @functools.cached_property
     def run(self) -> JaxRun:
+        workers = self.strategy.workers
+        if workers is not None and workers.is_spanned:
+            raise ContextError(
+                f"`run` was called under {self.strategy!r}, each of whose replicas "
+                "takes the devices of several workers, while a replica function runs "
+                "on one. Use `fit` with a `train_step` of your own, or a "
+                "`model_parallel` that divides the devices of a worker."
+            )
         mesh = self.distribution().device_mesh.backend_mesh
         return JaxRun(self.strategy, self.devices, mesh, self.sharding_of)
 
@@ -167,6 +204,38 @@ class _Gathered:
 
     kept: jax.NamedSharding
     used: jax.NamedSharding
+
+
+@contextlib.contextmanager
+def _gathering(
+    model: Any,
+    layouts: Sequence[_Gathered | None],
+    fixed: Sequence[_Gathered | None],
+) -> Iterator[None]:
+    """Has the layers of a model called with variables that are whole on the data axis,
+    where they are cut along it.
+    """
+    original = model.stateless_call
+
+    def stateless_call(
+        trainable_variables: Sequence[Any],
+        non_trainable_variables: Sequence[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return original(
+            _gathered(trainable_variables, layouts),
+            _gathered(non_trainable_variables, fixed),
+            *args,
+            **kwargs,
+        )
+
+    # Past Keras's tracking of attributes.
+    object.__setattr__(model, "stateless_call", stateless_call)
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "stateless_call")
 
 
 def _gathered(values: Sequence[Any], layouts: Sequence[_Gathered | None]) -> list[Any]:

@@ -23,7 +23,8 @@ from keras_strategies.backends.jax.distribution import StrategyDistribution
 from keras_strategies.backends.jax.function import RunPrograms, in_trace
 from keras_strategies.backends.jax.input import BatchPlacer, DevicePlacer, MeshPlacer
 from keras_strategies.backends.jax.one_replica import run_alone
-from keras_strategies.backends.jax.placing import is_spread, put_one
+from keras_strategies.backends.jax.parts import Parts, put_variable, reader
+from keras_strategies.backends.jax.placing import is_spread
 from keras_strategies.backends.jax.replica_scope import current_replica_scope
 from keras_strategies.backends.jax.run import JaxRun
 from keras_strategies.backends.jax.state import Layout, LocalStacks
@@ -48,7 +49,7 @@ class JaxTrainer(TrainerAdapter):
         keras_compat.hook_jax_input()
         self.placer = placer
         if self.placement.workers is not None:
-            keras_compat.hook_jax_placement(put_one, is_spread)
+            keras_compat.hook_jax_placement(put_variable, is_spread, reader(_parts_of))
         self.home = jax_device(self.placement.variables)
         #: The devices of all replicas, those of other workers too.
         self.devices = [jax_device(device) for device in self.placement.replicas]
@@ -137,11 +138,27 @@ class JaxTrainer(TrainerAdapter):
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         keras_compat.sync_jax_state(model)
-        return checkpoints.save(model, directory, keep)
+        with self._together(f"save_sharded to {str(directory)!r}"):
+            return checkpoints.save(model, directory, keep)
 
     def load_sharded(self, model: Any, directory: Path) -> int:
         keras_compat.sync_jax_state(model)
-        return checkpoints.load(model, directory, self._sharding_now)
+        with self._together(f"load_sharded from {str(directory)!r}"):
+            return checkpoints.load(model, directory, self._sharding_now)
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Entered by all workers; those that do not come are named."""
+        workers = self.placement.workers
+        if workers is None:
+            yield
+            return
+        assert isinstance(workers, JaxWorkers)
+        workers.group.barrier(what)
+        with workers.exchange():
+            yield
+        # Nobody reads what another has not finished.
+        workers.group.barrier(f"the end of {what}")
 
     def _sharding_now(self, variable: Any) -> jax.sharding.Sharding:
         sharding: jax.sharding.Sharding = keras_compat.raw_value(variable).sharding
@@ -210,6 +227,11 @@ class JaxTrainer(TrainerAdapter):
             list(gradients), aggregate, lambda summed: apply(summed, variables)
         )
         return optimizer.iterations
+
+
+def _parts_of(variable: Any) -> Parts | None:
+    strategy = keras_compat.strategy_of(variable)
+    return None if strategy is None else getattr(strategy.trainer, "parts", None)
 
 
 def _places(variable: Any) -> str:
@@ -300,7 +322,7 @@ class MeshTrainer(DistributionTrainer):
     ):
         devices: Sequence[Device | jax.Device] = strategy.placement.replicas
         workers = strategy.workers
-        if workers is not None:
+        if workers is not None and distribution is None:
             assert isinstance(workers, JaxWorkers)
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
@@ -310,17 +332,28 @@ class MeshTrainer(DistributionTrainer):
         step = self.plain_step(model, kind)
         outputs = None if self.strategy.workers is None else self.whole
         if steps.compiles(model):
-            return steps.compiled(model, kind, step, self.kept_layout, outputs)
+            other = self.other_step(model, kind)
+            return steps.compiled(model, kind, step, self.kept_layout, outputs, other)
         return step if outputs is None else steps.with_outputs(step, outputs)
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         self.lay_out([*model.variables, *model.optimizer.variables])
         self.lay_out(model.metrics_variables)
-        step = self.plain_step(model, "train")
-        return planning.step_cost(model, step, batch, self.placer.layout)
+        found = (self.plain_step(model, "train"), self.other_step(model, "train"))
+        costs = [
+            planning.step_cost(model, step, batch, self.placer.layout)
+            for step in found
+            if step is not None
+        ]
+        # As `steps.compiled` chooses.
+        return min(costs, key=lambda cost: sum(n for _, n in cost.sent.values()))
 
     def plain_step(self, model: Any, kind: str) -> steps.Step:
         return steps.keras_step(model, kind)
+
+    def other_step(self, model: Any, kind: str) -> steps.Step | None:
+        """A step that computes the same with other messages; None without one."""
+        return None
 
     def kept_layout(self, group: Sequence[Any]) -> Any:
         return self.whole

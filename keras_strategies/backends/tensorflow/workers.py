@@ -106,8 +106,8 @@ class TensorFlowWorkers(Workers):
         self._device = "/device:CPU:0"
         group.on_loss(self._abort)
 
-    def set_replicas(self, count: int) -> None:
-        super().set_replicas(count)
+    def set_replicas(self, count: int, span: int = 1) -> None:
+        super().set_replicas(count, span)
         if not self._started:
             _start(self.group)
             self._started = True

@@ -30,6 +30,8 @@ from keras_strategies.values import regroup, select_replica
 class ReplicaThreads:
     """One thread for each replica, kept for the life of a strategy.
 
+    The only replica of a process runs on the thread of the caller.
+
     Args:
         devices: the device of each replica. CPU replicas share the cores that
             torch may use, so that their kernels do not compete.
@@ -81,6 +83,9 @@ class ReplicaThreads:
             finally:
                 communicator.finish(replica_id)
 
+        if len(self._devices) == 1:
+            # A thread of its own would only be waited for.
+            return [replica(task, i) for i, task in enumerate(tasks)]
         futures: list[Future[Any]] = [
             pool.submit(replica, task, i)
             for i, (pool, task) in enumerate(zip(self._pools, tasks, strict=False))

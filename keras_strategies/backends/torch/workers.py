@@ -126,11 +126,12 @@ class TorchWorkers(Workers):
             # Equal lengths are what the engines gather.
             missing = own.new_zeros((most - own.shape[0], *own.shape[1:]))
             own = torch.cat([own, missing])
-        parts = [torch.empty_like(own) for _ in rows]
+        joined = own.new_empty((most * len(rows), *own.shape[1:]))
+        parts = list(joined.split(most)) if most else [own for _ in rows]
         self._wait(lambda: self._engine(own.device).allgather([parts], [own]))
-        joined = torch.cat(
-            [part[:count] for part, count in zip(parts, rows, strict=True)]
-        )
+        if any(count < most for count in rows):
+            pairs = zip(parts, rows, strict=True)
+            joined = torch.cat([part[:count] for part, count in pairs])
         return joined.to(kind)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

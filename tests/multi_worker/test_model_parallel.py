@@ -1,0 +1,270 @@
+"""`ModelParallelStrategy` over several workers: one grid of all their devices."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from harness import data, models
+from harness.training import (
+    ADAM_TOLERANCE,
+    Case,
+    alone,
+    as_arrays,
+    assert_same,
+    compiled,
+    fit_evaluate_predict,
+)
+
+import keras_strategies as ks
+
+JAX = keras.backend.backend() == "jax"
+pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "dense_weights_23",
+            rows=23,
+            sample_weight=True,
+            metrics=lambda: ["accuracy"],
+        ),
+        Case("dense_bn_25", model=models.dense_bn, rows=25),
+        Case(
+            "transformer_adam",
+            model=models.transformer,
+            data=data.tokens,
+            rows=23,
+            optimizer=lambda: keras.optimizers.Adam(0.01),
+            tolerance=ADAM_TOLERANCE,
+        ),
+    )
+}
+# How variables are cut, and the devices along the model axis: of one worker where it
+# has as many, else of several.
+GRIDS = {
+    "model_axis_in_workers": ("auto", 2, "two_by_two"),
+    "model_axis_over_workers": ("auto", 4, "two_by_two"),
+    "a_worker_for_each_part": ("auto", 2, "two"),
+    "fsdp": ("fsdp", 1, "two"),
+    "fsdp_and_model_axis": ("fsdp", 2, "two_by_two"),
+}
+
+
+def cut(strategy, layout_map, width):
+    """The grid of all workers, on the devices of `strategy`."""
+    devices = [str(device) for device in strategy.placement.replicas]
+    return ks.ModelParallelStrategy(layout_map, devices, width, min_shard_bytes=0)
+
+
+def values(variables):
+    return {f"{i} {v.path}": np.asarray(v) for i, v in enumerate(variables)}
+
+
+def elsewhere(model):
+    """How many weights have parts that this worker does not have."""
+    return sum(
+        not w.value.is_fully_replicated
+        and sum(
+            {str(s.index): s.data.size for s in w.value.addressable_shards}.values()
+        )
+        < w.value.size
+        for w in model.weights
+    )
+
+
+def train_cut(strategy, name, layout_map, width):
+    case = CASES[name]
+    with cut(strategy, layout_map, width).scope():
+        model = compiled(case)
+    results = fit_evaluate_predict(case, model, case.make_data())
+    results |= {
+        "weights": values(model.weights),
+        "optimizer": values(model.optimizer.variables),
+    }
+    return as_arrays(results), elsewhere(model)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    ("layout_map", "width", "cluster"),
+    list(GRIDS.values()),
+    ids=list(GRIDS),
+    indirect=["cluster"],
+    scope="session",
+)
+def test_same_as_one_device(cluster, name, layout_map, width):
+    case = CASES[name]
+    found = cluster(train_cut, name, layout_map, width)
+    for index, (results, _) in enumerate(found):
+        assert_same(alone(case), results, case.tolerance, f"worker {index}")
+    # A worker has every part where the model axis is on its own devices.
+    is_within = layout_map == "auto" and width * len(found) <= cluster.replicas
+    assert all((parts == 0) == is_within for _, parts in found)
+
+
+def network(strategy, units=16, seed=3):
+    keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(units, "tanh"),
+                keras.layers.Dropout(0.5, seed=1),
+                keras.layers.Dense(4),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def fit(model, callbacks=None):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(22, 8)), rng.normal(size=(22, 4))
+    model.fit(
+        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks
+    )
+    return values([*model.weights, *model.optimizer.variables])
+
+
+def test_a_worker_saves_only_its_own_parts(cluster, tmp_path):
+    """What each process writes is what its devices keep, also of slots."""
+
+    def program(strategy, folder):
+        own = cut(strategy, "fsdp", 1)
+        model = network(own)
+        fit(model)
+        number = own.save_sharded(model, folder)
+        expected = values([*model.weights, *model.optimizer.variables])
+        kept = model.weights[0].value.addressable_shards
+        other = network(own, seed=4)
+        other.optimizer.build(other.trainable_variables)
+        loaded = own.load_sharded(other, folder)
+        found = values([*other.weights, *other.optimizer.variables])
+        shapes = [shard.data.shape for shard in kept]
+        on = fit(model), fit(other)
+        return number, loaded, expected, found, shapes, on
+
+    for number, loaded, expected, found, shapes, on in cluster(program, str(tmp_path)):
+        assert number == loaded == 1
+        assert shapes == [(8, 8)]
+        for (_, a), (_, b) in zip(expected.items(), found.items(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        for (_, a), (_, b) in zip(on[0].items(), on[1].items(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    state = tmp_path / "1" / "state"
+    written = [path for path in state.rglob("*") if path.is_file()]
+    processes = {part for path in written for part in path.parts if "process_" in part}
+    assert {"ocdbt.process_0", "ocdbt.process_1"} <= processes
+    # Here, with one device, all of it opens.
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    model = network(strategy, seed=5)
+    model.optimizer.build(model.trainable_variables)
+    assert strategy.load_sharded(model, tmp_path) == 1
+    variables = [*model.weights, *model.optimizer.variables]
+    for a, b in zip(expected.values(), values(variables).values(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_ordinary_file_is_the_chiefs(cluster, tmp_path):
+    def program(strategy, folder):
+        model = network(cut(strategy, "fsdp", 1))
+        path = f"{folder}/{{epoch}}.keras"
+        fit(model, [keras.callbacks.ModelCheckpoint(path)])
+        return values(model.weights)
+
+    found = cluster(program, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.keras", "2.keras"]
+    weights = keras.models.load_model(tmp_path / "2.keras").get_weights()
+    for worker in found:
+        for a, b in zip(weights, worker.values(), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_values_that_differ_are_an_error(cluster):
+    def program(strategy):
+        index = strategy.workers.group.index
+        model = network(cut(strategy, "fsdp", 1))
+        model.layers[0].set_weights(
+            [np.full(w.shape, index) for w in model.layers[0].weights]
+        )
+        fit(model)
+
+    for error, _ in cluster.outcomes(program):
+        assert "is cut over the workers, and worker" in error
+        assert "load_sharded" in error
+
+
+def test_backups_of_the_chief_alone_are_refused(cluster, tmp_path):
+    def program(strategy, folder):
+        model = network(cut(strategy, "fsdp", 1))
+        fit(model, [keras.callbacks.BackupAndRestore(folder)])
+
+    for error, _ in cluster.outcomes(program, str(tmp_path)):
+        assert "BackupAndRestore was given to `fit`" in error
+        assert "save_sharded" in error
+
+
+@pytest.mark.parametrize("cluster", ["two_by_two"], indirect=True, scope="session")
+def test_a_grid_that_workers_cannot_have(cluster):
+    def program(strategy):
+        own = cut(strategy, "auto", 2)
+        grid = own.mesh.shape, len(own.mesh.own_devices), own.num_replicas_in_sync
+        spanned = cut(strategy, "auto", 4)
+        with pytest.raises(RuntimeError, match="takes the devices of several workers"):
+            spanned.run(lambda: 0)
+        with pytest.raises(ValueError, match="does not divide the number of devices"):
+            cut(strategy, "auto", 3)
+        return grid, spanned.num_replicas_in_sync, strategy.num_replicas_in_sync
+
+    for found in cluster(program):
+        assert found == (((2, 2), 2, 2), 1, 4)
+
+
+@pytest.mark.parametrize("cluster", ["two_by_two"], indirect=True, scope="session")
+def test_custom_loops(cluster):
+    """A replica has two devices of a worker, between which its variables are cut."""
+
+    def program(strategy):
+        own = cut(strategy, "auto", 2)
+        model = network(own)
+        x = np.arange(32, dtype="float32").reshape(4, 8) / 32
+
+        def replica_step(rows):
+            def loss_fn():
+                return ks.compute_average_loss(
+                    keras.ops.mean(model(rows) ** 2, axis=-1)
+                )
+
+            loss, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
+            model.optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        @ks.function
+        def step(rows):
+            return own.reduce("SUM", own.run(replica_step, args=(rows,)))
+
+        dataset = own.make_experimental_numpy_dataset(x)
+        losses = [
+            float(step(rows))
+            for _ in range(3)
+            for rows in own.experimental_distribute_dataset(dataset.batch(4))
+        ]
+        return losses, values(model.weights)
+
+    model = network(ks.OneDeviceStrategy("cpu:0"))
+    expected = []
+    x = np.arange(32, dtype="float32").reshape(4, 8) / 32
+    for _ in range(3):
+
+        def loss_fn():
+            return keras.ops.mean(model(x) ** 2)
+
+        value, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
+        model.optimizer.apply(gradients, model.trainable_variables)
+        expected.append(float(value))
+    for losses, weights in cluster(program):
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        for a, b in zip(weights.values(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
