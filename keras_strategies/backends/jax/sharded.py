@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -176,8 +176,12 @@ class ShardedTrainer(MeshTrainer):
         spec = jax.P(*(None if axis == batch else axis for axis in own.spec))
         return _Gathered(own, jax.NamedSharding(own.mesh, spec))
 
-    @functools.cached_property
-    def run(self) -> JaxRun:
+    def run_replicas(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
         workers = self.strategy.workers
         if workers is not None and workers.is_spanned:
             raise ContextError(
@@ -186,6 +190,10 @@ class ShardedTrainer(MeshTrainer):
                 "on one. Use `fit` with a `train_step` of your own, or a "
                 "`model_parallel` that divides the devices of a worker."
             )
+        return super().run_replicas(fn, args, kwargs)
+
+    @functools.cached_property
+    def run(self) -> JaxRun:
         mesh = self.distribution().device_mesh.backend_mesh
         return JaxRun(self.strategy, self.devices, mesh, self.sharding_of)
 
