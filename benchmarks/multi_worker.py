@@ -54,10 +54,14 @@ class Cluster:
             )
             for index in range(workers)
         ]
+        self._name = f"{kind} on {backend}"
+
+    def wait(self) -> None:
+        """Until all are ready to train."""
         for process in self._processes:
             if process.stdout.readline().strip() != "ready":
                 self.close()
-                raise RuntimeError(f"{kind} on {backend} did not start.")
+                raise RuntimeError(f"{self._name} did not start.")
 
     def __call__(self) -> float:
         for process in self._processes:
@@ -263,15 +267,44 @@ def table(results: dict[str, Any]) -> str:
 
 
 def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float]:
-    contestants: dict[str, Any] = {
+    contestants = {
         "one": Cluster(backend, "ours", workload, 1),
         "two": Cluster(backend, "ours", workload, 2),
+        "peer": Cluster(backend, "peer", workload, 2),
     }
-    try:
-        contestants["peer"] = Cluster(backend, "peer", workload, 2)
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
+    for name, cluster in list(contestants.items()):
+        try:
+            cluster.wait()
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            del contestants[name]
     return measure(contestants, rounds)
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Speed of two workers, ours and the peer's, as multiples of one worker's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(4.2 * len(results), 3.6), squeeze=False
+    )
+    for axis, (backend, models) in zip(axes[0], results.items(), strict=True):
+        for i, (key, label) in enumerate(
+            {"two": "ours", "peer": PEERS[backend]}.items()
+        ):
+            speed = [ms["one"] / ms.get(key, float("nan")) for ms in models.values()]
+            places = [j + (i - 0.5) * 0.4 for j in range(len(models))]
+            axis.bar(places, speed, 0.4, label=f"2 workers, {label}")
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(models)), list(models))
+        axis.set_title(backend)
+        axis.legend(fontsize=7)
+    figure.supylabel("speed, our one worker on one core = 1", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -285,16 +318,22 @@ def main() -> None:
     if options.kind:
         serve(options.kind, WORKLOADS[options.models])
         return
-    results: dict[str, Any] = {}
+    options.output.mkdir(exist_ok=True)
+    path = options.output / "multi_worker.json"
+    # What is measured now takes the place of what was; the rest stays.
+    known = json.loads(path.read_text()) if path.exists() else {}
     for backend in options.backends.split(","):
-        results[backend] = {}
         for name in options.models.split(","):
             print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
             found = compare(backend, WORKLOADS[name], options.rounds)
-            results[backend][name] = found
-    options.output.mkdir(exist_ok=True)
-    path = options.output / "multi_worker.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
+            known.setdefault(backend, {})[name] = found
+            path.write_text(json.dumps(known, indent=2) + "\n")
+    results = {
+        backend: {name: known[backend][name] for name in WORKLOADS if name in models}
+        for backend in BACKENDS
+        if (models := known.get(backend))
+    }
+    plot(results, options.output / "multi_worker.png")
     print(table(results))
 
 
