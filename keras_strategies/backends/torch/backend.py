@@ -139,11 +139,13 @@ class TorchBackend(Backend):
                 "large for the accelerators, ks.CentralStorageStrategy."
             )
         raise BackendError(
-            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch'. The "
-            f"DTensors that Keras {version} cuts variables with have a process for "
-            "each device, and this strategy's replicas are threads of one. Use "
-            "`keras.distribution.ModelParallel` in the processes that torchrun "
-            "starts, or set KERAS_BACKEND=jax; a model that is saved there opens here."
+            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', where this "
+            f"package does not cut variables. Keras {version} can, as DTensors of "
+            "torch.distributed, in a process for each device; what it lacks is batches "
+            "that do not divide over the processes. Use "
+            "`keras.distribution.ModelParallel` in the processes that torchrun starts, "
+            "with batches that divide, or set KERAS_BACKEND=jax; a model that is saved "
+            "there opens here."
         )
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
