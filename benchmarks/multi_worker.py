@@ -210,7 +210,10 @@ def tensorflow_peer(workload: Workload, index: int, count: int) -> Callable[[], 
             )
             loss = tf.reduce_sum(losses) / workload.batch
         variables = [v.value for v in model.trainable_variables]
-        gradients = tape.gradient(loss, variables)
+        # An embedding's are rows; here there are more of them than of the table.
+        gradients = [
+            tf.convert_to_tensor(each) for each in tape.gradient(loss, variables)
+        ]
         context = tf.distribute.get_replica_context()
         gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
 
