@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ class Cluster:
         addresses = free_addresses(workers)
         self._processes = [
             subprocess.Popen(
-                [sys.executable, __file__, "--kind", kind, "--models", workload.name],
+                [
+                    *(sys.executable, __file__, "--kind", kind),
+                    *("--models", workload.name, "--steps", str(workload.steps)),
+                ],
                 env=environment(backend, addresses, index),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -315,20 +319,25 @@ def main() -> None:
     parser.add_argument("--backends", default=",".join(BACKENDS))
     parser.add_argument("--models", default=",".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="steps of an epoch")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    workloads = {
+        name: replace(WORKLOADS[name], steps=options.steps or WORKLOADS[name].steps)
+        for name in options.models.split(",")
+    }
     if options.kind:
-        serve(options.kind, WORKLOADS[options.models])
+        serve(options.kind, workloads[options.models])
         return
     options.output.mkdir(exist_ok=True)
     path = options.output / "multi_worker.json"
     # What is measured now takes the place of what was; the rest stays.
     known = json.loads(path.read_text()) if path.exists() else {}
     for backend in options.backends.split(","):
-        for name in options.models.split(","):
+        for name, workload in workloads.items():
             print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
-            found = compare(backend, WORKLOADS[name], options.rounds)
+            found = compare(backend, workload, options.rounds)
             known.setdefault(backend, {})[name] = found
             path.write_text(json.dumps(known, indent=2) + "\n")
     results = {
