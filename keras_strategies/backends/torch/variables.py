@@ -48,7 +48,8 @@ class ReplicaVariables:
         if offset:
             local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
         if raw.requires_grad and torch.is_grad_enabled():
-            local = local.detach().requires_grad_()
+            # New in every case above, a leaf of nobody's graph.
+            local = local.requires_grad_()
         return local
 
     def mirrors(self, variable: Any) -> list[tuple[Device, torch.Tensor]]:
