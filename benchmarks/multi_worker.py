@@ -214,7 +214,7 @@ def tensorflow_peer(workload: Workload, index: int, count: int) -> Callable[[], 
             )
             loss = tf.reduce_sum(losses) / workload.batch
         variables = [v.value for v in model.trainable_variables]
-        # An embedding's are rows; here there are more of them than of the table.
+        # An embedding's are rows, more of them here than the table has.
         gradients = [
             tf.convert_to_tensor(each) for each in tape.gradient(loss, variables)
         ]
