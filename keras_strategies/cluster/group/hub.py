@@ -272,6 +272,8 @@ class Hub:
                 "key": key,
                 "whats": whats,
                 "sizes": [len(part) for part in parts],
+                # The hub dies with the chief, so others have to know it before.
+                "progress": self._members[0].progress,
             }
             self._tell_all(header, b"".join(parts))
         self._check_gathers()

@@ -364,6 +364,7 @@ class WorkerGroup:
         if kind == "beat":
             self._chiefs_progress = header["progress"]
         elif kind == "gathered":
+            self._chiefs_progress = header["progress"]
             with self._condition:
                 stream, number = header["key"]
                 self._results[stream, number] = (header, payload)

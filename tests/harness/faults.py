@@ -1,0 +1,150 @@
+"""Clusters with a fault in them: started, waited for, and timed."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.faulty import TIMEOUT
+from harness.forker import Forked, Forker
+from keras_strategies.cluster.local import free_addresses
+
+SCRIPT = str(Path(__file__).with_name("faulty.py"))
+#: Seconds that every other worker may take until its error (contract: plus ten).
+LIMIT = TIMEOUT + 10
+# Meeting and two epochs, on a busy core.
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class FaultCase:
+    """One fault.
+
+    Args:
+        kind: str, a fault of `harness/faulty.py`; "missing" for a worker that never
+            starts, "twin" for one that says that it is the worker after it.
+        place: str, where; see there.
+        victim: int, whose fault it is.
+        workers: int, how many there are.
+    """
+
+    kind: str
+    place: str = ""
+    victim: int = 1
+    workers: int = 2
+
+    def __str__(self) -> str:
+        names = [self.kind, self.place, f"{self.victim}_of_{self.workers}"]
+        return "-".join(filter(None, names))
+
+    @property
+    def started(self) -> list[int]:
+        """The indices of the processes that are started."""
+        indices = list(range(self.workers))
+        if self.kind == "missing":
+            indices.remove(self.victim)
+        if self.kind == "twin":
+            indices[self.victim] = self.victim + 1
+        return indices
+
+    @property
+    def others(self) -> list[int]:
+        """The processes, by number, that have to end with an error."""
+        everyone = range(len(self.started))
+        if self.kind in ("missing", "twin", "batch"):
+            return list(everyone)
+        return [number for number in everyone if number != self.victim]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one process.
+
+    Args:
+        pid: int.
+        code: int, its exit code, or minus the signal; None where it was stopped.
+        error: str, the error of this package that ended training; empty without one.
+        seconds: float, from the fault to the error.
+        end_seconds: float, from the fault to the end of the process.
+        log: str, what it has printed.
+    """
+
+    pid: int
+    code: int | None
+    error: str
+    seconds: float
+    end_seconds: float
+    log: str
+
+
+def run_fault(
+    forker: Forker, case: FaultCase, folder: Path, script: str = SCRIPT
+) -> list[Outcome]:
+    """Trains until the fault has ended it.
+
+    Returns:
+        The outcome of each process. All have ended, also the one that was stopped,
+        which is killed at the end.
+
+    Raises:
+        AssertionError: if one of the others is not ended by the fault in time.
+    """
+    (folder / "checkpoints").mkdir()
+    addresses = free_addresses(case.workers)
+    arguments = [case.kind, case.place, str(case.victim), str(folder)]
+    processes = [
+        forker.start(
+            folder / f"process{number}.log",
+            script,
+            *arguments,
+            TF_CONFIG=_config(addresses, index),
+            OMP_NUM_THREADS="1",
+        )
+        for number, index in enumerate(case.started)
+    ]
+    try:
+        for number in case.others:
+            processes[number].wait(_START_SECONDS + LIMIT)
+        begin = _begin(folder)
+        return [_outcome(process, begin) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _config(addresses: Sequence[str], index: int) -> str:
+    task = {"type": "worker", "index": index}
+    return json.dumps({"cluster": {"worker": addresses}, "task": task})
+
+
+def _begin(folder: Path) -> float:
+    """When the fault was; without one of its own, when the workers met."""
+    for name in ("fault", "begin"):
+        file = folder / f"{name}.time"
+        if file.exists():
+            return float(file.read_text())
+    raise AssertionError("No worker has begun.")
+
+
+def _outcome(process: Forked, begin: float) -> Outcome:
+    text = process.text()
+    found = re.search(r"^ERROR (\S+) (.*)", text, re.MULTILINE)
+    code, ended = process.ended() or (None, float("nan"))
+    return Outcome(
+        pid=process.pid,
+        code=code,
+        error=found[2] if found else "",
+        seconds=float(found[1]) - begin if found else float("nan"),
+        end_seconds=ended - begin,
+        log=text,
+    )
+
+
+def run_alone(case: FaultCase) -> list[Outcome]:
+    """Runs one fault with a forker of its own, in a folder that is removed."""
+    with tempfile.TemporaryDirectory() as folder, Forker() as forker:
+        return run_fault(forker, case, Path(folder))

@@ -1,0 +1,184 @@
+"""Scripts in processes that have imported Keras already.
+
+Importing Keras and a framework takes seconds of a core for each process, which tests
+of clusters would spend most of their time on. So one process imports them, once, and
+forks itself for each script, while it has one thread and has used no device. A script
+then has an environment, arguments and output of its own, and ends as the interpreter
+does: with `atexit`, and with the threads that it has started.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+# How often the forker looks for scripts that have ended, in seconds.
+_TICK = 0.02
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A script that runs.
+
+    Args:
+        pid: int, its process.
+        log: Path, what it has printed; its end is in a file beside it.
+    """
+
+    pid: int
+    log: Path
+
+    def ended(self) -> tuple[int, float] | None:
+        """The exit code and the time of the end; None while it runs."""
+        file = _end_of(self.log)
+        if not file.exists():
+            return None
+        code, when = json.loads(file.read_text())
+        return int(code), float(when)
+
+    def wait(self, timeout: float) -> tuple[int, float]:
+        until = time.monotonic() + timeout
+        while (end := self.ended()) is None:
+            if time.monotonic() > until:
+                raise AssertionError(
+                    f"{self.log.name} has not ended in {timeout:g} s:\n{self.text()}"
+                )
+            time.sleep(_TICK)
+        return end
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """Kills the script; the forker holds its number until its end is written."""
+        if self.ended() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait(10)
+
+
+class Forker:
+    """Starts scripts; closing it kills those that are left."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "harness.forker"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def start(
+        self, log: Path, script: str, *arguments: str, **environment: str
+    ) -> Forked:
+        """Starts a script.
+
+        Args:
+            log: Path of the file for what it prints.
+            script: str, its path.
+            *arguments: str, its arguments.
+            **environment: str, what is set for it besides what is set here.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        order = {
+            "log": str(log),
+            "arguments": [script, *arguments],
+            "environment": environment,
+        }
+        self._process.stdin.write(json.dumps(order) + "\n")
+        return Forked(int(self._process.stdout.readline()), log)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def __enter__(self) -> Forker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _end_of(log: Path) -> Path:
+    return log.with_suffix(".end")
+
+
+def _become(order: Mapping[str, Any]) -> None:
+    """Makes this process that of a script."""
+    with open(order["log"], "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(order["environment"])
+    sys.argv[:] = order["arguments"]
+
+
+def _serve(orders: TextIO, answers: TextIO) -> str | None:
+    """Forks until the orders end; returns in each fork with the path of its script."""
+    logs: dict[int, Path] = {}
+    is_open = True
+    while is_open:
+        if select.select([orders], [], [], _TICK)[0]:
+            line = orders.readline()
+            is_open = bool(line)
+            if is_open:
+                order = json.loads(line)
+                pid = os.fork()
+                if not pid:
+                    _become(order)
+                    return str(sys.argv[0])
+                logs[pid] = Path(order["log"])
+                print(pid, file=answers, flush=True)
+        _reap(logs)
+    for pid in logs:
+        psutil.Process(pid).kill()
+    return None
+
+
+def _reap(logs: dict[int, Path]) -> None:
+    for pid in list(logs):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            end = json.dumps([os.waitstatus_to_exitcode(status), time.time()])
+            part = _end_of(logs[pid]).with_suffix(".part")
+            part.write_text(end)
+            part.rename(_end_of(logs.pop(pid)))
+
+
+def _main() -> None:
+    import keras
+
+    import keras_strategies as ks
+
+    # What imports more when it is first used; saving looks for TensorFlow.
+    assert ks.MultiWorkerMirroredStrategy
+    keras.saving.serialize_keras_object(keras.layers.Dense(1))
+    assert len(os.listdir("/proc/self/task")) == 1, "forks need a single thread"
+    # A fork would copy all this memory when it collects garbage at its end.
+    gc.collect()
+    gc.freeze()
+    script = _serve(sys.stdin, sys.stdout)
+    if script is not None:
+        import runpy
+
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()

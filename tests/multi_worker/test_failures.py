@@ -1,0 +1,127 @@
+"""What the others find when one worker fails: soon, its name, its step, whole files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import keras
+import pytest
+from harness.faults import LIMIT, FaultCase, Outcome, run_fault
+from harness.faulty import EPOCHS, STEPS, TIMEOUT
+from harness.forker import Forker
+from harness.processes import assert_gone
+
+pytestmark = pytest.mark.multiprocess
+
+LOST = [
+    # The others wait in the step's collectives, and for batches; a chief has the hub.
+    FaultCase("kill", "callback", victim=1, workers=3),
+    FaultCase("kill", "data", victim=0),
+    FaultCase("kill", "saving", victim=0),
+    FaultCase("stop", "callback", victim=0),
+    FaultCase("stop", "data", victim=1),
+    FaultCase("raise", "callback", victim=0),
+    FaultCase("raise", "data", victim=1),
+    FaultCase("exit", "callback", victim=1),
+    FaultCase("exit", "data", victim=0),
+]
+MORE = [
+    FaultCase(kind, place, victim, workers=3)
+    for kind in ("kill", "stop", "raise", "exit")
+    for place in ("callback", "data")
+    for victim in (0, 2)
+]
+HOW = {
+    "kill": "its process, or the connection to it, has ended.",
+    "stop": "nothing has been heard of it for",
+    "raise": "ValueError: bad rows in file 3.",
+    "exit": "SystemExit: 0.",
+}
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    with Forker() as forker:
+        yield forker
+
+
+def check(case: FaultCase, outcomes: list[Outcome]) -> list[str]:
+    """What holds after every fault; the errors of those who did not make it."""
+    assert_gone([outcome.pid for outcome in outcomes])
+    errors = []
+    for number in case.others:
+        outcome = outcomes[number]
+        assert outcome.error, outcome.log
+        assert outcome.code == 1, outcome.log
+        assert outcome.end_seconds < LIMIT, outcome.log
+        errors.append(outcome.error)
+    return errors
+
+
+def cases(fast: list[FaultCase], slow: list[FaultCase]) -> list:
+    marked = [pytest.param(case, marks=pytest.mark.slow) for case in slow]
+    return [*fast, *marked]
+
+
+@pytest.mark.parametrize("case", cases(LOST, MORE), ids=str)
+def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
+    outcomes = run_fault(forker, case, tmp_path)
+    for error in check(case, outcomes):
+        lost = outcomes[case.victim].pid
+        assert f"Worker {case.victim} (127.0.0.1, process {lost}) was lost" in error
+        assert HOW[case.kind] in error
+        found = re.search(r"lost at step (\d+) of fit.* This is worker", error)
+        assert found is not None, error
+        # Its last whole step. Data is read ahead of its step; of a worker that can
+        # say nothing more, the last step is known that it has told of.
+        last = 20 if case.place == "saving" else 16
+        least = {"raise": last - 1, "exit": last - 1}.get(case.kind, STEPS)
+        assert least <= int(found[1]) <= last
+    # At once, where something tells; a worker that is stopped is silent.
+    fast = [outcomes[number].seconds for number in case.others]
+    limit = TIMEOUT + 3 if case.kind == "stop" else TIMEOUT
+    assert max(fast) < limit
+    files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    hidden = [".saving-last.keras"] if case.place == "saving" else []
+    assert files == [*hidden, "last.keras"]
+    model = keras.saving.load_model(tmp_path / "checkpoints" / "last.keras")
+    # That of the first epoch.
+    assert int(model.optimizer.iterations) == STEPS
+
+
+def test_without_a_fault_all_goes_well(forker, tmp_path):
+    case = FaultCase("none", "callback")
+    outcomes = run_fault(forker, case, tmp_path)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].log
+    model = keras.saving.load_model(tmp_path / "checkpoints" / "last.keras")
+    assert int(model.optimizer.iterations) == STEPS * EPOCHS
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
+def test_one_that_never_starts_is_named(victim, forker, tmp_path):
+    case = FaultCase("missing", victim=victim)
+    [error] = check(case, run_fault(forker, case, tmp_path))
+    if victim == 0:
+        assert "Worker 1 could not reach the chief at 127.0.0.1:" in error
+    else:
+        assert "worker 1 (127.0.0.1:" in error
+        assert f"did not come within {TIMEOUT} s" in error
+    assert "CommunicationOptions(timeout_seconds=...)" in error
+
+
+def test_another_batch_size_is_named(forker, tmp_path):
+    case = FaultCase("batch")
+    outcomes = run_fault(forker, case, tmp_path)
+    for error in check(case, outcomes):
+        assert "`batch_size`: worker 0 has 8, worker 1 has 16" in error
+    assert max(outcome.seconds for outcome in outcomes) < TIMEOUT
+
+
+def test_two_processes_with_one_index_are_both_named(forker, tmp_path):
+    case = FaultCase("twin", workers=3)
+    outcomes = run_fault(forker, case, tmp_path)
+    twins = [outcome.pid for outcome in outcomes[1:]]
+    for error in check(case, outcomes):
+        assert "Two processes say that they are worker 2" in error
+        assert all(f"process {pid} on 127.0.0.1" in error for pid in twins)
