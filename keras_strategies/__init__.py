@@ -44,6 +44,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "PreemptionCheckpointHandler",
     "ReduceOp",

@@ -29,6 +29,7 @@ from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.mirrored import MirroredStrategy
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
+from keras_strategies.strategies.parameter_server import ParameterServerStrategy
 from keras_strategies.training.hooks import gradients_are_aggregated
 from keras_strategies.training.losses import (
     compute_average_loss,
@@ -73,6 +74,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "PreemptionCheckpointHandler",
     "ReduceOp",

@@ -2,15 +2,20 @@
 
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
+<<<<<<< HEAD
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.training.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,
 )
+=======
+from keras_strategies.strategies.parameter_server import ParameterServerStrategy
+>>>>>>> c923210 (Parameter servers: transport, servers, workers, coordinator, and fit on them)
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from keras_strategies.variables import partitioners
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = CommunicationOptions
@@ -21,8 +26,13 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+<<<<<<< HEAD
     "MultiWorkerMirroredStrategy",
     "PreemptionCheckpointHandler",
     "TerminationConfig",
+=======
+    "ParameterServerStrategy",
+>>>>>>> c923210 (Parameter servers: transport, servers, workers, coordinator, and fit on them)
     "ValueContext",
+    "partitioners",
 ]
