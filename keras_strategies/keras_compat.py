@@ -1470,6 +1470,19 @@ def object_state(made: Any) -> dict[str, Any] | None:
     return state
 
 
+def rebuilt(made: Any) -> tuple[Any, ...] | None:
+    """How to make something of Keras again that pickle cannot; None for the rest.
+
+    Keras 3.15: `DynamicBackend`, which preprocessing layers hold, asks itself for
+    attributes before it has any.
+    """
+    from keras.src.utils.backend_utils import DynamicBackend
+
+    if isinstance(made, DynamicBackend):
+        return DynamicBackend, (vars(made)["_backend"],)
+    return None
+
+
 def container_state(made: Any) -> tuple[Any, ...] | None:
     """The contents and the tracker of a tracked container; None for other things.
 

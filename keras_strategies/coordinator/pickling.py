@@ -146,6 +146,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     kind = keras_compat.optimizer_kind(made)
                 arguments = (self._number_of(made), kind)
                 return _object, arguments, state, None, None, _set_state
+            again = keras_compat.rebuilt(made)
+            if again is not None:
+                return again
             state = keras_compat.container_state(made)
             if state is not None:
                 return _empty, (type(made),), state, None, None, _fill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,47 +47,46 @@ class TensorFlowProgram(Program):
 
     def _find_lookups(self, signature: Any) -> tuple[list[Any], Any]:
         while True:
-            found: list[Any] = []
             tables = list(self.variables.tables)
-
-            @tf.function(input_signature=_flat(signature), autograph=False)
-            def ids_of(*leaves: Any, found: Any = found) -> Any:
-                found.clear()
-                ids: list[Any] = []
-
-                def take(x: Any, indices: Any, axis: Any) -> Any:
-                    if axis != 0 or not self._is_table(x):
-                        return NotImplemented
-                    indices = tf.convert_to_tensor(indices)
-                    found.append(x)
-                    ids.append(indices)
-                    shape = tf.concat([tf.shape(indices), list(x.shape)[1:]], 0)
-                    rows = tf.zeros(shape, x.dtype)
-                    rows.set_shape([*indices.shape, *list(x.shape)[1:]])
-                    return rows
-
-                with (
-                    keras.StatelessScope(),
-                    keras_compat.lookups_through(take),
-                    keras_compat.applying_through(Sink()),
-                ):
-                    self.body(keras.tree.pack_sequence_as(signature, list(leaves)))
-                return ids
-
-            program = ids_of.get_concrete_function()
-            handles = [captured for _, captured in program.graph.captures]
-            read = _read_handles(program.graph.get_operations(), program.graph)
-            whole = [
-                table
-                for table in tables
-                if id(keras_compat.raw_value(table).handle) in read
-            ]
-            del handles
+            found, program = self._trace_lookups(signature)
+            read = _read_handles(program.graph)
+            whole = [t for t in tables if id(_handle(t)) in read]
             if not whole and _depend_on_state(program.outputs):
+                # Ids that depend on values are not known ahead of the step.
                 whole = list({id(t): t for t in found}.values())
             if not whole:
-                return list(found), program
+                return found, program
             self.variables.become_dense(whole)
+
+    def _trace_lookups(self, signature: Any) -> tuple[list[Any], Any]:
+        """A program of a batch that returns ids, and the tables that they are for."""
+        found: list[Any] = []
+        ids: list[Any] = []
+
+        def take(x: Any, indices: Any, axis: Any) -> Any:
+            if axis != 0 or not self._is_table(x):
+                return NotImplemented
+            indices = tf.convert_to_tensor(indices)
+            found.append(x)
+            ids.append(indices)
+            shape = tf.concat([tf.shape(indices), list(x.shape)[1:]], 0)
+            rows = tf.zeros(shape, x.dtype)
+            rows.set_shape([*indices.shape, *list(x.shape)[1:]])
+            return rows
+
+        @tf.function(input_signature=_flat(signature), autograph=False)
+        def ids_of(*leaves: Any) -> Any:
+            found.clear()
+            ids.clear()
+            with (
+                keras.StatelessScope(),
+                keras_compat.lookups_through(take),
+                keras_compat.applying_through(Sink()),
+            ):
+                self.body(keras.tree.pack_sequence_as(signature, list(leaves)))
+            return list(ids)
+
+        return found, ids_of.get_concrete_function()
 
     def _is_table(self, x: Any) -> bool:
         return any(x is table for table in self.variables.tables)
@@ -163,11 +163,15 @@ def _dense(gradient: Any) -> Any:
     return tf.math.unsorted_segment_sum(gradient.values, indices, rows)
 
 
-def _read_handles(operations: Any, graph: Any) -> set[int]:
+def _handle(variable: Any) -> Any:
+    return keras_compat.raw_value(variable).handle
+
+
+def _read_handles(graph: Any) -> set[int]:
     """The captured variables that operations of a graph read, by `id` of handles."""
     captured = {id(inner): outer for outer, inner in graph.captures}
     found = set()
-    for operation in operations:
+    for operation in graph.get_operations():
         if operation.type in _READS:
             outer = captured.get(id(operation.inputs[0]))
             if outer is not None:
@@ -232,7 +236,7 @@ class TensorFlowEngine(Engine):
         # Matrices may be tables, whose windows have any number of rows. What has been
         # traced holds on to this variable, so it is never another one.
         open_shape = [None, *shape[1:]] if len(shape) == 2 else list(shape)
-        first = [min(n, 1) for n in shape] if len(shape) == 2 else list(shape)
+        first = [min(shape[0], 1), shape[1]] if len(shape) == 2 else list(shape)
         raw = tf.Variable(
             tf.zeros(first, dtype), shape=open_shape, dtype=dtype, trainable=trainable
         )
@@ -246,6 +250,8 @@ class TensorFlowEngine(Engine):
         return keras_compat.raw_value(variable).numpy()  # type: ignore[no-any-return]
 
     def compile_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        # Each variable has programs of its own, which is no mistake.
+        logging.getLogger("tensorflow").setLevel(logging.ERROR)
         program = tf.function(update, autograph=False, reduce_retracing=True)
 
         def run(*arguments: Any) -> Any:

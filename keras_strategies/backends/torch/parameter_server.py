@@ -205,7 +205,8 @@ class TorchEngine(Engine):
         tensor = keras.ops.convert_to_tensor(value, dtype=variable._dtype)
         trains = variable.trainable and tensor.is_floating_point()
         raw = keras_compat.raw_value(variable)
-        if raw is not None and raw.dtype == tensor.dtype:
+        # Torch remembers the shape of what a gradient was once asked for.
+        if raw is not None and raw.dtype == tensor.dtype and raw.shape == tensor.shape:
             raw.data = tensor
             return
         keras_compat.set_raw_value(
