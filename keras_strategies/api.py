@@ -18,6 +18,13 @@ from keras_strategies.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from keras_strategies.coordinator.cluster_coordinator import (
+    ClusterCoordinator,
+    PerWorkerValues,
+    RemoteValue,
+    get_current_worker_index,
+)
+from keras_strategies.coordinator.status import Status
 from keras_strategies.input.dataset import DistributedDataset, DistributedIterator
 from keras_strategies.input.model import DatasetCreator
 from keras_strategies.strategies.base import Strategy, ValueContext
@@ -56,6 +63,7 @@ from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
+    "ClusterCoordinator",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",
@@ -76,10 +84,13 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PerReplica",
+    "PerWorkerValues",
     "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReductionToOneDevice",
+    "RemoteValue",
     "ReplicaContext",
+    "Status",
     "Strategy",
     "StrategyExtended",
     "TerminationConfig",
@@ -90,6 +101,7 @@ __all__ = [
     "compute_average_loss",
     "experimental_set_strategy",
     "function",
+    "get_current_worker_index",
     "get_replica_context",
     "get_strategy",
     "gradients_are_aggregated",

@@ -1,5 +1,6 @@
 """Names of `tf.distribute.experimental`, so that a script only swaps the module."""
 
+from keras_strategies.coordinator import cluster_coordinator as coordinator
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
 <<<<<<< HEAD
@@ -34,5 +35,6 @@ __all__ = [
     "ParameterServerStrategy",
 >>>>>>> c923210 (Parameter servers: transport, servers, workers, coordinator, and fit on them)
     "ValueContext",
+    "coordinator",
     "partitioners",
 ]

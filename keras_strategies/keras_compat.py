@@ -1560,8 +1560,8 @@ def stop_clipping(optimizer: Any) -> None:
 class OpenShape(tuple[int, ...]):
     """A shape that is equal to every shape with as many axes.
 
-    Keras 3.15: `StatelessScope` compares `Variable.shape` with a value's. In a step of a
-    worker, a table has the value of its touched rows.
+    Keras 3.15: `StatelessScope` compares `Variable.shape` with a value's. In a step of
+    a worker, a table has the value of its touched rows.
     """
 
     __slots__ = ()

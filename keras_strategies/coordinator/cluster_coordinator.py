@@ -84,6 +84,13 @@ class PerWorkerValues:
         """An iterator over each worker's own dataset, to be passed likewise."""
         return self._coordinator._iterator_of(self)
 
+    def __next__(self) -> Any:
+        raise TypeError(
+            "This iterator is over each worker's own dataset. Pass it to a scheduled "
+            "function, `coordinator.schedule(fn, args=(iterator,))`, and call `next` "
+            "there."
+        )
+
 
 class ClusterCoordinator:
     """Schedules functions on workers and keeps them going.
@@ -98,7 +105,7 @@ class ClusterCoordinator:
 
     Example:
 
-    >>> coordinator = ks.coordinator.ClusterCoordinator(strategy)
+    >>> coordinator = ks.ClusterCoordinator(strategy)
     >>> per_worker_dataset = coordinator.create_per_worker_dataset(dataset_fn)
     >>> iterator = iter(per_worker_dataset)
     >>> for _ in range(steps):
@@ -344,7 +351,7 @@ def get_current_worker_index() -> int | None:
 
     Example:
 
-    >>> coordinator.schedule(ks.coordinator.get_current_worker_index).fetch()
+    >>> coordinator.schedule(ks.get_current_worker_index).fetch()
     """
     index: int | None = getattr(context.get_strategy(), "worker_index", None)
     return index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -127,14 +128,7 @@ class Registry:
         if maker is None or not keras_compat.is_optimizer(maker):
             return "weight", None
         keras_compat.plain_optimizer(maker)
-        if shape:
-            raise InvalidArgumentError(
-                f"Optimizer {type(maker).__name__} keeps a variable of shape {shape}, "
-                f"{variable.path!r}, which belongs to no variable of its shape, so "
-                "it cannot be cut and placed as they are. Parameter servers take "
-                "optimizers whose variables come from `add_variable_from_reference`, "
-                "such as SGD, Adagrad, Adam, AdamW, RMSprop, Ftrl and Lion."
-            )
+        _check_scalar(maker, variable, shape)
         return "scalar", None
 
     def _begin(
@@ -168,8 +162,6 @@ class Registry:
         about = self._described[number]
         regularized = variable.regularizer is not None
         if (about.trainable, about.regularized) != (variable.trainable, regularized):
-            import dataclasses
-
             about = dataclasses.replace(
                 about, trainable=bool(variable.trainable), regularized=regularized
             )
@@ -265,13 +257,30 @@ class Registry:
         optimizers = [made for made in seen if keras_compat.is_optimizer(made)]
         return blob, next(self._generation), variables, optimizers
 
+    def _put_everywhere(self, optimizer: Any, variable: Any) -> None:
+        """Gives every server an optimizer's scalar, such as Nadam's, made unnamed."""
+        about = self.describe(variable)
+        if about.kind == "scalar":
+            return
+        _check_scalar(optimizer, variable, about.shape)
+        value = self.read(variable)
+        everywhere = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
+        self._described[about.number] = dataclasses.replace(
+            about, kind="scalar", parts=everywhere
+        )
+        part = ((about.number, 0), value)
+        self._servers.ask_all("create", {p.server: [part] for p in everywhere})
+
     def send_optimizer(self, optimizer: Any, is_strategy: Any) -> None:
         """Gives the servers an optimizer, unless they have it."""
         number = self.number_of(optimizer)
         if self._optimizers.get(number) == len(optimizer.variables):
             return
         self._optimizers[number] = len(optimizer.variables)
-        blob, _, variables, _ = self.dump(optimizer, is_strategy)
+        for variable in optimizer.variables:
+            if self.describe(variable).kind == "weight":
+                self._put_everywhere(optimizer, variable)
+        blob, _, _, _ = self.dump(optimizer, is_strategy)
         trained = [self.describe(v) for v in keras_compat.trained_variables(optimizer)]
         slots: dict[int, list[int]] = {about.number: [] for about in trained}
         scalars = []
@@ -294,7 +303,6 @@ class Registry:
             decays,
             not self._lazy_rows,
         )
-        del variables
         pickled = cloudpickle.dumps(make)
         servers = range(len(self._servers))
         self._servers.ask_all("optimizer", dict.fromkeys(servers, (number, pickled)))
@@ -305,6 +313,17 @@ _CONSTANTS = (
     keras.initializers.Ones,
     keras.initializers.Constant,
 )
+
+
+def _check_scalar(optimizer: Any, variable: Any, shape: tuple[int, ...]) -> None:
+    if shape:
+        raise InvalidArgumentError(
+            f"Optimizer {type(optimizer).__name__} keeps a variable of shape {shape}, "
+            f"{variable.path!r}, which belongs to no variable of its shape, so it "
+            "cannot be cut and placed as they are. Parameter servers take optimizers "
+            "whose variables come from `add_variable_from_reference`, such as SGD, "
+            "Adagrad, Adam, AdamW, RMSprop, Ftrl and Lion."
+        )
 
 
 class _Templates(Receiver):

@@ -255,6 +255,7 @@ class WorkerStrategy(Strategy):
     def __init__(self, worker: Worker):
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
         keras_compat.hook_lookups()
+        get_engine().install()
         self._worker = worker
 
     @property
