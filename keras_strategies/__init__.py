@@ -53,6 +53,7 @@ __all__ = [
     "ReductionToOneDevice",
     "RemoteValue",
     "ReplicaContext",
+    "Server",
     "Status",
     "Strategy",
     "StrategyExtended",

@@ -24,6 +24,7 @@ from keras_strategies.coordinator.cluster_coordinator import (
     RemoteValue,
     get_current_worker_index,
 )
+from keras_strategies.coordinator.remote import Server
 from keras_strategies.coordinator.status import Status
 from keras_strategies.input.dataset import DistributedDataset, DistributedIterator
 from keras_strategies.input.model import DatasetCreator
@@ -90,6 +91,7 @@ __all__ = [
     "ReductionToOneDevice",
     "RemoteValue",
     "ReplicaContext",
+    "Server",
     "Status",
     "Strategy",
     "StrategyExtended",

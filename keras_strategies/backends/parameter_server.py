@@ -66,6 +66,10 @@ class Variables(Protocol):
         """These tables are read as wholes, and travel as wholes from now on."""
 
 
+class OtherLookupsError(Exception):
+    """A step made other lookups than `Program.lookups` had said."""
+
+
 class Program(abc.ABC):
     """A step, compiled for a worker.
 
@@ -99,7 +103,13 @@ class Program(abc.ABC):
         Args:
             batch: structure of NumPy arrays.
             positions: for each lookup, where the rows are in the table's window.
+
+        Raises:
+            OtherLookupsError: if it makes other lookups than were foreseen.
         """
+
+    def foresee_nothing(self) -> None:  # noqa: B027
+        """Looks at every batch before its step from now on."""
 
 
 class Engine(abc.ABC):

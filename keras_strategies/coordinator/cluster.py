@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -87,7 +88,8 @@ class Cluster:
             self.local,
             options.max_staleness,
             options.silence_seconds,
-            can_restore=self._snapshots is not None,
+            # Of servers that others have started, it is known when they are back.
+            can_restore=self._snapshots is not None or not is_local,
         )
         self._manager: Manager | None = None
         self.servers: Servers | None = None
@@ -137,7 +139,9 @@ class Cluster:
         if self._manager is not None:
             self._manager.close()
         elif self.servers is not None:
-            pass
+            with contextlib.suppress(Exception):
+                everyone = range(self.options.servers)
+                self.servers.ask_all("stop", dict.fromkeys(everyone))
         if self.servers is not None:
             self.servers.close()
         self._service.close()

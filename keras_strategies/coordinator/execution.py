@@ -125,7 +125,8 @@ class Execution:
 
     def variables(self, numbers: Sequence[int]) -> ProgramVariables:
         """Which variables a program may use, by their numbers."""
-        tables, others = [], []
+        tables: list[Any] = []
+        others: list[Any] = []
         for number in numbers:
             described = self.receiver.described[number]
             variable = self.receiver.variables[number]
@@ -196,10 +197,10 @@ class Execution:
             ):
                 parts.setdefault(id(variable), []).append((start, value))
         for variable in program.variables.others:
-            found = parts.get(id(variable))
-            if found:
-                found.sort(key=lambda pair: pair[0])
-                arrays = [array for _, array in found]
+            pulled_parts = parts.get(id(variable))
+            if pulled_parts:
+                pulled_parts.sort(key=lambda pair: pair[0])
+                arrays = [array for _, array in pulled_parts]
                 whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
                 engine.set_value(variable, whole)
         answers = {server: iter(pulled[server].rows) for server in pulled}

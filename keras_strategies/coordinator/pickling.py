@@ -193,7 +193,8 @@ def load(blob: bytes, receiver: Receiver, generation: int) -> Any:
     """
     previous = _loading.receiver, _loading.generation, _loading.filled
     _loading.receiver, _loading.generation = receiver, generation
-    _loading.filled = filled = []
+    filled: list[Any] = []
+    _loading.filled = filled
     try:
         value = pickle.loads(blob)
         keras_compat.renew_identities(filled)

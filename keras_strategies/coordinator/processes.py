@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import pickle
 import secrets
@@ -151,7 +152,7 @@ def _start_ray(setup: Setup) -> Any:
         address="local",
         num_cpus=setup.cpus,
         include_dashboard=False,
-        logging_level="error",
+        logging_level=logging.ERROR,
         object_store_memory=80 << 20,
         _node_ip_address="127.0.0.1",
         _temp_dir=setup.folder,

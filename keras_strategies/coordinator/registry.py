@@ -358,7 +358,7 @@ def make_initial(
     if hasattr(initializer, "seed") and isinstance(initializer.seed, int):
         # Parts differ, however many there are on a server.
         initializer.seed = (initializer.seed + start * 1_000_003) % 2**31
-        initializer._init_seed = initializer.seed
+        setattr(initializer, "_init_seed", initializer.seed)  # noqa: B010
     value = initializer(shape, dtype=dtype)
     return np.asarray(keras.ops.convert_to_numpy(value))
 
@@ -371,8 +371,8 @@ def _of_parts(initializer: Any, shape: tuple[int, ...]) -> Any:
         return initializer
     if isinstance(initializer, names.VarianceScaling):
         receptive = math.prod(shape[:-2])
-        fans = {"fan_in": shape[-2] * receptive, "fan_out": shape[-1] * receptive}
-        fans["fan_avg"] = (fans["fan_in"] + fans["fan_out"]) / 2
+        into, out = shape[-2] * receptive, shape[-1] * receptive
+        fans = {"fan_in": into, "fan_out": out, "fan_avg": (into + out) / 2}
         variance = initializer.scale / max(1.0, fans[initializer.mode])
         seed = initializer.seed
         if initializer.distribution == "uniform":

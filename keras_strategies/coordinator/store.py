@@ -114,11 +114,7 @@ class Store:
             for array in self.arrays.values():
                 # As bytes: dtypes such as bfloat16 are not NumPy's own.
                 pickle.dump((array.shape, array.dtype), file, protocol=5)
-                file.write(
-                    memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B")
-                    if array.size
-                    else b""
-                )
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -133,10 +129,9 @@ class Store:
             for key in keys:
                 shape, dtype = pickle.load(file)
                 array = np.empty(shape, dtype)
-                if array.size:
-                    view = memoryview(array.reshape(-1).view(np.uint8))
-                    if file.readinto(view) != array.nbytes:
-                        raise PeerError(f"The snapshot {path} is cut off.")
+                view = array.reshape(-1).view(np.uint8)
+                if array.size and file.readinto(view.data) != array.nbytes:
+                    raise PeerError(f"The snapshot {path} is cut off.")
                 store.arrays[key] = array
         return store, extra
 

@@ -10,6 +10,7 @@ processes of the cluster, and no others, have been given. Everything has a deadl
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import threading
 import time
@@ -47,6 +48,19 @@ class Keys:
         import zmq
 
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    @classmethod
+    def from_secret(cls, secret: str) -> Keys:
+        """The keys that every process with the same secret has."""
+        import zmq
+        from zmq.utils import z85
+
+        def pair(name: str) -> tuple[bytes, bytes]:
+            digest = hashlib.sha256(f"{name}:{secret}".encode()).digest()
+            private = z85.encode(digest)
+            return zmq.curve_public(private), private
+
+        return cls(*pair("service"), *pair("client"))
 
 
 def _needs_keys(address: str) -> bool:

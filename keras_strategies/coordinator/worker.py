@@ -15,7 +15,12 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import Applied, Program, StepResult
+from keras_strategies.backends.parameter_server import (
+    Applied,
+    OtherLookupsError,
+    Program,
+    StepResult,
+)
 from keras_strategies.coordinator.execution import (
     Execution,
     Plan,
@@ -442,7 +447,18 @@ class Worker:
         before, self.in_program = self.in_program, True
         try:
             self.execution.fill(program, plan, pulled)
-            return program.run(batch, plan.positions)
+            try:
+                return program.run(batch, plan.positions)
+            except OtherLookupsError:
+                # Nothing has been sent; this step begins again, with a closer look.
+                program.foresee_nothing()
+                again = self.execution.plan(program, batch)
+                plan.ids, plan.positions = again.ids, again.positions
+                plan.pulls, plan.dense = again.pulls, again.dense
+                servers = self.execution.servers
+                pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
+                self.execution.fill(program, plan, pulled)
+                return program.run(batch, plan.positions)
         finally:
             self.in_program = before
 

@@ -22,6 +22,7 @@ from keras_strategies.coordinator.cluster import (
     worker_process,
 )
 from keras_strategies.coordinator.registry import Registry
+from keras_strategies.coordinator.remote import cluster_keys
 from keras_strategies.coordinator.worker import Worker
 from keras_strategies.devices import Device
 from keras_strategies.errors import InvalidArgumentError
@@ -138,7 +139,7 @@ class ParameterServerStrategy(Strategy):
             silence_seconds=silence_seconds,
             start_seconds=start_seconds,
         )
-        self._cluster = Cluster(options, f"{__name__}:worker_main")
+        self._cluster = _cluster(resolver, options)
         self._finalizer = weakref.finalize(self, self._cluster.close)
         if lazy_rows is None:
             lazy_rows = max_staleness != 0
@@ -235,6 +236,23 @@ class ParameterServerTrainer(TrainerAdapter):
             )
             for part in about.parts
         ]
+
+
+def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> Cluster:
+    """The processes that a resolver describes: our own, or those of `ks.Server`."""
+    entry = f"{__name__}:worker_main"
+    if isinstance(resolver, LocalClusterResolver):
+        return Cluster(options, entry)
+    if resolver.task_type != "chief":
+        raise InvalidArgumentError(
+            "ParameterServerStrategy is made by the coordinator, the task 'chief'; "
+            f"this process is {resolver.task_type!r} {resolver.task_id}. In workers "
+            "and parameter servers call `ks.Server(...).join()` instead."
+        )
+    spec = resolver.cluster_spec()
+    servers = [f"tcp://{spec.task_address('ps', i)}" for i in spec.task_indices("ps")]
+    control = f"tcp://{spec.task_address('chief', resolver.task_id or 0)}"
+    return Cluster(options, entry, control, servers, cluster_keys())
 
 
 def _row_bytes(about: Any) -> int:

@@ -171,8 +171,9 @@ class JaxEngine(Engine):
                 return outputs
             metrics = values(model.metrics_variables)
             if kind == "test":
-                state = (trainable, others, metrics)
-                logs, (_, others, metrics) = model.test_step(state, batch)
+                logs, (_, others, metrics) = model.test_step(
+                    (trainable, others, metrics), batch
+                )
             else:
                 optimizer = values(model.optimizer.variables)
                 state = (trainable, others, optimizer, metrics)

@@ -14,15 +14,12 @@ from keras_strategies.backends.parameter_server import (
     Applied,
     Body,
     Engine,
+    OtherLookupsError,
     Program,
     Sink,
     StepResult,
     Variables,
 )
-
-
-class _OtherIdsError(Exception):
-    """A lookup asked for other ids than were foreseen."""
 
 
 class TorchProgram(Program):
@@ -37,6 +34,7 @@ class TorchProgram(Program):
         super().__init__(body, variables, gradients)
         # For each lookup the table and the leaf of the batch that its ids are.
         self._origins: list[tuple[Any, int]] | None = None
+        self._may_foresee = True
         self._foreseen: list[tuple[Any, np.ndarray]] = []
 
     def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
@@ -49,7 +47,7 @@ class TorchProgram(Program):
         else:
             found = self._explore(batch)
             origins = [(table, _leaf_like(leaves, ids)) for table, ids in found]
-            if all(i is not None for _, i in origins):
+            if self._may_foresee and all(i is not None for _, i in origins):
                 self._origins = origins  # type: ignore[assignment]
         self._foreseen = found
         return found
@@ -102,9 +100,10 @@ class TorchProgram(Program):
             if axis != 0 or not self._is_table(x):
                 return NotImplemented
             ids = keras.ops.convert_to_tensor(indices).detach().cpu().numpy()
-            (table, expected), where = next(places, ((None, None), None))
+            table: Any
+            (table, expected), where = next(places, ((None, np.empty(0)), None))
             if table is not x or not np.array_equal(ids, expected):
-                raise _OtherIdsError
+                raise OtherLookupsError
             window = x.value
             return window[torch.from_numpy(np.asarray(where, np.int64))]
 
@@ -132,7 +131,7 @@ class TorchProgram(Program):
         return StepResult(outputs, applied, changed)
 
     def foresee_nothing(self) -> None:
-        """Looks at every batch before its step from now on."""
+        self._may_foresee = False
         self._origins = None
 
 
