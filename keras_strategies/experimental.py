@@ -3,15 +3,12 @@
 from keras_strategies.coordinator import cluster_coordinator as coordinator
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
-<<<<<<< HEAD
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_strategies.strategies.parameter_server import ParameterServerStrategy
 from keras_strategies.training.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,
 )
-=======
-from keras_strategies.strategies.parameter_server import ParameterServerStrategy
->>>>>>> c923210 (Parameter servers: transport, servers, workers, coordinator, and fit on them)
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -27,13 +24,10 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
-<<<<<<< HEAD
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "TerminationConfig",
-=======
-    "ParameterServerStrategy",
->>>>>>> c923210 (Parameter servers: transport, servers, workers, coordinator, and fit on them)
     "ValueContext",
     "coordinator",
     "partitioners",
