@@ -257,6 +257,38 @@ class Registry:
         optimizers = [made for made in seen if keras_compat.is_optimizer(made)]
         return blob, next(self._generation), variables, optimizers
 
+    def _constraints(self, optimizer: Any) -> dict[int, Any]:
+        found = {}
+        for variable in keras_compat.trained_variables(optimizer):
+            about = self.describe(variable)
+            if variable.constraint is None:
+                continue
+            if len(about.parts) > 1:
+                raise InvalidArgumentError(
+                    f"Variable {variable.path!r} has the constraint "
+                    f"{variable.constraint!r}, which is of the whole variable, and is "
+                    f"cut into {len(about.parts)} parts. Leave it whole: let "
+                    "`variable_partitioner` return 1 for its shape."
+                )
+            found[about.number] = variable.constraint
+        return found
+
+    def _check_optimizer(self, optimizer: Any) -> None:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise InvalidArgumentError(
+                "A LossScaleOptimizer changes its scale by what all gradients of a "
+                "step are, which no parameter server sees. Use the dtype policy "
+                "'mixed_bfloat16', which needs no loss scale, or compile with "
+                "`auto_scale_loss=False`."
+            )
+        clips = optimizer.clipnorm or optimizer.global_clipnorm
+        if optimizer.gradient_accumulation_steps and clips:
+            raise InvalidArgumentError(
+                "`gradient_accumulation_steps` with `clipnorm` or `global_clipnorm` "
+                "clips sums of gradients by norms of whole ones, which no parameter "
+                "server sees. Use `clipvalue`, or larger batches."
+            )
+
     def _put_everywhere(self, optimizer: Any, variable: Any) -> None:
         """Gives every server an optimizer's scalar, such as Nadam's, made unnamed."""
         about = self.describe(variable)
@@ -273,6 +305,7 @@ class Registry:
 
     def send_optimizer(self, optimizer: Any, is_strategy: Any) -> None:
         """Gives the servers an optimizer, unless they have it."""
+        self._check_optimizer(optimizer)
         number = self.number_of(optimizer)
         if self._optimizers.get(number) == len(optimizer.variables):
             return
@@ -301,6 +334,7 @@ class Registry:
             tuple(scalars),
             {n: tuple(own) for n, own in slots.items()},
             decays,
+            self._constraints(optimizer),
             not self._lazy_rows,
         )
         pickled = cloudpickle.dumps(make)

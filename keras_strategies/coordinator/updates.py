@@ -31,6 +31,8 @@ class OptimizerSpec:
             every server has: the step, the learning rate.
         slots: dict from a trained variable's number to those of its slots.
         decays: dict from a trained variable's number to whether it has weight decay.
+        constraints: dict from a trained variable's number to its constraint, which is
+            of the whole variable.
         exact_rows: bool, whether rows that a batch has not touched are updated too,
             as on one device, where they would change: by momentum, by weight decay.
     """
@@ -41,6 +43,7 @@ class OptimizerSpec:
     scalars: tuple[int, ...]
     slots: dict[int, tuple[int, ...]]
     decays: dict[int, bool]
+    constraints: dict[int, Any]
     exact_rows: bool
 
 
@@ -66,6 +69,8 @@ class Updater:
         optimizer.loss_scale_factor = None
         decays = {id(spec.templates[v]): d for v, d in spec.decays.items()}
         keras_compat.set_weight_decay(optimizer, decays)
+        for number, constraint in spec.constraints.items():
+            spec.templates[number].constraint = constraint
         for number in (*spec.slots, *(s for ss in spec.slots.values() for s in ss)):
             template = spec.templates[number]
             shape = tuple(template.shape)
@@ -143,9 +148,9 @@ class Updater:
         # Every update of this step begins with the same scalars.
         after: list[np.ndarray] | None = None
         present = [(key, gradient) for key, gradient in dense if gradient is not None]
-        if self._row_programs_change_others:
-            present += [self._as_dense(*table) for table in rows]
-            rows = []
+        whole = [table for table in rows if self._needs_all_rows(table[0])]
+        present += [self._as_dense(*table) for table in whole]
+        rows = [table for table in rows if not self._needs_all_rows(table[0])]
         # Parts of one variable share a template, so they are updated one by one.
         for group in _without_repeats(present):
             keys = [key for key, _ in group]
@@ -169,6 +174,9 @@ class Updater:
             after = self._count_only(scalars)
         for number, value in zip(spec.scalars, after, strict=True):
             store.write((number, 0), np.asarray(value))
+
+    def _needs_all_rows(self, key: Key) -> bool:
+        return self._row_programs_change_others or key[0] in self.spec.constraints
 
     def _apply_rows(
         self, key: Key, ids: np.ndarray, gradients: np.ndarray, scalars: Any

@@ -71,6 +71,38 @@ def test_without_staleness_it_equals_one_device(synchronous, name) -> None:
     )
 
 
+def test_constraints_hold_for_whole_variables_only(asynchronous, synchronous) -> None:
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((2,), dtype="int32"),
+                keras.layers.Embedding(10, 4, embeddings_constraint="non_neg"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1, kernel_constraint="non_neg"),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    x, y = np.arange(20).reshape(10, 2) % 10, np.full((10, 1), -1.0)
+    with asynchronous.scope():
+        model = build()
+    model.fit(x, y, batch_size=5, verbose=0)
+    assert all(weights.min() >= 0 for weights in clusters.values(model.weights[:2]))
+    with synchronous.scope():
+        model = build()
+    with pytest.raises(ks.errors.InvalidArgumentError, match="cut into 2 parts"):
+        model.fit(x, y, batch_size=5, verbose=0)
+
+
+def test_loss_scales_are_refused(asynchronous) -> None:
+    with asynchronous.scope():
+        model = clusters.two_inputs(keras.optimizers.LossScaleOptimizer("sgd"))
+    x, y = clusters.clicks(16)
+    with pytest.raises(ks.errors.InvalidArgumentError, match="mixed_bfloat16"):
+        model.fit(x, y, batch_size=8, verbose=0)
+
+
 def test_variables_are_cut_and_described(synchronous) -> None:
     with synchronous.scope():
         variable = keras.Variable(np.arange(10.0).reshape(5, 2), name="table")
