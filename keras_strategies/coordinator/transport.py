@@ -71,9 +71,7 @@ class _OnlyClients:
     """Lets in who has the cluster's client key."""
 
     def __init__(self, keys: Keys):
-        import zmq.utils.z85
-
-        self._public = zmq.utils.z85.decode(keys.client_public)
+        self._public = keys.client_public
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._public
