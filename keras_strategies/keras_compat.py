@@ -50,6 +50,9 @@ class ModelHooks(Protocol):
     def created(self, made: Any) -> None:
         """A model (its `__init__` has begun) or a variable has been made."""
 
+    def making(self, variable: Any) -> None:
+        """`Variable.__init__` begins."""
+
     def creating(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around `Variable.__init__`."""
 
@@ -63,6 +66,9 @@ class ModelHooks(Protocol):
         self, model: Any, name: str, arguments: dict[str, Any]
     ) -> dict[str, Any]:
         """Inside of `method`: the arguments by name, to call the original with."""
+
+    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
+        """Inside of `method`, instead of `original(*bound.args, **bound.kwargs)`."""
 
     def input_made(self, adapter: Any) -> None:
         """`fit` or one of its siblings has made a data adapter of its input."""
@@ -151,6 +157,7 @@ def install(hooks: ModelHooks) -> None:
             *args: Any,
             **kwargs: Any,
         ) -> None:
+            hooks.making(self)
             with hooks.creating():
                 if not callable(initializer) and not isinstance(initializer, str):
                     initializer, shape, dtype = hooks.initial_value(
@@ -175,7 +182,7 @@ def install(hooks: ModelHooks) -> None:
             with hooks.method(self, name):
                 given = hooks.arguments(self, name, bound.arguments)
                 bound.arguments.update(given)
-                return original(*bound.args, **bound.kwargs)
+                return hooks.call(self, name, original, bound)
 
         return method
 
@@ -211,6 +218,8 @@ def install(hooks: ModelHooks) -> None:
     def wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            if _applying.sink is not None:
+                return _applying.sink(self, grads, trainable_variables)
             return hooks.optimizer_apply(
                 self, functools.partial(original, self), grads, trainable_variables
             )
@@ -1202,3 +1211,565 @@ def holds_tf_variables(layer: Any) -> bool:
         for sublayer in layer._flatten_layers()
         for value in vars(sublayer).values()
     )
+
+
+# --- Parameter servers --------------------------------------------------------
+
+
+def variable_maker() -> Any:
+    """The layer, metric or optimizer that is making a variable now, or None.
+
+    Keras 3.15: the global attribute "name_scope_stack", whose entries have the
+    `caller` that `name_scope` was given.
+    """
+    from keras.src.backend.common import global_state
+
+    stack = global_state.get_global_attribute("name_scope_stack")
+    return stack[-1].caller if stack else None
+
+
+def is_optimizer(made: Any) -> bool:
+    """Whether something is an optimizer (`BaseOptimizer` of Keras 3.15)."""
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    return isinstance(made, BaseOptimizer)
+
+
+class VariableHost(Protocol):
+    """What keeps the values of variables that are not in this process."""
+
+    #: Whether variables have values of their own just now.
+    is_local: bool
+
+    def create(self, variable: Any, value: Any) -> None:
+        """A variable begins with this value, a tensor or a function that makes it."""
+
+    def create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
+        """A variable begins with what an initializer makes."""
+
+    def read(self, variable: Any) -> Any:
+        """The whole value, a NumPy array."""
+
+    def write(self, variable: Any, value: Any) -> None:
+        """Sets the whole value."""
+
+    def add(self, variable: Any, delta: Any) -> None:
+        """Adds to the whole value, in one piece."""
+
+
+class RemoteValue:
+    """Stands in a variable for a value that is elsewhere.
+
+    Keras asks `_value` for a shape when it is made, and for `requires_grad` on Torch.
+    """
+
+    def __init__(self, shape: Any, dtype: Any):
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.requires_grad = False
+
+
+def host_made_variable(variable: Any, host: VariableHost) -> None:
+    """Lets a variable that has been made keep its value in a `VariableHost`."""
+    host_variable(variable, host)
+
+
+def host_variable(variable: Any, host: VariableHost) -> None:
+    """Lets a variable that is about to be made keep its value in a `VariableHost`.
+
+    Keras 3.15: `KerasVariable.__init__` and `_deferred_initialize` call `_initialize`
+    or `_initialize_with_initializer`; `value` is what everything reads, and
+    `_direct_assign` what everything writes.
+    """
+    kind: Any = type(variable)
+    object.__setattr__(variable, "_keras_strategies_host", host)
+    variable.__class__ = _hosted(kind)
+
+
+def host_of(variable: Any) -> Any:
+    """What keeps a variable's value, None if it does itself."""
+    return variable.__dict__.get("_keras_strategies_host")
+
+
+@functools.cache
+def _hosted(kind: Any) -> Any:
+    import keras
+
+    class Hosted(kind):
+        def _initialize(self, value: Any) -> None:
+            host = host_of(self)
+            host.create(self, value() if callable(value) else value)
+            shape = value.shape if self._shape is None else self._shape
+            self._value = RemoteValue(shape, self._dtype)
+
+        def _initialize_with_initializer(self, initializer: Any) -> None:
+            self._value = RemoteValue(self._shape, self._dtype)
+            host_of(self).create_with(self, initializer)
+
+        @property
+        def value(self) -> Any:
+            if host_of(self).is_local:
+                return super().value
+            scope = current_stateless_scope()
+            if scope is not None:
+                found = scope.get_current_value(self)
+                if found is None:
+                    # Shapes are being worked out; nothing reads the number.
+                    found = keras.ops.zeros(self._shape, dtype=self._dtype)
+                return self._maybe_autocast(found)
+            if self._value is None:
+                return self._maybe_autocast(
+                    keras.ops.zeros(self._shape, dtype=self._dtype)
+                )
+            value = keras.ops.convert_to_tensor(host_of(self).read(self), self._dtype)
+            return self._maybe_autocast(value)
+
+        def _direct_assign(self, value: Any) -> None:
+            host_of(self).write(self, value)
+
+        def assign_add(self, value: Any) -> Any:
+            if current_stateless_scope() is not None or host_of(self).is_local:
+                return super().assign_add(value)
+            return host_of(self).add(self, value)
+
+        def assign_sub(self, value: Any) -> Any:
+            if current_stateless_scope() is not None or host_of(self).is_local:
+                return super().assign_sub(value)
+            return host_of(self).add(self, -keras.ops.convert_to_tensor(value))
+
+        def numpy(self) -> Any:
+            return host_of(self).read(self)
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            found = host_of(self).read(self)
+            return found if dtype is None else found.astype(dtype)
+
+        def __len__(self) -> int:
+            return int(self._shape[0])
+
+        def __getitem__(self, index: Any) -> Any:
+            if current_stateless_scope() is not None or host_of(self).is_local:
+                return self.value[index]
+            return keras.ops.convert_to_tensor(host_of(self).read_slice(self, index))
+
+        def __repr__(self) -> str:
+            return (
+                f"<Variable path={self.path}, shape={tuple(self._shape)}, "
+                f"dtype={self._dtype}, {host_of(self).place(self)}>"
+            )
+
+    Hosted.__name__ = kind.__name__
+    Hosted.__qualname__ = kind.__qualname__
+    return Hosted
+
+
+def plain_optimizer(optimizer: Any) -> None:
+    """Takes from an optimizer what binds it to `tf.Variable`s.
+
+    Keras 3.15 on TensorFlow: `TFOptimizer` reads the `tf.Variable` of each variable
+    and updates through `tf.distribute`. With the methods of `BaseOptimizer` it works
+    in a `StatelessScope`, as on the other backends.
+    """
+    kind: Any = type(optimizer)
+    plain = _plain(kind)
+    if plain is not kind:
+        object.__setattr__(optimizer, "__class__", plain)
+
+
+@functools.cache
+def _plain(kind: Any) -> Any:
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    backend_kinds = [k for k in kind.__mro__ if k.__name__ == "TFOptimizer"]
+    if not backend_kinds:
+        return kind
+    names = {
+        name
+        for name, value in vars(backend_kinds[0]).items()
+        if callable(value) and name != "__init__" and hasattr(BaseOptimizer, name)
+    }
+    methods = {name: getattr(BaseOptimizer, name) for name in names}
+    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+
+
+def optimizer_kind(optimizer: Any) -> Any:
+    """The class that an optimizer had before `plain_optimizer`."""
+    kind = type(optimizer)
+    return kind.__mro__[1] if _plain(kind.__mro__[1]) is kind else kind
+
+
+def hook_slots(on_slot: Callable[[Any, Any], None]) -> None:
+    """Calls `on_slot(slot, reference)` for each optimizer variable of a variable's own.
+
+    Keras 3.15: `BaseOptimizer.add_variable_from_reference`. Later calls do nothing.
+    """
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def add(
+            self: Any,
+            reference_variable: Any,
+            name: Any = None,
+            initializer: Any = "zeros",
+        ) -> Any:
+            previous = _slot.reference
+            _slot.reference = reference_variable
+            try:
+                slot = original(
+                    self, reference_variable, name=name, initializer=initializer
+                )
+            finally:
+                _slot.reference = previous
+            on_slot(slot, reference_variable)
+            return slot
+
+        return add
+
+    name = "add_variable_from_reference"
+    if not any(owner is BaseOptimizer and n == name for owner, n, _ in _installed):
+        _replace(BaseOptimizer, name, wrap)
+
+
+class _Slot(threading.local):
+    # The variable that an optimizer variable is being made for.
+    reference: Any = None
+
+
+_slot = _Slot()
+
+
+def slot_reference() -> Any:
+    """The variable that an optimizer's own is being made for now, or None."""
+    return _slot.reference
+
+
+class _Applying(threading.local):
+    # Takes the gradients of this thread's `optimizer.apply`.
+    sink: Callable[..., Any] | None = None
+
+
+_applying = _Applying()
+
+
+@contextlib.contextmanager
+def applying_through(sink: Callable[..., Any]) -> Iterator[None]:
+    """Calls `sink(optimizer, gradients, variables)` instead of `optimizer.apply`."""
+    previous = _applying.sink
+    _applying.sink = sink
+    try:
+        yield
+    finally:
+        _applying.sink = previous
+
+
+class _Lookups(threading.local):
+    # Stands in for `ops.take` in this thread; None leaves it to Keras.
+    take: Callable[..., Any] | None = None
+
+
+_lookups = _Lookups()
+
+
+def hook_lookups() -> None:
+    """Lets a thread look up rows of variables itself; later calls do nothing.
+
+    Keras 3.15: `Embedding.call` and `ops.take` call `backend.numpy.take(x, indices,
+    axis)`, with the variable itself for `x`.
+    """
+    from keras.src import backend
+
+    module = backend.numpy
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def take(x: Any, indices: Any, axis: Any = None) -> Any:
+            if _lookups.take is not None:
+                found = _lookups.take(x, indices, axis)
+                if found is not NotImplemented:
+                    return found
+            return original(x, indices, axis=axis)
+
+        return take
+
+    if not any(owner is module and name == "take" for owner, name, _ in _installed):
+        _replace(module, "take", wrap)
+
+
+@contextlib.contextmanager
+def lookups_through(take: Callable[..., Any] | None) -> Iterator[None]:
+    """Sends this thread's `ops.take` to `take(x, indices, axis)`.
+
+    It may return `NotImplemented` to leave a call to Keras.
+    """
+    previous = _lookups.take
+    _lookups.take = take
+    try:
+        yield
+    finally:
+        _lookups.take = previous
+
+
+def hook_torch_layers() -> None:
+    """Keeps Torch's layers from reading variables that are not in this process.
+
+    Keras 3.15: `TorchLayer._track_variables` and `_post_track_variable` put the value
+    of each variable into `_torch_params`. Later calls do nothing.
+    """
+    from keras.src.backend.torch import layer
+    from torch.nn import ParameterDict
+
+    kind = layer.TorchLayer
+
+    def wrap_all(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _track_variables(self: Any) -> None:
+            if any(host_of(variable) is not None for variable in self.variables):
+                self._torch_params = ParameterDict()
+            else:
+                original(self)
+
+        return _track_variables
+
+    def wrap_one(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _post_track_variable(self: Any, variable: Any) -> None:
+            if host_of(variable) is None:
+                original(self, variable)
+
+        return _post_track_variable
+
+    if not any(owner is kind for owner, _, _ in _installed):
+        _replace(kind, "_track_variables", wrap_all)
+        _replace(kind, "_post_track_variable", wrap_one)
+
+
+# What is left out of the state of models and layers that go to another process:
+# programs, and what TensorFlow notes of its own.
+_NOT_SENT = ("train_function", "test_function", "predict_function", "_jax_state")
+
+
+def object_state(made: Any) -> dict[str, Any] | None:
+    """What a Keras object is made of, to be made again in another process.
+
+    Keras 3.15: `KerasSaveable.__reduce__` would save the values of all variables and
+    make others; here objects keep who they are, and variables travel by reference.
+
+    Returns:
+        dict of attributes; None for what pickle can take as it is.
+    """
+    from keras.src.ops.operation import Operation
+    from keras.src.saving.keras_saveable import KerasSaveable
+
+    if not isinstance(made, (KerasSaveable, Operation)):
+        return None
+    state = {
+        name: value
+        for name, value in vars(made).items()
+        if not name.startswith("_self_")
+        and name not in (_STRATEGY_ATTRIBUTE, "_obj_reference_counts_dict")
+    }
+    for name in _NOT_SENT:
+        if name in state:
+            state[name] = None
+    if "_torch_params" in state.get("_modules", {}):
+        state["_modules"] = dict(state["_modules"])
+        del state["_modules"]["_torch_params"]
+    return state
+
+
+def rebuilt(made: Any) -> tuple[Any, ...] | None:
+    """How to make something of Keras again that pickle cannot; None for the rest.
+
+    Keras 3.15: `DynamicBackend`, which preprocessing layers hold, asks itself for
+    attributes before it has any.
+    """
+    from keras.src.utils.backend_utils import DynamicBackend
+
+    if isinstance(made, DynamicBackend):
+        return DynamicBackend, (vars(made)["_backend"],)
+    return None
+
+
+def container_state(made: Any) -> tuple[Any, ...] | None:
+    """The contents and the tracker of a tracked container; None for other things.
+
+    Keras 3.15: `keras.src.utils.tracking`, whose containers and trackers know what
+    they track by `id`.
+    """
+    from keras.src.utils import tracking
+
+    if isinstance(made, tracking.Tracker):
+        return (None, dict(vars(made)))
+    if isinstance(made, (tracking.TrackedList, tracking.TrackedSet)):
+        return (list(made), made.tracker)
+    if isinstance(made, (tracking.TrackedDict, tracking.TrackedOrderedDict)):
+        return (dict(made), made.tracker)
+    return None
+
+
+def fill_container(made: Any, state: tuple[Any, ...]) -> None:
+    """Gives a container made anew its contents."""
+    contents, rest = state
+    if contents is None:
+        vars(made).update(rest)
+        made.stored_ids = {name: set() for name in made.config}
+        return
+    made.tracker = None
+    if isinstance(made, dict):
+        dict.update(made, contents)
+    elif isinstance(made, list):
+        list.extend(made, contents)
+    else:
+        set.update(made, contents)
+    made.tracker = rest
+
+
+def renew_identities(made: Iterable[Any]) -> None:
+    """Lets trackers and optimizers that were made anew know their parts by `id`.
+
+    Keras 3.15: `Tracker.stored_ids`, `BaseOptimizer._trainable_variables_indices`.
+    """
+    from keras.src.utils import tracking
+
+    for each in made:
+        if isinstance(each, tracking.Tracker):
+            each.stored_ids = {
+                name: {id(value) for value in store}
+                for name, (_, store) in each.config.items()
+            }
+        elif is_optimizer(each):
+            each._trainable_variables_indices = {
+                each._var_key(variable): i
+                for i, variable in enumerate(each._trainable_variables)
+            }
+
+
+def weight_decay_applies(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer decays a variable (`_use_weight_decay` of Keras 3.15)."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def set_weight_decay(optimizer: Any, applies: dict[int, bool]) -> None:
+    """Says by the `id` of variables which of them an optimizer decays."""
+    optimizer._use_weight_decay = lambda variable: applies.get(id(variable), True)
+
+
+def clip_gradients(optimizer: Any, gradients: list[Any]) -> list[Any]:
+    """An optimizer's clipping, by norms of whole gradients (`_clip_gradients`)."""
+    return list(optimizer._clip_gradients(gradients))
+
+
+def stop_clipping(optimizer: Any) -> None:
+    """Lets an optimizer take gradients as they are."""
+    optimizer._clip_gradients = lambda gradients: gradients
+
+
+class OpenShape(tuple[int, ...]):
+    """A shape that is equal to every shape with as many axes.
+
+    Keras 3.15: `StatelessScope` compares `Variable.shape` with a value's. In a step of
+    a worker, a table has the value of its touched rows.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple) and len(other) == len(self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(len(self))
+
+
+def values_scope(mapping: Iterable[tuple[Any, Any]]) -> Any:
+    """A `StatelessScope` in which variables have values of any shape.
+
+    Keras 3.15: `StatelessScope.state_mapping`, from the `id` of a variable.
+    """
+    import keras
+
+    scope = keras.StatelessScope()
+    for variable, value in mapping:
+        scope.state_mapping[id(variable)] = value
+    return scope
+
+
+def set_variable_shape(variable: Any, shape: tuple[int | None, ...]) -> None:
+    """Lets a variable stand for values of another shape (`KerasVariable._shape`)."""
+    variable._shape = shape
+
+
+def make_variable(path: str, trainable: bool, dtype: str, value: Any) -> Any:
+    """A variable with a path of its own, outside of every scope."""
+    import keras
+
+    with outside_stateless_scopes():
+        name = path.rsplit("/", 1)[-1]
+        made = keras.Variable(value, dtype=dtype, trainable=trainable, name=name)
+    made._path = path
+    return made
+
+
+def epoch_iterator(**arguments: Any) -> Any:
+    """`EpochIterator` of Keras 3.15: any input as epochs of batches.
+
+    Iterating it gives `(begin step, end step, iterator of batches)`.
+    """
+    from keras.src.trainers.epoch_iterator import EpochIterator
+
+    class NumpyEpochIterator(EpochIterator):
+        def _get_iterator(self) -> Any:
+            return self.data_adapter.get_numpy_iterator()
+
+    return NumpyEpochIterator(**arguments)
+
+
+def callback_list(callbacks: Any, **arguments: Any) -> Any:
+    """`keras.callbacks.CallbackList`, of what `fit` was given."""
+    import keras
+
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(callbacks, **arguments)
+
+
+def check_compiled(model: Any, method: str) -> None:
+    """Raises Keras's own error for a model that was not compiled."""
+    model._assert_compile_called(method)
+
+
+def should_evaluate(model: Any, epoch: int, frequency: Any) -> bool:
+    """Whether `fit` evaluates after an epoch (`Trainer._should_eval`)."""
+    return bool(model._should_eval(epoch, frequency))
+
+
+def resumed_epoch(model: Any) -> Any:
+    """The epoch that `BackupAndRestore` has restored (`Trainer._initial_epoch`)."""
+    return model._initial_epoch
+
+
+def metrics_or_logs(model: Any, logs: Any) -> dict[str, Any]:
+    """The metrics' results, or what a step returned (`_get_metrics_result_or_logs`)."""
+    return dict(model._get_metrics_result_or_logs(logs))
+
+
+def logs_in_order(model: Any, logs: Any) -> Any:
+    """What `evaluate` and `*_on_batch` return (`_flatten_metrics_in_order`)."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def split_for_validation(arrays: Any, share: float) -> Any:
+    """`fit`'s `validation_split` (`array_slicing.train_validation_split`)."""
+    from keras.src.trainers.data_adapters import array_slicing
+
+    return array_slicing.train_validation_split(arrays, validation_split=share)
+
+
+def sample_weights(y: Any, class_weight: Any) -> Any:
+    """Weights of samples by their class (`class_weight_to_sample_weights`)."""
+    from keras.src.trainers.data_adapters import data_adapter_utils
+
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)

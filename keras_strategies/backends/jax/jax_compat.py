@@ -157,3 +157,37 @@ def stop_service() -> None:
     service, distributed.global_state.service = distributed.global_state.service, None
     if service is not None:
         service.shutdown()
+
+
+def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool]]:
+    """Which values the two results of a function depend on.
+
+    Args:
+        fn: callable of a list of values and a batch that returns a pair.
+        values: list of `jax.ShapeDtypeStruct`.
+        batch: structure of arrays.
+
+    Returns:
+        Two lists with a bool for each value: whether the first result depends on it,
+        and whether the second does. A result that is a value unchanged does not count.
+
+    JAX 0.10: `jax.interpreters.partial_eval.dce_jaxpr`.
+    """
+    import jax
+    from jax.interpreters import partial_eval
+
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(values, batch)
+    first = len(jax.tree.leaves(shapes[0]))
+    total = len(jax.tree.leaves(shapes))
+    inputs = set(map(id, closed.jaxpr.invars))
+    passed = [id(out) in inputs for out in closed.jaxpr.outvars]
+
+    def used(wanted: list[bool]) -> list[bool]:
+        wanted = [w and not p for w, p in zip(wanted, passed, strict=True)]
+        _, found = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
+        return list(found[: len(values)])
+
+    return (
+        used([i < first for i in range(total)]),
+        used([i >= first for i in range(total)]),
+    )

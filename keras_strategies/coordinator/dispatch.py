@@ -1,0 +1,563 @@
+"""Who does what: the queue of closures, the workers, and what becomes of both."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.coordinator.processes import Start, wait_for
+from keras_strategies.coordinator.tasks import Definition, Outcome, Resource, Task
+from keras_strategies.coordinator.transport import Service
+from keras_strategies.errors import (
+    ClosureCancelledError,
+    ClusterTimeoutError,
+    ServerLostError,
+    WorkerError,
+)
+
+#: Tasks that a worker may have, so that the next pull travels with the last push.
+_AHEAD = 2
+#: A closure under which so many workers have died is not given to another one.
+_FATAL_DEATHS = 3
+#: A worker that has died so often without having done anything is given up.
+_HOPELESS_STARTS = 4
+
+
+@dataclass
+class Pending:
+    """A closure that was scheduled.
+
+    Args:
+        task: the task, without the values of local variables.
+        result: called with the value and the error once it is known.
+        local: numbers of variables that no server has.
+    """
+
+    task: Task
+    result: Callable[[Any, BaseException | None], None]
+    local: tuple[int, ...]
+    deaths: int = 0
+
+
+@dataclass
+class WorkerState:
+    """What is known of a worker."""
+
+    index: int
+    incarnation: int = 0
+    sender: bytes | None = None
+    pid: int = 0
+    last_sign: float = 0.0
+    in_flight: collections.deque[Pending] = field(default_factory=collections.deque)
+    known: set[tuple[str, int]] = field(default_factory=set)
+    steps: int = 0
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    deaths: int = 0
+    futile_starts: int = 0
+    is_given_up: bool = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self.sender is not None
+
+
+@dataclass
+class ServerState:
+    """What is known of a parameter server."""
+
+    index: int
+    incarnation: int = 0
+    is_ready: bool = False
+    pid: int = 0
+    last_sign: float = 0.0
+    deaths: int = 0
+
+
+class LocalVariables:
+    """The values of variables that only the coordinator has: those of metrics."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def set(self, number: int, value: np.ndarray) -> None:
+        with self._lock:
+            self._values[number] = np.array(value)
+
+    def get(self, number: int) -> np.ndarray:
+        with self._lock:
+            return self._values[number]
+
+    def add(self, changes: dict[int, np.ndarray]) -> None:
+        with self._lock:
+            for number, change in changes.items():
+                value = self._values[number]
+                if value.dtype == bool:
+                    self._values[number] = np.asarray(change)
+                else:
+                    self._values[number] = np.asarray(value + change, value.dtype)
+
+
+class Dispatcher:
+    """Gives closures to workers, in a thread of its own.
+
+    Args:
+        service: where workers, servers and the manager report.
+        workers: int, how many workers there are at first.
+        servers: int, how many servers there are.
+        starts: makes the `Start` of a process of a kind, an index and an incarnation;
+            None where somebody else starts processes.
+        local: the local variables.
+        max_staleness: int or None, see `ParameterServerStrategy`.
+        silence: float, seconds without a sign of life after which a process is dead.
+        can_restore: bool, whether servers have snapshots.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        workers: int,
+        servers: int,
+        starts: Callable[[str, int, int], Start] | None,
+        local: LocalVariables,
+        max_staleness: int | None,
+        silence: float,
+        can_restore: bool,
+    ):
+        self._service = service
+        self._starts = starts
+        self._local = local
+        self._silence = silence
+        self._can_restore = can_restore
+        self.max_staleness = max_staleness
+        self.condition = threading.Condition()
+        self.workers = {i: WorkerState(i) for i in range(workers)}
+        self.servers = {i: ServerState(i) for i in range(servers)}
+        self.queue: collections.deque[Pending] = collections.deque()
+        self.max_queued = 256
+        self.error: BaseException | None = None
+        self.fatal: BaseException | None = None
+        self.done_steps = 0
+        self._definitions: dict[int, Definition] = {}
+        self._resources: dict[int, Resource] = {}
+        self._unfinished: set[int] = set()
+        self._next_task = 0
+        self._manager: bytes | None = None
+        self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._work, name="coordinator", daemon=True
+        )
+        self._thread.start()
+
+    # For the user's threads
+
+    def define(self, definition: Definition) -> None:
+        with self.condition:
+            self._definitions[definition.number] = definition
+
+    def add_resource(self, resource: Resource) -> None:
+        with self.condition:
+            self._resources[resource.number] = resource
+
+    def schedule(
+        self,
+        definition: int,
+        arguments: Any,
+        generation: int,
+        result: Callable[[Any, BaseException | None], None],
+        local: tuple[int, ...],
+    ) -> None:
+        """Queues a closure; waits only while the queue is full."""
+        with self.condition:
+            self.condition.wait_for(
+                lambda: len(self.queue) < self.max_queued or self._is_broken()
+            )
+            self.raise_error()
+            number = self._next_task
+            self._next_task += 1
+            self._unfinished.add(number)
+            task = Task(number, definition, arguments, generation=generation)
+            self.queue.append(Pending(task, result, local))
+        self._service.wake()
+
+    def wait_until_done(self, timeout: float | None = None) -> None:
+        """Waits for all closures; raises the first error."""
+        with self.condition:
+            finished = self.condition.wait_for(
+                lambda: not self._unfinished or self.fatal is not None, timeout
+            )
+            self.raise_error()
+            if not finished:
+                raise ClusterTimeoutError(
+                    f"{len(self._unfinished)} closures were not done after "
+                    f"{timeout:g} seconds."
+                )
+
+    def abandon(self) -> None:
+        """Drops what is queued and waits for what is under way, without errors."""
+        with self.condition:
+            self._cancel(ClosureCancelledError("Training ended before this step."))
+            self.condition.wait_for(
+                lambda: (
+                    not any(w.in_flight for w in self.workers.values())
+                    or self.fatal is not None
+                ),
+                self._silence * 2,
+            )
+            self.error = None
+
+    def is_done(self) -> bool:
+        with self.condition:
+            self.raise_error()
+            return not self._unfinished
+
+    def raise_error(self) -> None:
+        """Raises the first error of a closure, once; a fatal one each time."""
+        if self.fatal is not None:
+            raise self.fatal
+        if self.error is not None:
+            # What is under way still counts; nothing of it is left when this returns.
+            self.condition.wait_for(
+                lambda: (
+                    not any(w.in_flight for w in self.workers.values())
+                    or self.fatal is not None
+                )
+            )
+            error, self.error = self.error, None
+            raise error
+
+    def _is_broken(self) -> bool:
+        return self.error is not None or self.fatal is not None
+
+    def wait_ready(self, seconds: float) -> None:
+        """Waits for all servers and at least one worker."""
+        with self.condition:
+            ready = wait_for(
+                self.condition,
+                lambda: (
+                    self.fatal is not None
+                    or (
+                        all(s.is_ready for s in self.servers.values())
+                        and any(w.is_alive for w in self.workers.values())
+                    )
+                ),
+                seconds,
+            )
+            if self.fatal is not None:
+                raise self.fatal
+            if not ready:
+                missing = [
+                    f"parameter server {s.index}"
+                    for s in self.servers.values()
+                    if not s.is_ready
+                ]
+                if not any(w.is_alive for w in self.workers.values()):
+                    missing += [f"worker {i}" for i in self.workers]
+                raise ClusterTimeoutError(
+                    f"The cluster was not ready after {seconds:g} seconds: "
+                    f"{', '.join(missing)} did not report. Look at what they printed, "
+                    "or raise `start_seconds` of the strategy."
+                )
+
+    def start_all(self) -> None:
+        """Starts the processes, if that is ours to do."""
+        with self.condition:
+            for server in self.servers.values():
+                self._start("ps", server.index, server.incarnation)
+            for worker in self.workers.values():
+                self._start("worker", worker.index, worker.incarnation)
+        self._service.wake()
+
+    def add_worker(self) -> int:
+        """Starts one worker more; its number."""
+        with self.condition:
+            index = max(self.workers) + 1
+            self.workers[index] = WorkerState(index)
+            self._start("worker", index, 0)
+        self._service.wake()
+        return index
+
+    def close(self) -> None:
+        """Tells everybody to stop, and ends the thread."""
+        with self.condition:
+            self._is_closed = True
+            for worker in self.workers.values():
+                if worker.sender is not None:
+                    self._to_send.append((worker.sender, ("stop", None)))
+            self._cancel(ClosureCancelledError("The strategy was closed."))
+            self.fatal = self.fatal or WorkerError(
+                "The cluster of this strategy has been closed."
+            )
+            self.condition.notify_all()
+        self._service.wake()
+        self._thread.join(10.0)
+
+    # The thread
+
+    def _work(self) -> None:
+        while True:
+            received = self._service.receive(0.1)
+            with self.condition:
+                if received is not None:
+                    sender, (_, (kind, value)) = received
+                    getattr(self, f"_on_{kind}")(sender, value)
+                self._look_for_silence()
+                self._assign()
+                to_send, self._to_send = self._to_send, collections.deque()
+                is_closed = self._is_closed
+            for receiver, message in to_send:
+                with contextlib.suppress(Exception):
+                    self._service.send(receiver, (0, message))
+            if is_closed:
+                return
+
+    def _on_manager(self, sender: bytes, pid: int) -> None:
+        self._manager = sender
+        for start in self._waiting_starts:
+            self._to_send.append((sender, ("start", start)))
+        self._waiting_starts.clear()
+
+    @property
+    def _waiting_starts(self) -> list[Start]:
+        return self.__dict__.setdefault("_starts_waiting", [])  # type: ignore[no-any-return]
+
+    def _start(self, kind: str, index: int, incarnation: int) -> None:
+        if self._starts is None:
+            return
+        start = self._starts(kind, index, incarnation)
+        if self._manager is None:
+            self._waiting_starts.append(start)
+        else:
+            self._to_send.append((self._manager, ("start", start)))
+
+    def _kill(self, kind: str, index: int, incarnation: int, pid: int) -> None:
+        if self._manager is not None:
+            message = ("kill", (kind, index, incarnation, pid))
+            self._to_send.append((self._manager, message))
+
+    def _on_hello(self, sender: bytes, value: tuple[int, int, int]) -> None:
+        index, incarnation, pid = value
+        worker = self.workers.setdefault(index, WorkerState(index))
+        if self._starts is None and worker.is_alive:
+            # Somebody else has started it anew.
+            self._worker_died(worker, "it was started anew")
+            worker.incarnation = incarnation
+        if incarnation < worker.incarnation and self._starts is not None:
+            return
+        worker.sender, worker.pid = sender, pid
+        worker.incarnation = incarnation
+        worker.last_sign = time.monotonic()
+        worker.known = set()
+        self.condition.notify_all()
+
+    def _on_server(self, sender: bytes, value: tuple[int, int, int, bool]) -> None:
+        index, incarnation, pid, is_restored = value
+        server = self.servers[index]
+        came_back = server.pid not in (0, pid)
+        server.pid, server.incarnation = pid, incarnation
+        server.is_ready = True
+        server.last_sign = time.monotonic()
+        if came_back and not is_restored:
+            self._lose(
+                f"Parameter server {index} died and was started anew, and there was "
+                "no snapshot that it could restore."
+            )
+        self.condition.notify_all()
+
+    def _on_beat(self, sender: bytes, value: tuple[Any, int]) -> None:
+        name, incarnation = value
+        state: WorkerState | ServerState | None
+        if isinstance(name, tuple):
+            state = self.servers.get(name[1])
+        else:
+            state = self.workers.get(name)
+        if state is not None and state.incarnation == incarnation:
+            state.last_sign = time.monotonic()
+
+    def _on_ended(self, sender: bytes, value: tuple[str, int, int, str]) -> None:
+        kind, index, incarnation, reason = value
+        if self._is_closed:
+            return
+        if kind == "worker":
+            worker = self.workers[index]
+            if worker.incarnation == incarnation:
+                self._worker_died(worker, reason)
+                self._start_again(worker, reason)
+        else:
+            server = self.servers[index]
+            if server.incarnation == incarnation:
+                self._server_died(server, reason)
+
+    def _worker_died(self, worker: WorkerState, reason: str) -> None:
+        worker.deaths += 1
+        worker.futile_starts = 0 if worker.steps else worker.futile_starts + 1
+        worker.sender = None
+        again = list(worker.in_flight)
+        worker.in_flight.clear()
+        for i, pending in enumerate(again):
+            # The first was running; the others waited for it.
+            pending.deaths += i == 0
+            if pending.deaths >= _FATAL_DEATHS:
+                self._fail(
+                    pending,
+                    WorkerError(
+                        f"{pending.deaths} workers in turn died while they ran one "
+                        f"scheduled function, worker {worker.index} last: {reason}. "
+                        "Look at what they printed; a machine that runs out of memory "
+                        "kills processes without a word."
+                    ),
+                )
+        alive = [p for p in again if p.deaths < _FATAL_DEATHS]
+        self.queue.extendleft(reversed(alive))
+        self.condition.notify_all()
+
+    def _start_again(self, worker: WorkerState, reason: str) -> None:
+        if worker.futile_starts >= _HOPELESS_STARTS:
+            worker.is_given_up = True
+            if all(w.is_given_up for w in self.workers.values()):
+                self._break(
+                    WorkerError(
+                        f"No worker could be started; worker {worker.index} ended "
+                        f"{worker.futile_starts} times before it had done anything: "
+                        f"{reason}"
+                    )
+                )
+            return
+        worker.incarnation += 1
+        self._start("worker", worker.index, worker.incarnation)
+
+    def _server_died(self, server: ServerState, reason: str) -> None:
+        server.deaths += 1
+        server.is_ready = False
+        if not self._can_restore:
+            self._lose(f"Parameter server {server.index} died: {reason}.")
+            return
+        server.incarnation += 1
+        self._start("ps", server.index, server.incarnation)
+
+    def _lose(self, what: str) -> None:
+        self._break(
+            ServerLostError(
+                f"{what} What it held is lost. Give the strategy `snapshot_seconds` so "
+                "that a server that dies goes on from a snapshot, or train again from "
+                "a checkpoint with a new strategy."
+            )
+        )
+
+    def _look_for_silence(self) -> None:
+        now = time.monotonic()
+        for worker in self.workers.values():
+            if worker.is_alive and now - worker.last_sign > self._silence:
+                reason = f"it gave no sign of life for {self._silence:g} seconds"
+                self._kill("worker", worker.index, worker.incarnation, worker.pid)
+                self._worker_died(worker, reason)
+                self._start_again(worker, reason)
+        for server in self.servers.values():
+            if server.is_ready and now - server.last_sign > self._silence:
+                self._kill("ps", server.index, server.incarnation, server.pid)
+                reason = f"it gave no sign of life for {self._silence:g} seconds"
+                self._server_died(server, reason)
+
+    def _assign(self) -> None:
+        if self.fatal is not None:
+            return
+        while self.queue:
+            under_way = sum(len(w.in_flight) for w in self.workers.values())
+            if self.max_staleness is not None and under_way > self.max_staleness:
+                return
+            ahead = _AHEAD if self.max_staleness is None else 1
+            ready = [
+                w
+                for w in self.workers.values()
+                if w.is_alive and len(w.in_flight) < ahead
+            ]
+            if not ready:
+                return
+            self._give(min(ready, key=lambda w: len(w.in_flight)))
+
+    def _give(self, worker: WorkerState) -> None:
+        pending = self.queue.popleft()
+        assert worker.sender is not None
+        for resource in self._resources.values():
+            if ("resource", resource.number) not in worker.known:
+                worker.known.add(("resource", resource.number))
+                self._to_send.append((worker.sender, ("resource", resource)))
+        number = pending.task.definition
+        if ("definition", number) not in worker.known:
+            worker.known.add(("definition", number))
+            definition = self._definitions[number]
+            self._to_send.append((worker.sender, ("define", definition)))
+        task = dataclasses.replace(
+            pending.task,
+            local={n: self._local.get(n) for n in pending.local},
+            done=min(self._unfinished),
+        )
+        worker.in_flight.append(pending)
+        self._to_send.append((worker.sender, ("task", task)))
+        self.condition.notify_all()
+
+    def _on_outcome(self, sender: bytes, outcome: Outcome) -> None:
+        for worker in self.workers.values():
+            if worker.sender != sender:
+                continue
+            for pending in worker.in_flight:
+                if pending.task.number == outcome.number:
+                    worker.in_flight.remove(pending)
+                    self._finish(worker, pending, outcome)
+                    self.condition.notify_all()
+                    return
+
+    def _finish(self, worker: WorkerState, pending: Pending, outcome: Outcome) -> None:
+        worker.last_sign = time.monotonic()
+        if outcome.error is not None:
+            self._fail(pending, outcome.error)
+            return
+        worker.steps += outcome.steps
+        worker.seconds += outcome.seconds
+        worker.sent_bytes, worker.received_bytes = outcome.traffic
+        self.done_steps += outcome.steps
+        self._unfinished.discard(pending.task.number)
+        self._local.add(outcome.local)
+        pending.result(outcome.value, None)
+
+    def _fail(self, pending: Pending, error: BaseException) -> None:
+        self._unfinished.discard(pending.task.number)
+        pending.result(None, error)
+        if self.error is None:
+            self.error = error
+            self._cancel(
+                ClosureCancelledError(
+                    "This function was not run, because one that was scheduled before "
+                    f"it has failed: {type(error).__name__}: {error}"
+                )
+            )
+
+    def _cancel(self, error: BaseException) -> None:
+        while self.queue:
+            pending = self.queue.popleft()
+            self._unfinished.discard(pending.task.number)
+            pending.result(None, error)
+
+    def _break(self, error: BaseException) -> None:
+        """Nothing can go on."""
+        if self.fatal is not None:
+            return
+        self.fatal = error
+        self._cancel(error)
+        for worker in self.workers.values():
+            for pending in worker.in_flight:
+                self._unfinished.discard(pending.task.number)
+                pending.result(None, error)
+            worker.in_flight.clear()
+        self.condition.notify_all()

@@ -1,0 +1,210 @@
+"""A parameter server: a store behind a service, one request after the other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.coordinator.store import Key, Store, UpdateId
+from keras_strategies.coordinator.transport import Keys, Service, serve
+from keras_strategies.coordinator.updates import Updater
+from keras_strategies.errors import PeerError
+
+
+@dataclass(frozen=True)
+class Step:
+    """The one message of a step: what to push, and what to pull.
+
+    Args:
+        update: the name of the update, None if there is nothing to push.
+        done: int, closures below this number need not be remembered.
+        optimizer: int, whose gradients these are; None without any.
+        dense: pairs of a part and its gradient.
+        rows: triples of a part, rows and their gradients.
+        adds: pairs of a part and what to add to it.
+        pull: parts to send whole.
+        pull_rows: pairs of a part and rows to send.
+    """
+
+    update: UpdateId | None = None
+    done: int = 0
+    optimizers: tuple[tuple[int, list[Any], list[Any]], ...] = ()
+    adds: tuple[tuple[Key, np.ndarray], ...] = ()
+    writes: tuple[tuple[Key, np.ndarray], ...] = ()
+    pull: tuple[Key, ...] = ()
+    pull_rows: tuple[tuple[Key, np.ndarray], ...] = ()
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a server sends back: parts, rows, and the number of updates so far."""
+
+    dense: list[np.ndarray]
+    rows: list[np.ndarray]
+    version: int
+
+
+class ParameterServer:
+    """Handles requests on a store.
+
+    Args:
+        index: int, the number of this server.
+        snapshots: folder for snapshots, None for none.
+        interval: float, seconds between snapshots.
+    """
+
+    def __init__(
+        self, index: int, snapshots: str | None = None, interval: float | None = None
+    ):
+        self._index = index
+        self._engine = get_engine()
+        self._store = Store()
+        self._updaters: dict[int, Updater] = {}
+        self._optimizers: dict[int, bytes] = {}
+        self._path = Path(snapshots) / f"ps-{index}.snapshot" if snapshots else None
+        self._interval = interval
+        self._saved_at = time.monotonic()
+        self._saved_version = -1
+        self._started = time.time()
+        self.is_restored = False
+        if self._path is not None and self._path.exists():
+            self._store, self._optimizers = Store.load(self._path)
+            for number in self._optimizers:
+                self._make_updater(number)
+            self.is_restored = True
+        self.is_stopped = False
+
+    def handle(self, message: tuple[str, Any]) -> Any:
+        """Does what a request says: the name of a method, and its argument."""
+        name, argument = message
+        method: Callable[[Any], Any] = getattr(self, f"on_{name}")
+        return method(argument)
+
+    def on_step(self, step: Step) -> Pulled:
+        """Pushes, if this update has not been made, then pulls."""
+        store = self._store
+        store.applied.forget_below(step.done)
+        if step.update is not None and store.applied.is_new(step.update):
+            for number, dense, rows in step.optimizers:
+                self._updater(number).apply(dense, rows)
+            for key, delta in step.adds:
+                store.add(key, delta)
+            for key, value in step.writes:
+                store.write(key, value)
+            store.applied.add(step.update)
+            store.version += 1
+        return Pulled(
+            [store.get(key) for key in step.pull],
+            [store.rows(key, ids) for key, ids in step.pull_rows],
+            store.version,
+        )
+
+    def on_create(self, parts: list[tuple[Key, Any]]) -> None:
+        """Begins parts: pairs of a key and an array, or a function that makes it."""
+        for key, value in parts:
+            if isinstance(value, bytes):
+                import cloudpickle
+
+                value = np.asarray(cloudpickle.loads(value)())
+            self._store.create(key, value)
+
+    def on_optimizer(self, argument: tuple[int, bytes]) -> None:
+        """Takes an optimizer, an `OptimizerSpec` that was pickled."""
+        number, blob = argument
+        self._optimizers[number] = blob
+        self._make_updater(number)
+
+    def _make_updater(self, number: int) -> None:
+        spec = pickle.loads(self._optimizers[number])()
+        self._updaters[number] = Updater(spec, self._store, self._engine)
+
+    def _updater(self, number: int) -> Updater:
+        if number not in self._updaters:
+            raise PeerError(f"Parameter server {self._index} knows no such optimizer.")
+        return self._updaters[number]
+
+    def on_read(self, argument: tuple[Key, int, int]) -> np.ndarray:
+        """Consecutive rows of a part; all of a scalar."""
+        key, start, stop = argument
+        array = self._store.get(key)
+        return array if array.ndim == 0 else array[start:stop]
+
+    def on_write(self, argument: tuple[Key, int, np.ndarray]) -> None:
+        """Sets consecutive rows of a part."""
+        key, start, value = argument
+        self._store.write(key, value, start)
+
+    def on_add(self, argument: tuple[Key, np.ndarray]) -> None:
+        """Adds to a part."""
+        self._store.add(*argument)
+
+    def on_delete(self, keys: list[Key]) -> None:
+        """Forgets parts, of variables that nobody has any more."""
+        for key in keys:
+            self._store.arrays.pop(key, None)
+
+    def on_snapshot(self, argument: None = None) -> str:
+        """Writes a snapshot now; the path."""
+        if self._path is None:
+            raise PeerError("This parameter server was started without a folder.")
+        if self._store.version != self._saved_version or not self._path.exists():
+            self._store.save(self._path, self._optimizers)
+        self._saved_version = self._store.version
+        self._saved_at = time.monotonic()
+        return str(self._path)
+
+    def on_status(self, argument: None = None) -> dict[str, Any]:
+        """Numbers for `coordinator.status()`."""
+        return {
+            "nbytes": self._store.nbytes,
+            "parts": len(self._store.arrays),
+            "version": self._store.version,
+            "restored": self.is_restored,
+            "pid": os.getpid(),
+        }
+
+    def on_stop(self, argument: None = None) -> None:
+        """Ends the process after the reply."""
+        self.is_stopped = True
+
+    def idle(self) -> None:
+        """Called now and then: snapshots when one is due."""
+        if self._path is None or self._interval is None:
+            return
+        if time.monotonic() - self._saved_at >= self._interval:
+            self.on_snapshot()
+
+
+def main(
+    index: int,
+    address: str,
+    keys: Keys | None,
+    snapshots: str | None,
+    interval: float | None,
+    ready: Callable[[str, bool], None],
+) -> None:
+    """Runs a parameter server until it is told to stop.
+
+    Args:
+        index: int, its number.
+        address: str, where it listens.
+        keys: `Keys` for TCP.
+        snapshots: folder for snapshots, None for none.
+        interval: float, seconds between snapshots; None for none by itself.
+        ready: called with the address, and whether a snapshot was restored.
+    """
+    server = ParameterServer(index, snapshots, interval)
+    service = Service(address, keys)
+    try:
+        ready(service.address, server.is_restored)
+        serve(service, server.handle, lambda: server.is_stopped, server.idle)
+    finally:
+        service.close()
