@@ -40,6 +40,7 @@ from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
 from keras_strategies.strategies.parameter_server import ParameterServerStrategy
 from keras_strategies.strategies.plan import Plan
+from keras_strategies.strategies.tpu import DeviceAssignment, TPUStrategy
 from keras_strategies.training.hooks import gradients_are_aggregated
 from keras_strategies.training.losses import (
     compute_average_loss,
@@ -73,6 +74,7 @@ __all__ = [
     "DatasetCreator",
     "DefaultStrategy",
     "Description",
+    "DeviceAssignment",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
@@ -99,6 +101,7 @@ __all__ = [
     "Status",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "VariableAggregation",

@@ -6,7 +6,7 @@ does not depend on a backend runs once, as the suite "common".
 KS_BACKENDS  backends to test, separated by commas (default: all three)
 KS_FAST      1 leaves out the tests marked slow
 KS_JOBS      suites that run at the same time (default: 2, or 1 on one core)
-KS_TIMEOUT   seconds after which a suite is ended (default: 2400)
+KS_TIMEOUT   seconds after which a suite is ended (default: 4500)
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Settings:
             backends=backends,
             fast=os.environ.get("KS_FAST", "0") not in ("", "0"),
             jobs=int(os.environ.get("KS_JOBS") or min(2, os.cpu_count() or 1)),
-            timeout=float(os.environ.get("KS_TIMEOUT") or 2400),
+            timeout=float(os.environ.get("KS_TIMEOUT") or 4500),
         )
 
 

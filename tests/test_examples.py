@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from keras_strategies.cluster import TFConfigClusterResolver
+from keras_strategies.cluster.local import free_addresses
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -32,6 +35,101 @@ def test_demo_trains_as_one_device_does(backend_name) -> None:
     assert row["replicas"] == 2
     assert row["difference"] < 1e-5
     assert row["accuracy"] > 0.8
+
+
+def printed_by(output: str) -> dict[str, tuple[float, float]]:
+    """What the multi-worker example says of its test, by who says it."""
+    found = re.findall(
+        r"^(.*)test loss: ([\d.]+), accuracy: ([\d.]+)", output, re.MULTILINE
+    )
+    return {who: (float(loss), float(accuracy)) for who, loss, accuracy in found}
+
+
+def with_tf_config(script: str, *arguments: str) -> str:
+    """Two workers, as one starts them by hand; returns what they print."""
+    addresses = free_addresses(2)
+    processes = []
+    for index in range(2):
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": addresses}, "task": task}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, script, *arguments],
+                env={**os.environ, "TF_CONFIG": json.dumps(config)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    return "".join(output for output, _ in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_multi_worker_example_prints_the_same_however_it_is_started() -> None:
+    script = str(EXAMPLES / "multi_worker.py")
+    arguments = ("--epochs", "2")
+    one = run("multi_worker.py", *arguments)
+    assert "1 workers, 1 replicas" in one
+    [expected] = printed_by(one).values()
+
+    keras_strategies = [sys.executable, "-m", "keras_strategies"]
+    launcher = [*keras_strategies, "launch", "--workers", "2", script, *arguments]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    torchrun += [f"--master-port={free_addresses(1)[0].split(':')[1]}", script]
+    outputs = {
+        "launcher": started(launcher),
+        "torchrun": started([*torchrun, *arguments]),
+        "TF_CONFIG": with_tf_config(script, *arguments),
+    }
+    for how, output in outputs.items():
+        # Said by the chief, and by nobody else.
+        assert output.count("2 workers, 2 replicas") == 1, f"{how}: {output}"
+        assert output.count("Epoch 2/2") == 1, f"{how}: {output}"
+        [found] = printed_by(output).values()
+        assert found == pytest.approx(expected, rel=1e-3), how
+
+
+def started(command: list[str]) -> str:
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_the_kubernetes_manifest_says_who_is_who(monkeypatch) -> None:
+    import runpy
+
+    import yaml
+
+    manifest = (EXAMPLES / "kubernetes" / "multi_worker.yaml").read_text()
+    service, job = yaml.safe_load_all(manifest)
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    workers = {item["name"]: item["value"] for item in container["env"]}["WORKERS"]
+    assert int(workers) == spec["completions"] == spec["parallelism"]
+
+    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("WORKERS", workers)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    monkeypatch.setenv("TF_CONFIG", "")
+    exec(container["args"][0], {})
+    resolver = TFConfigClusterResolver()
+    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
+    assert resolver.num_workers == 4
+    name = f"{job['metadata']['name']}-0.{service['metadata']['name']}:4711"
+    assert resolver.cluster_spec().task_address("worker", 0) == name
+    assert container["ports"] == [{"containerPort": 4711}]
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keras_strategies import __version__
+from keras_strategies.cli.all_reduce import timed_all_reduce
 from keras_strategies.cli.peers import find_peers, listening
 from keras_strategies.cluster import ClusterResolver, find_cluster
 from keras_strategies.cluster.environment import (
@@ -40,7 +41,22 @@ class Finding:
     is_problem: bool = False
 
 
-Check = Callable[[ClusterResolver | None, float], Iterable[Finding]]
+@dataclass
+class Surroundings:
+    """What checks between tasks know, and tell those that come after them.
+
+    Args:
+        resolver: who is who; None without a cluster.
+        timeout: float, the seconds that a check may wait.
+        doctors: set of str, the other tasks where a doctor answers.
+    """
+
+    resolver: ClusterResolver | None
+    timeout: float
+    doctors: set[str] = field(default_factory=set)
+
+
+Check = Callable[[Surroundings], Iterable[Finding]]
 
 
 def doctor(timeout_seconds: float = 10.0) -> int:
@@ -54,11 +70,12 @@ def doctor(timeout_seconds: float = 10.0) -> int:
     """
     problems = 0
     resolver, cluster = _cluster()
+    around = Surroundings(resolver, timeout_seconds)
     for title, findings in (
         ("versions", _versions()),
         ("devices", _devices()),
         ("cluster", cluster),
-        *((title, check(resolver, timeout_seconds)) for title, check in CHECKS),
+        *((title, check(around)) for title, check in CHECKS),
     ):
         print(title)
         for finding in findings:
@@ -134,7 +151,8 @@ def _cluster() -> tuple[ClusterResolver | None, list[Finding]]:
     return resolver, findings
 
 
-def _peers(resolver: ClusterResolver | None, timeout: float) -> Iterator[Finding]:
+def _peers(around: Surroundings) -> Iterator[Finding]:
+    resolver, timeout = around.resolver, around.timeout
     if resolver is None or resolver.task_type is None or resolver.task_id is None:
         yield Finding("peers", "none")
         return
@@ -150,8 +168,9 @@ def _peers(resolver: ClusterResolver | None, timeout: float) -> Iterator[Finding
         peers = find_peers(spec, own, timeout)
         for peer in peers:
             yield Finding(peer.task, f"{peer.address}  {peer.found}", not peer.answers)
+        doctors = {peer.task for peer in peers if peer.is_doctor and peer.answers}
+        around.doctors = doctors
         if not listener.problem:
-            doctors = {peer.task for peer in peers if peer.is_doctor and peer.answers}
             left = max(0.0, deadline - time.monotonic())
             if not listener.wait_for(doctors, left):
                 missing = ", ".join(sorted(doctors - listener.visitors))
@@ -160,7 +179,38 @@ def _peers(resolver: ClusterResolver | None, timeout: float) -> Iterator[Finding
                 )
 
 
-# What is checked between tasks, with the resolver (None without a cluster) and the
-# seconds that it may take. A check that needs a strategy, such as a timed all-reduce,
-# is one more function here.
-CHECKS: tuple[tuple[str, Check], ...] = (("peers", _peers),)
+def _all_reduce(around: Surroundings) -> Iterator[Finding]:
+    resolver = around.resolver
+    if resolver is None or resolver.num_workers == 1:
+        yield Finding("all-reduce", "none: this is the only worker")
+        return
+    own = f"{resolver.task_type} {resolver.task_id}"
+    spec = resolver.cluster_spec()
+    workers = {
+        f"{job} {index}"
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    }
+    missing = sorted(workers - around.doctors - {own})
+    # What the others are is said under "peers".
+    if "ps" in spec.jobs or own not in workers:
+        yield Finding("all-reduce", "none: it is between workers without servers")
+    elif missing:
+        found = f"not measured: no doctor answers as {', '.join(missing)}"
+        yield Finding("all-reduce", found)
+    else:
+        try:
+            timings = timed_all_reduce(around.timeout)
+        except RuntimeError as error:
+            yield Finding("all-reduce", str(error), True)
+            return
+        for timing in timings:
+            yield Finding(f"{timing.nbytes / 1e6:.0f} MB", str(timing))
+
+
+# What is checked between tasks, in this order.
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("peers", _peers),
+    ("all-reduce", _all_reduce),
+)

@@ -23,8 +23,9 @@ front. When a task fails, all are ended, and its exit code is returned.
 """
 _DOCTOR = """\
 Say what this process would train on: versions, devices, what the cluster's variables
-say, and whether the other tasks can be reached. Run on all machines at once, as the
-script would be, it answers itself on the ports of the cluster:
+say, whether the other tasks can be reached, and how long workers take to sum values.
+Run on all machines at once, as the script would be, it answers itself on the ports of
+the cluster:
 
     keras-strategies launch --workers 2 -m keras_strategies doctor
 """

@@ -87,7 +87,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         backend = get_backend()
         self._cluster_resolver = resolver
         # Before the devices are looked at: engines add those of other workers.
-        workers = None if resolver is None else _workers_of(resolver, backend, options)
+        workers = None if resolver is None else join_workers(resolver, backend, options)
         if devices is None:
             replicas = default_devices(backend)
         else:
@@ -109,7 +109,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 _joined: dict[tuple[Any, ...], Workers] = {}
 
 
-def _workers_of(
+def join_workers(
     resolver: ClusterResolver, backend: Backend, options: CommunicationOptions
 ) -> Workers | None:
     """The workers of a cluster, who meet here; None if this is the only one."""

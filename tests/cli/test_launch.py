@@ -297,10 +297,12 @@ class launched:
 
 def test_a_cluster_that_failed_is_started_again_with_other_ports(script, tmp_path):
     path = script(
-        "with (here / me).open('a') as log: log.write(json.dumps(config) + '\\n')\n"
-        "attempt = len((here / me).read_text().splitlines())\n"
-        "if me == 'worker0' and attempt < 3: sys.exit(3)\n"
-        "if attempt < 3: time.sleep(600)\n"
+        "chief = here / 'worker0'\n"
+        "if me == 'worker0':\n"
+        "    with chief.open('a') as log: log.write(json.dumps(config) + '\\n')\n"
+        "    if len(chief.read_text().splitlines()) < 3: sys.exit(3)\n"
+        "while not chief.exists() or len(chief.read_text().splitlines()) < 3:\n"
+        "    time.sleep(0.01)\n"
     )
     process = launch("--workers", "2", "--max-restarts", "2", path)
     assert process.returncode == 0

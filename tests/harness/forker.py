@@ -74,7 +74,13 @@ class Forker:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "harness.forker"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                # Libraries that start threads when they are imported cannot be forked.
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

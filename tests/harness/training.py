@@ -174,14 +174,16 @@ def _dtype(tensor: Any) -> str:
     return "float32" if name in ("bfloat16", "float16") else name
 
 
-_alone: dict[str, Results] = {}
+# The case is kept with its results, so that no other case gets its id. Names do not
+# do as keys: each test module has cases of its own, and names them alike.
+_alone: dict[int, tuple[Case, Results]] = {}
 
 
 def alone(case: Case) -> Results:
     """What the case gives without a strategy, trained once per process."""
-    if case.name not in _alone:
-        _alone[case.name] = _without_phantom_step(case, train(case))
-    return _alone[case.name]
+    if id(case) not in _alone:
+        _alone[id(case)] = case, _without_phantom_step(case, train(case))
+    return _alone[id(case)][1]
 
 
 def _without_phantom_step(case: Case, results: Results) -> Results:

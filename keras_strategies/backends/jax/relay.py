@@ -74,6 +74,7 @@ class Relay:
             _end(near)
             return
         for end in (near, far):
+            end.settimeout(None)  # That of the connecting is not that of silence.
             if end.family != socket.AF_UNIX:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,30 +41,36 @@ class _Passes:
         self._empty = empty
         self._numbers = itertools.count()
         self._passes: collections.OrderedDict[int, Any] = collections.OrderedDict()
+        # TensorFlow ends a pass on one thread while another may read ahead in it.
+        self._lock = threading.RLock()
 
     def begin(self) -> int:
         """Starts a pass; its number."""
-        number = next(self._numbers)
-        self._passes[number] = self._start()
-        while len(self._passes) > _MAX_PASSES:
-            _close(self._passes.popitem(last=False)[1])
-        return number
+        with self._lock:
+            number = next(self._numbers)
+            self._passes[number] = self._start()
+            while len(self._passes) > _MAX_PASSES:
+                _close(self._passes.popitem(last=False)[1])
+            return number
 
     def next(self, number: Any) -> list[Any]:
         """The tensors of the next batch; TensorFlow knows what StopIteration is."""
-        return _tensors(next(self._passes[int(number)]), len(self._empty))
+        with self._lock:
+            return _tensors(next(self._passes[int(number)]), len(self._empty))
 
     def next_if_any(self, number: Any) -> list[Any]:
         """Whether there is a batch, and its tensors."""
-        iterator = self._passes.get(int(number))
-        batch = None if iterator is None else next(iterator, None)
+        with self._lock:
+            iterator = self._passes.get(int(number))
+            batch = None if iterator is None else next(iterator, None)
         if batch is None:
             return [False, *self._empty]
         return [True, *_tensors(batch, len(self._empty))]
 
     def end(self, number: Any) -> None:
         """Closes a pass, also one that a `break` has left."""
-        _close(self._passes.pop(int(number), None))
+        with self._lock:
+            _close(self._passes.pop(int(number), None))
 
 
 def _close(iterator: Any) -> None:
@@ -198,8 +205,12 @@ def loop_over(iterable: type, in_program: Callable[[Any], ProgramIterator]) -> N
             control_flow._py_for_stmt(given, *loop)
             return
         iterator = in_program(given)
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
         control_flow._tf_iterator_for_stmt(iterator, *loop)
-        iterator.end()
+        # TensorFlow runs Python functions when their arguments are there, in any order.
+        with tf.control_dependencies(graph.get_operations()[before:]):
+            iterator.end()
 
     with contextlib.suppress(KeyError):  # Registered before.
         control_flow.for_loop_registry.register(iterable, for_statement)

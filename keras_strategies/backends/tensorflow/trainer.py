@@ -82,7 +82,8 @@ class TensorFlowTrainer(TrainerAdapter):
             setattr(model, name, StepFunction(model, kind, self._call))
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
-        return (self.placement.variables,)
+        # Mirrored is what replicas read.
+        return self.placement.keepers if is_weight else (self.placement.variables,)
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = keras_compat.raw_value(variable)
@@ -121,6 +122,19 @@ class TensorFlowTrainer(TrainerAdapter):
         raw = keras_compat.raw_value(variable)
         if type(raw) is ResourceVariable:
             mirror(raw, self._others, creating_variables)
+
+    def same_variables(self, model: Any, all_of_them: bool) -> None:
+        # Keras builds optimizers in the first step on TensorFlow. One that has
+        # restored a backup is built, and would have variables that others lack.
+        optimizer = getattr(model, "optimizer", None)
+        if (
+            self.placement.workers is not None
+            and optimizer is not None
+            and not optimizer.built
+            and keras_compat.is_built(model)
+        ):
+            optimizer.build(model.trainable_variables)
+        super().same_variables(model, all_of_them)
 
     @contextlib.contextmanager
     def creating_variable(self) -> Iterator[None]:

@@ -222,7 +222,9 @@ class Hub:
             member = self._members[index]
             member.seen = time.monotonic()
             if kind == "beat":
-                member.progress = header["progress"]
+                # Of one that has failed, how far it was then is worth telling.
+                if not member.failure:
+                    member.progress = header["progress"]
             elif kind == "gather":
                 member.failure = ""
                 member.progress = header["progress"]

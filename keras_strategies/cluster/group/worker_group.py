@@ -337,7 +337,11 @@ class WorkerGroup:
     def _chief_lost(self, how: str) -> None:
         chief = self.members[0]
         place = str(chief["host"]), int(chief["pid"])
-        self._lost(Loss(0, how, self._chiefs_progress, *place))
+        progress = self._chiefs_progress
+        if self._failure is not None and self._failure.index == 0:
+            # What it said last tells more than that it is gone.
+            how, progress = self._failure.how, self._failure.progress
+        self._lost(Loss(0, how, progress, *place))
 
     def _lost(self, loss: Loss) -> None:
         with self._condition:

@@ -1,0 +1,103 @@
+"""Faults of workers, and the seconds until the others have an error that says so.
+
+Each fault of the tests (`tests/harness/faulty.py`) happens in a cluster of real
+processes with `CommunicationOptions(timeout_seconds=5)`. The clock runs from the fault,
+or from the meeting where a worker never comes, until the slowest of the others has its
+error, and until its process has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from measuring import BACKENDS
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "faults.json"
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
+
+
+def cases() -> dict[str, tuple]:
+    """What `FaultCase` takes, by the name of the fault."""
+    return {
+        "a worker is killed; the others wait in a collective": ("kill", "callback"),
+        "a worker is killed; the others wait for its batch": ("kill", "data"),
+        "the chief is killed": ("kill", "callback", 0),
+        "the chief is killed while it saves": ("kill", "saving", 0),
+        "a worker is stopped (SIGSTOP)": ("stop", "callback"),
+        "the chief is stopped (SIGSTOP)": ("stop", "data", 0),
+        "a worker raises": ("raise", "callback"),
+        "a worker's data raises": ("raise", "data"),
+        "a worker ends with exit code 0": ("exit", "callback"),
+        "a worker never starts": ("missing",),
+        "the chief never starts": ("missing", "", 0),
+        "a worker has another batch size": ("batch",),
+        "two workers have one index": ("twin", "", 1, 3),
+    }
+
+
+def measure() -> dict[str, list[float]]:
+    """Seconds until the error, and until the end, of each fault."""
+    from harness.faults import FaultCase, Forker, run_fault
+
+    found = {}
+    with Forker() as forker:
+        for name, case in (
+            (name, FaultCase(*given)) for name, given in cases().items()
+        ):
+            with tempfile.TemporaryDirectory() as folder:
+                outcomes = run_fault(forker, case, Path(folder))
+            others = [outcomes[number] for number in case.others]
+            for each in others:
+                if not each.error or each.code != 1:
+                    raise SystemExit(f"{name}: no error in\n{each.log}")
+            found[name] = [
+                max(each.seconds for each in others),
+                max(each.end_seconds for each in others),
+            ]
+            print(f"{name}: {found[name][0]:.2f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def table(results: dict[str, dict[str, list[float]]]) -> str:
+    lines = [
+        "| fault | " + " | ".join(results) + " |",
+        "|---|" + "---|" * len(results),
+    ]
+    for name in cases():
+        cells = [f"{found[name][0]:.1f} s" for found in results.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backends", default=",".join(BACKENDS))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(measure()))
+        return
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for backend in options.backends.split(","):
+        process = subprocess.run(
+            [sys.executable, __file__, "--worker"],
+            env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        known[backend] = json.loads(process.stdout.splitlines()[-1])
+    results = {backend: known[backend] for backend in BACKENDS if backend in known}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

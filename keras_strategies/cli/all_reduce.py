@@ -1,0 +1,108 @@
+"""A timed all-reduce between the workers of a cluster, in a process of its own.
+
+Engines that are started once for a process are not the doctor's to start: it has looked
+at devices before, and is to report what goes wrong, whatever that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+#: What is sent, in bytes: a small message, and one as large as gradients travel in.
+SIZES = (10**6, 25 * 10**6)
+_ROUNDS = 5
+# Until a process has imported Keras and a framework, on a busy machine.
+_START_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one all-reduce takes.
+
+    Args:
+        nbytes: int, bytes that each worker has.
+        seconds: float, the median.
+    """
+
+    nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.nbytes / self.seconds / 1e6
+        return f"{self.seconds * 1e3:.1f} ms  {rate:,.0f} MB/s"
+
+
+def timed_all_reduce(timeout: float) -> list[Timing]:
+    """Starts a worker, which meets those of the other tasks.
+
+    Args:
+        timeout: float, seconds that workers wait for one another, beside their start.
+
+    Returns:
+        list of `Timing`.
+
+    Raises:
+        RuntimeError: with the error of the worker.
+    """
+    wait = timeout + _START_SECONDS
+    root = str(Path(__file__).parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", "keras_strategies.cli.all_reduce", str(wait)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=3 * wait,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"it has not ended in {3 * wait:g} s") from error
+    if process.returncode:
+        lines = process.stderr.strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")
+    return [Timing(*pair) for pair in json.loads(process.stdout.splitlines()[-1])]
+
+
+def main(timeout: float) -> None:
+    """Measures as one of the workers, and prints the timings as JSON."""
+    import numpy as np
+
+    import keras_strategies as ks
+    from keras_strategies.backends import get_backend
+
+    options = ks.CommunicationOptions(timeout_seconds=timeout)
+    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+    workers, backend = strategy.workers, get_backend()
+    assert workers is not None
+    device = strategy.placement.replicas[0]
+    timings = []
+    for nbytes in SIZES:
+        tensor = backend.to_device(np.ones(nbytes // 4, "float32"), device)
+        seconds = []
+        # The first one makes connections and compiles.
+        for _ in range(1 + _ROUNDS):
+            workers.group.barrier("a timed all-reduce")
+            start = time.perf_counter()
+            [total] = workers.all_reduce(ks.ReduceOp.SUM, [tensor])
+            # Some engines compute while Python goes on.
+            found = float(backend.to_numpy(total[:1])[0])
+            seconds.append(time.perf_counter() - start)
+            if found != workers.group.count:
+                raise RuntimeError(
+                    f"The sum of a 1 of each worker is {found:g}, with "
+                    f"{workers.group.count} workers."
+                )
+        timings.append((nbytes, statistics.median(seconds[1:])))
+    print(json.dumps(timings), flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

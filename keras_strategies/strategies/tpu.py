@@ -1,0 +1,192 @@
+"""Replicas on the cores of TPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keras_strategies.backends import get_backend
+from keras_strategies.backends.base import Backend, Placement
+from keras_strategies.cluster import ClusterResolver
+from keras_strategies.devices import Device
+from keras_strategies.errors import BackendError, InvalidArgumentError
+from keras_strategies.layouts import (
+    BATCH_AXIS,
+    MIN_SHARD_BYTES,
+    MODEL_AXIS,
+    AutoLayouts,
+    VariableMesh,
+)
+from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.devices import choose_devices
+from keras_strategies.strategies.multi_worker import join_workers
+from keras_strategies.types import CommunicationOptions
+
+
+@dataclass(frozen=True)
+class DeviceAssignment:
+    """Which cores each replica computes on.
+
+    Args:
+        devices: sequence of sequences of str: for each replica the names of its
+            cores, which are equally many. Other devices than TPUs may be named, for
+            development: they are used in the same way.
+
+    Raises:
+        ValueError: if replicas have different numbers of cores, or none.
+
+    Example:
+
+    >>> ks.DeviceAssignment([["tpu:0", "tpu:1"], ["tpu:2", "tpu:3"]])
+    """
+
+    devices: Sequence[Sequence[str]]
+
+    def __post_init__(self) -> None:
+        rows = tuple(tuple(row) for row in self.devices)
+        if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
+            raise InvalidArgumentError(
+                "A device assignment names the cores of each replica, equally many "
+                "for all, as in [['tpu:0', 'tpu:1'], ['tpu:2', 'tpu:3']]. "
+                f"Received: {self.devices!r}"
+            )
+        object.__setattr__(self, "devices", rows)
+
+    @property
+    def num_replicas(self) -> int:
+        """int, how many replicas there are."""
+        return len(self.devices)
+
+    @property
+    def num_cores_per_replica(self) -> int:
+        """int, how many cores each replica has."""
+        return len(self.devices[0])
+
+
+class TPUStrategy(Strategy):
+    """Synchronous training on TPU cores, on JAX.
+
+    Every core is a replica with a copy of the variables, as `MirroredStrategy` has
+    them on other accelerators. A device assignment can give a replica several cores;
+    with SPMD partitioning the large variables are then cut over these, as
+    `ModelParallelStrategy("auto")` cuts them, and without it the first core of each
+    replica does its work.
+
+    Args:
+        tpu_cluster_resolver: `ks.cluster_resolver.TPUClusterResolver`, for a slice of
+            several machines, each of which runs the script; None for the TPUs of this
+            machine.
+        experimental_device_assignment: `DeviceAssignment`; None for a replica on each
+            core.
+        experimental_spmd_xla_partitioning: bool, whether variables are cut over the
+            cores of a replica; None for False.
+
+    Raises:
+        RuntimeError: where there is no TPU, with what was looked for.
+        ValueError: for cores that do not exist or are named twice, and for SPMD
+            partitioning over the machines of a slice.
+
+    Example:
+
+    >>> strategy = ks.TPUStrategy()
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Dense(1)])
+    ...     model.compile("sgd", "mse")
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool | None = None,
+    ):
+        backend = get_backend()
+        assignment = experimental_device_assignment
+        if assignment is not None and not isinstance(assignment, DeviceAssignment):
+            raise InvalidArgumentError(
+                "`experimental_device_assignment` is a ks.DeviceAssignment. "
+                f"Received: {assignment!r} of type {type(assignment).__name__}"
+            )
+        resolver = tpu_cluster_resolver
+        if resolver is not None and not isinstance(resolver, ClusterResolver):
+            raise InvalidArgumentError(
+                "`tpu_cluster_resolver` is a "
+                "ks.cluster_resolver.TPUClusterResolver. "
+                f"Received: {resolver!r} of type {type(resolver).__name__}"
+            )
+        self._cluster_resolver = resolver
+        workers = None
+        if resolver is not None:
+            workers = join_workers(resolver, backend, CommunicationOptions())
+        rows = _cores(backend, assignment)
+        if workers is not None:
+            workers.set_replicas(len(rows))
+        is_cut = bool(experimental_spmd_xla_partitioning) and len(rows[0]) > 1
+        if is_cut and workers is not None:
+            raise InvalidArgumentError(
+                "SPMD partitioning cuts variables over the cores of one machine, and "
+                f"this slice has {workers.group.count}. Leave "
+                "`experimental_spmd_xla_partitioning` out, or use one machine."
+            )
+        replicas = tuple(row[0] for row in rows)
+        mesh = None
+        if is_cut:
+            backend.check_model_parallel()
+            shape = (len(rows), len(rows[0]))
+            rule = AutoLayouts(MODEL_AXIS, shape[1], MIN_SHARD_BYTES)
+            cores = tuple(core for row in rows for core in row)
+            mesh = VariableMesh(shape, (BATCH_AXIS, MODEL_AXIS), cores, rule, None)
+        super().__init__(
+            Placement(
+                replicas,
+                replicas[0],
+                mirrored=mesh is None,
+                workers=workers,
+                mesh=mesh,
+            )
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What says who is who in the slice; None on one machine."""
+        return self._cluster_resolver
+
+
+def _cores(
+    backend: Backend, assignment: DeviceAssignment | None
+) -> list[tuple[Device, ...]]:
+    """The cores of each replica."""
+    if assignment is not None:
+        names = [name for row in assignment.devices for name in row]
+        chosen = choose_devices(backend, names, "experimental_device_assignment")
+        if any(device.kind == "tpu" for device in chosen):
+            _check_backend(backend)
+        width = assignment.num_cores_per_replica
+        return [chosen[i : i + width] for i in range(0, len(chosen), width)]
+    found = backend.local_devices()
+    tpus = [device for device in found if device.kind == "tpu"]
+    if tpus:
+        _check_backend(backend)
+        return [(device,) for device in tpus]
+    needs = {
+        "jax": "On a machine with TPUs, install JAX for them: pip install 'jax[tpu]'.",
+        "torch": "Torch reaches TPUs through torch_xla, which this package does not "
+        "use: set KERAS_BACKEND=jax there.",
+        "tensorflow": "TensorFlow reaches TPUs through tf.distribute.TPUStrategy, "
+        "which this package does not use: set KERAS_BACKEND=jax there.",
+    }
+    raise BackendError(
+        f"No TPU was found. The {backend.name} backend has the devices "
+        f"{', '.join(map(str, found))}, and none of the kind 'tpu'. "
+        f"{needs.get(backend.name, '')} To try the strategy on other devices, name "
+        "them in `experimental_device_assignment=ks.DeviceAssignment([['cpu:0'], "
+        "['cpu:1']])`."
+    )
+
+
+def _check_backend(backend: Backend) -> None:
+    if backend.name != "jax":
+        raise BackendError(
+            f"TPUs are used on JAX, and this is the {backend.name} backend. Set "
+            "KERAS_BACKEND=jax."
+        )

@@ -1,0 +1,147 @@
+"""Two workers on hosts of their own, which lose the cable between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness.hosts import Hosts, NotPermittedError, two_hosts
+from harness.processes import TIMEOUT as START_SECONDS
+from harness.processes import assert_gone, wait_until
+from harness.training import assert_same
+
+import keras_strategies as ks
+
+pytestmark = pytest.mark.multiprocess
+
+TIMEOUT = 5
+
+TRAIN = """
+import keras
+import numpy as np
+import keras_strategies as ks
+
+
+def make(strategy):
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    return model
+
+
+def fit(model, epochs, callbacks=()):
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(44, 4)).astype("float32")
+    y = x[:, :1] - x[:, 1:2]
+    model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks)
+"""
+
+SCRIPT = (
+    TRAIN
+    + """
+import pathlib, sys, time
+
+here, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+options = ks.CommunicationOptions(timeout_seconds=5)
+strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+model = make(strategy)
+fit(model, 3)
+np.savez(here / f"{name}.npz", *model.get_weights())
+
+
+def say(epoch, logs):
+    if epoch == 3:
+        (here / f"{name}.ready").touch()
+
+
+try:
+    fit(model, 10**6, [keras.callbacks.LambdaCallback(on_epoch_end=say)])
+except ks.errors.WorkerError as error:
+    print("ERROR", time.time(), error, flush=True)
+    raise
+"""
+)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    try:
+        with two_hosts() as made:
+            yield made
+    except NotPermittedError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
+    assert not [name for name in made.names if name in listed.stdout]
+
+
+def start(hosts: Hosts, index: int, folder: Path) -> subprocess.Popen[bytes]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    addresses = [f"{address}:4711" for address in hosts.addresses]
+    task = {"type": "worker", "index": index}
+    config = {"cluster": {"worker": addresses}, "task": task}
+    with (folder / f"{index}.log").open("wb") as log:
+        return subprocess.Popen(
+            hosts.command(index, sys.executable, str(script), str(folder), str(index)),
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "TF_CONFIG": json.dumps(config),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(hosts, tmp_path):
+    processes = [start(hosts, index, tmp_path) for index in range(2)]
+    logs = [tmp_path / f"{index}.log" for index in range(2)]
+
+    def are_training() -> bool:
+        for process, log in zip(processes, logs, strict=True):
+            assert process.poll() is None, log.read_text()
+        return len(list(tmp_path.glob("*.ready"))) == 2
+
+    try:
+        wait_until(are_training, f"both train, for {START_SECONDS:g} s")
+        cut = time.time()
+        hosts.cut()
+        for index, process in enumerate(processes):
+            process.wait(TIMEOUT + 10 - (time.time() - cut))
+            text = logs[index].read_text()
+            assert process.returncode == 1, text
+            found = re.search(r"^ERROR (\S+) (.*)", text, re.MULTILINE)
+            assert found is not None, text
+            other, address = 1 - index, hosts.addresses[1 - index]
+            pid = processes[other].pid
+            assert f"Worker {other} ({address}, process {pid}) was lost at" in found[2]
+            # A host whose own end is down may be told by its kernel.
+            how = "nothing has been heard of it|the connection to it, has ended"
+            assert re.search(rf"step \d+ of fit: .*({how})", found[2]), found[2]
+            assert float(found[1]) - cut < TIMEOUT + 3
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert_gone([process.pid for process in processes])
+    names: dict = {}
+    exec(TRAIN, names)
+    model = names["make"](ks.OneDeviceStrategy("cpu:0"))
+    names["fit"](model, 3)
+    expected = dict(enumerate(map(np.asarray, model.get_weights())))
+    for index in range(2):
+        with np.load(tmp_path / f"{index}.npz") as file:
+            assert_same(expected, dict(enumerate(file.values())), 1e-5, f"{index}")

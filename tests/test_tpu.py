@@ -1,0 +1,86 @@
+"""`TPUStrategy`: the same path on devices that stand in for TPU cores."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from harness.training import ADAM_TOLERANCE, assert_same
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+
+
+def train(strategy):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(22, 64)).astype("float32")
+    y = rng.integers(0, 3, 22)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((64,)),
+                keras.layers.Dense(512, activation="relu"),
+                keras.layers.Dense(3, activation="softmax"),
+            ]
+        )
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return model, {
+        "history": {k: np.asarray(v) for k, v in history.history.items()},
+        "predict": model.predict(x, batch_size=8, verbose=0),
+        "weights": {i: np.asarray(w) for i, w in enumerate(model.get_weights())},
+    }
+
+
+def test_without_a_tpu_it_says_what_was_looked_for():
+    with pytest.raises(RuntimeError, match="No TPU was found") as error:
+        ks.TPUStrategy()
+    assert "cpu:0" in str(error.value)
+    assert BACKEND in str(error.value)
+    assert "DeviceAssignment" in str(error.value)
+
+
+def test_an_assignment_gives_each_replica_its_core():
+    strategy = ks.TPUStrategy(
+        experimental_device_assignment=ks.DeviceAssignment([["cpu:1"], ["cpu:2"]])
+    )
+    assert strategy.num_replicas_in_sync == 2
+    assert strategy.extended.worker_devices == ("cpu:1", "cpu:2")
+    _, expected = train(ks.OneDeviceStrategy("cpu:0"))
+    _, found = train(strategy)
+    assert_same(expected, found, ADAM_TOLERANCE, f"{strategy!r}")
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="variables are cut on JAX only")
+def test_spmd_partitioning_cuts_variables_over_the_cores_of_a_replica():
+    assignment = ks.DeviceAssignment([["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]])
+    strategy = ks.TPUStrategy(None, assignment, experimental_spmd_xla_partitioning=True)
+    assert strategy.num_replicas_in_sync == 2
+    _, expected = train(ks.OneDeviceStrategy("cpu:0"))
+    model, found = train(strategy)
+    assert_same(expected, found, ADAM_TOLERANCE, f"{strategy!r}")
+    kernel = model.layers[0].kernel
+    copies = strategy.trainer.copies(kernel)
+    assert {copy.nbytes for copy in copies} == {64 * 512 * 4 // 2}
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="variables are cut on JAX only")
+def test_without_partitioning_the_first_core_of_a_replica_computes():
+    assignment = ks.DeviceAssignment([["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]])
+    strategy = ks.TPUStrategy(None, assignment)
+    assert strategy.extended.worker_devices == ("cpu:0", "cpu:2")
+
+
+@pytest.mark.parametrize("devices", [[], [[]], [["cpu:0"], ["cpu:1", "cpu:2"]]])
+def test_uneven_assignments_are_refused(devices):
+    with pytest.raises(ValueError, match="equally many"):
+        ks.DeviceAssignment(devices)
+
+
+def test_other_assignments_are_refused():
+    with pytest.raises(ValueError, match=r"ks\.DeviceAssignment"):
+        ks.TPUStrategy(None, [["cpu:0"]])
+    with pytest.raises(ValueError, match="'cpu:0' 2 times"):
+        ks.TPUStrategy(None, ks.DeviceAssignment([["cpu:0"], ["cpu:0"]]))
