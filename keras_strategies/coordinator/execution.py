@@ -298,7 +298,7 @@ class Execution:
             gradients = [None if g is None else g / scale for g in gradients]
         clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
         if clips and not optimizer.gradient_accumulation_steps:
-            present = [g for g in gradients if g is not None]
+            present = [_tensor(g) for g in gradients if g is not None]
             clipped = iter(keras_compat.clip_gradients(optimizer, present))
             gradients = [
                 None if g is None else _numpy(next(clipped)) for g in gradients
@@ -365,6 +365,12 @@ def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
     if after.dtype == bool:
         return after
     return np.asarray(after - before.astype(after.dtype))
+
+
+def _tensor(value: Any) -> Any:
+    import keras
+
+    return keras.ops.convert_to_tensor(value)
 
 
 def _numpy(value: Any) -> np.ndarray:

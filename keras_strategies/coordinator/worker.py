@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -138,7 +139,8 @@ class Closure:
         if self.worker.in_program:
             return fn(*args, **kwargs)
         program, batch = self.worker.function_program(fn, (args, kwargs), self.numbers)
-        plan = self.worker.execution.plan(program, batch)
+        with self.worker.inside_program():
+            plan = self.worker.execution.plan(program, batch)
         servers = self.worker.execution.servers
         pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
         result = self.worker.compute(self, program, plan, pulled, batch)
@@ -444,8 +446,7 @@ class Worker:
     ) -> StepResult:
         """Runs a program on what was pulled."""
         closure.steps += 1
-        before, self.in_program = self.in_program, True
-        try:
+        with self.inside_program():
             self.execution.fill(program, plan, pulled)
             try:
                 return program.run(batch, plan.positions)
@@ -459,6 +460,13 @@ class Worker:
                 pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
                 self.execution.fill(program, plan, pulled)
                 return program.run(batch, plan.positions)
+
+    @contextlib.contextmanager
+    def inside_program(self) -> Iterator[None]:
+        """Variables have values of their own, instead of asking the servers."""
+        before, self.in_program = self.in_program, True
+        try:
+            yield
         finally:
             self.in_program = before
 
