@@ -67,7 +67,8 @@ class Cluster:
         self._close_lock = threading.Lock()
         self._folder = private_folder()
         folder = Path(self._folder.name)
-        is_local = control is None
+        #: Whether this process starts the others.
+        self.is_local = is_local = control is None
         self._addresses = addresses or [
             f"ipc://{folder}/ps-{i}" for i in range(options.servers)
         ]
@@ -103,6 +104,8 @@ class Cluster:
                 self.dispatcher.start_all()
             self.dispatcher.wait_ready(options.start_seconds)
             self.servers = Servers(self._addresses, keys, options.timeout_seconds)
+            everyone = dict.fromkeys(range(options.servers), self.servers.name)
+            self.servers.ask_all("begin", everyone)
         except BaseException:
             self.close()
             raise

@@ -274,6 +274,25 @@ class ClusterCoordinator:
         """
         return status_of(self._cluster, self._strategy)
 
+    def add_worker(self) -> int:
+        """Starts one worker more, in a cluster that the strategy has started itself.
+
+        It gets work as soon as it is there. In other clusters a worker joins when
+        its process begins with `ks.Server`.
+
+        Returns:
+            int, the worker's number.
+
+        Raises:
+            ValueError: where others start the processes.
+        """
+        if not self._cluster.is_local:
+            raise InvalidArgumentError(
+                "The processes of this cluster are started by others. Start one more "
+                "there, with `ks.Server(...).join()` and a task index of its own."
+            )
+        return self._cluster.dispatcher.add_worker()
+
     # For `fit` too
 
     def _is_strategy(self, made: Any) -> bool:

@@ -7,16 +7,22 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.coordinator.snapshots import Snapshots
 from keras_strategies.coordinator.store import Key, Store, UpdateId
 from keras_strategies.coordinator.transport import Keys, Service, serve
 from keras_strategies.coordinator.updates import Updater
 from keras_strategies.errors import PeerError
+
+
+#: Seconds between looks at whether there is something to do.
+_IDLE_SECONDS = 0.2
+#: The share of the interval between snapshots after which the next one begins.
+_EARLY = 0.7
 
 
 @dataclass(frozen=True)
@@ -69,18 +75,33 @@ class ParameterServer:
         self._store = Store()
         self._updaters: dict[int, Updater] = {}
         self._optimizers: dict[int, bytes] = {}
-        self._path = Path(snapshots) / f"ps-{index}.snapshot" if snapshots else None
+        # Whose variables these are: another coordinator has others.
+        self._owner: str | None = None
+        self._snapshots = Snapshots(snapshots, index) if snapshots else None
         self._interval = interval
         self._saved_at = time.monotonic()
         self._saved_version = -1
-        self._started = time.time()
-        self.is_restored = False
-        if self._path is not None and self._path.exists():
-            self._store, self._optimizers = Store.load(self._path)
+        self.is_restored = self._restore()
+        self.is_stopped = False
+
+    def _restore(self) -> bool:
+        """Goes on from what a process before this one has left; whether there was."""
+        if self._snapshots is None:
+            return False
+        found = self._snapshots.load()
+        if found is not None:
+            self._store, (self._owner, self._optimizers) = found
             for number in self._optimizers:
                 self._make_updater(number)
-            self.is_restored = True
-        self.is_stopped = False
+        for kind, value in self._snapshots.journal():
+            if kind == "owner":
+                self._owner = value
+            elif kind == "parts":
+                self._create(value)
+            else:
+                self._optimizers[value[0]] = value[1]
+                self._make_updater(value[0])
+        return self._owner is not None
 
     def handle(self, message: tuple[str, Any]) -> Any:
         """Does what a request says: the name of a method, and its argument."""
@@ -107,13 +128,32 @@ class ParameterServer:
             store.version,
         )
 
+    def on_begin(self, owner: str) -> None:
+        """Says whose server this is; of somebody else's, nothing is kept."""
+        if self._owner == owner:
+            return
+        if self._snapshots is not None:
+            self._snapshots.clear()
+        if self._owner is not None:
+            self._store = Store()
+            self._updaters, self._optimizers = {}, {}
+        self._owner = owner
+        self._note("owner", owner)
+
+    def _note(self, kind: str, value: Any) -> None:
+        if self._snapshots is not None:
+            self._snapshots.note(kind, value)
+
     def on_create(self, parts: list[tuple[Key, Any]]) -> None:
         """Begins parts: pairs of a key and an array, or a function that makes it."""
+        new = [(key, value) for key, value in parts if key not in self._store.arrays]
+        self._create(new)
+        self._note("parts", new)
+
+    def _create(self, parts: list[tuple[Key, Any]]) -> None:
         for key, value in parts:
             if isinstance(value, bytes):
-                import cloudpickle
-
-                value = np.asarray(cloudpickle.loads(value)())
+                value = pickle.loads(value)()
             self._store.create(key, value)
 
     def on_optimizer(self, argument: tuple[int, bytes]) -> None:
@@ -121,6 +161,7 @@ class ParameterServer:
         number, blob = argument
         self._optimizers[number] = blob
         self._make_updater(number)
+        self._note("optimizer", argument)
 
     def _make_updater(self, number: int) -> None:
         spec = pickle.loads(self._optimizers[number])()
@@ -141,10 +182,14 @@ class ParameterServer:
         """Sets consecutive rows of a part."""
         key, start, value = argument
         self._store.write(key, value, start)
+        self._store.version += 1
 
-    def on_add(self, argument: tuple[Key, np.ndarray]) -> None:
-        """Adds to a part."""
-        self._store.add(*argument)
+    def on_add(self, argument: tuple[Key, np.ndarray, str, int]) -> None:
+        """Adds to a part, once for each sender and number."""
+        key, delta, sender, number = argument
+        if self._store.applied.is_new_request(sender, number):
+            self._store.add(key, delta)
+            self._store.version += 1
 
     def on_delete(self, keys: list[Key]) -> None:
         """Forgets parts, of variables that nobody has any more."""
@@ -153,13 +198,13 @@ class ParameterServer:
 
     def on_snapshot(self, argument: None = None) -> str:
         """Writes a snapshot now; the path."""
-        if self._path is None:
+        if self._snapshots is None:
             raise PeerError("This parameter server was started without a folder.")
-        if self._store.version != self._saved_version or not self._path.exists():
-            self._store.save(self._path, self._optimizers)
+        if self._store.version != self._saved_version:
+            self._snapshots.save(self._store, (self._owner, self._optimizers))
         self._saved_version = self._store.version
         self._saved_at = time.monotonic()
-        return str(self._path)
+        return str(self._snapshots.path)
 
     def on_status(self, argument: None = None) -> dict[str, Any]:
         """Numbers for `coordinator.status()`."""
@@ -177,10 +222,16 @@ class ParameterServer:
 
     def idle(self) -> None:
         """Called now and then: snapshots when one is due."""
-        if self._path is None or self._interval is None:
+        if self._snapshots is None or self._interval is None or self._owner is None:
             return
-        if time.monotonic() - self._saved_at >= self._interval:
+        # Early, so that writing it ends within the interval.
+        if time.monotonic() - self._saved_at >= _EARLY * self._interval:
             self.on_snapshot()
+
+    @property
+    def idle_seconds(self) -> float:
+        """float, seconds after which `idle` is to be called again."""
+        return _IDLE_SECONDS if self._interval is None else self._interval / 10
 
 
 def main(
@@ -205,6 +256,12 @@ def main(
     service = Service(address, keys)
     try:
         ready(service.address, server.is_restored)
-        serve(service, server.handle, lambda: server.is_stopped, server.idle)
+        serve(
+            service,
+            server.handle,
+            lambda: server.is_stopped,
+            server.idle,
+            server.idle_seconds,
+        )
     finally:
         service.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +34,9 @@ class Servers:
         self._timeout = timeout
         # Callbacks may run on other threads than `fit`.
         self._lock = threading.RLock()
+        #: The name of this process among those that ask servers.
+        self.name = secrets.token_hex(8)
+        self._additions = itertools.count()
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -116,7 +121,9 @@ class Servers:
         for part in described.parts:
             rows = delta if delta.ndim == 0 else delta[part.start : part.stop]
             key = (described.number, part.start)
-            self.ask(part.server, "add", (key, np.ascontiguousarray(rows)))
+            # A number of its own: a request whose reply was lost is sent again.
+            request = (key, np.ascontiguousarray(rows), self.name, next(self._additions))
+            self.ask(part.server, "add", request)
 
     def rows(self, described: Described, ids: np.ndarray) -> np.ndarray:
         """Some rows of a variable, in the order of the ids."""

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +25,8 @@ class Applied:
     steps: dict[int, int] = field(default_factory=dict)
     #: Closures below this number are done.
     done: int = 0
+    #: The last request of each process that added something outside of a closure.
+    requests: dict[str, int] = field(default_factory=dict)
 
     def is_new(self, update: UpdateId) -> bool:
         closure, step = update
@@ -38,6 +35,13 @@ class Applied:
     def add(self, update: UpdateId) -> None:
         closure, step = update
         self.steps[closure] = step
+
+    def is_new_request(self, sender: str, number: int) -> bool:
+        """Notes a request; whether it comes for the first time."""
+        if self.requests.get(sender, -1) >= number:
+            return False
+        self.requests[sender] = number
+        return True
 
     def forget_below(self, closure: int) -> None:
         if closure > self.done:
@@ -57,7 +61,10 @@ class Store:
     def create(self, key: Key, value: np.ndarray) -> None:
         """Begins a part. One that is there stays: requests may come twice."""
         if key not in self.arrays:
-            self.arrays[key] = np.array(value, order="C")
+            array = np.asarray(value, order="C")
+            # What has arrived is a view of the message.
+            is_own = array.flags.owndata and array.flags.writeable
+            self.arrays[key] = array if is_own else np.array(array)
 
     def get(self, key: Key) -> np.ndarray:
         """The array of a part.
@@ -98,56 +105,6 @@ class Store:
         """int, bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
-    # Snapshots: variables and applied updates in one file, which is there or not.
-
-    def save(self, path: Path, extra: Any) -> None:
-        """Writes everything to a file, by renaming a complete one.
-
-        Args:
-            path: where to.
-            extra: what else the file is to hold.
-        """
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with part.open("wb") as file:
-            head = (self.version, self.applied, list(self.arrays), extra)
-            pickle.dump(head, file, protocol=5)
-            for array in self.arrays.values():
-                # As bytes: dtypes such as bfloat16 are not NumPy's own.
-                pickle.dump((array.shape, array.dtype), file, protocol=5)
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> tuple[Store, Any]:
-        """A store as it was saved, and the extra."""
-        store = cls()
-        with path.open("rb") as file:
-            version, applied, keys, extra = pickle.load(file)
-            store.version, store.applied = version, applied
-            for key in keys:
-                shape, dtype = pickle.load(file)
-                array = np.empty(shape, dtype)
-                view = array.reshape(-1).view(np.uint8)
-                if array.size and file.readinto(view.data) != array.nbytes:
-                    raise PeerError(f"The snapshot {path} is cut off.")
-                store.arrays[key] = array
-        return store, extra
-
-
-def iterate_rows(
-    array: np.ndarray, chunk_bytes: int = 8 << 20
-) -> Iterator[tuple[int, np.ndarray]]:
-    """An array in pieces of consecutive rows: pairs of the first row and the piece."""
-    if array.ndim == 0:
-        yield 0, array
-        return
-    row = max(1, array.nbytes // max(1, len(array)))
-    step = max(1, chunk_bytes // row)
-    for start in range(0, len(array), step):
-        yield start, array[start : start + step]
-
 
 def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
     """An array with zeros below it."""
@@ -156,8 +113,3 @@ def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
     padded = np.zeros((rows, *array.shape[1:]), array.dtype)
     padded[: len(array)] = array
     return padded
-
-
-def total_bytes(arrays: Sequence[np.ndarray]) -> int:
-    """int, bytes of arrays."""
-    return sum(array.nbytes for array in arrays)

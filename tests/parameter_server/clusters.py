@@ -13,6 +13,8 @@ import numpy as np
 import keras_strategies as ks
 
 SECONDS = 60.0
+#: Between the snapshots of servers that have them.
+SNAPSHOT_SECONDS = 0.5
 
 
 def start(workers: int = 2, ps: int = 2, **options):
@@ -26,6 +28,25 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < until, f"waited in vain until {what}"
         time.sleep(0.02)
+
+
+def is_whole(strategy) -> bool:
+    """Whether every worker and server of a strategy is alive."""
+    dispatcher = strategy.cluster.dispatcher
+    with dispatcher.condition:
+        return all(w.is_alive for w in dispatcher.workers.values()) and all(
+            s.is_ready for s in dispatcher.servers.values()
+        )
+
+
+def wait_until_whole(strategy) -> None:
+    wait_until(lambda: is_whole(strategy), "all processes are back")
+
+
+def assert_nothing_broke(strategy) -> None:
+    """No error is left that a test should have taken."""
+    assert strategy.cluster.dispatcher.fatal is None
+    assert strategy.cluster.dispatcher.error is None
 
 
 def kill(strategy, kind: str, index: int, number: int = signal.SIGKILL) -> int:
