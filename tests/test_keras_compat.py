@@ -7,6 +7,7 @@ from keras.src.layers.layer import Layer
 from keras.src.models.model import Trainer as BackendTrainer
 
 from keras_strategies import keras_compat
+from keras_strategies.keras_compat import patching
 from keras_strategies.training.hooks import StrategyHooks
 
 
@@ -14,9 +15,9 @@ def test_hooks_are_installed_once_and_taken_out_again(mirrored) -> None:
     assert keras_compat.is_installed()
     hooked = Layer.__call__
     assert hooked.__wrapped__ is not None
-    originals = list(keras_compat._installed)
+    originals = list(patching.installed)
     names = {(owner.__name__, name) for owner, name, _ in originals}
-    trainer = keras_compat._base_trainer().__name__
+    trainer = patching.base_trainer().__name__
     assert {(trainer, "__init__"), ("Layer", "__call__")} <= names
     for owner, name, original in originals:
         assert owner.__dict__[name] is not original
@@ -59,7 +60,7 @@ def test_thread_state_is_copied_and_put_back() -> None:
 def test_methods_that_are_wrapped_exist_where_they_are_looked_for() -> None:
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"):
         assert name in BackendTrainer.__dict__
-    assert "compile" in keras_compat._base_trainer().__dict__
+    assert "compile" in patching.base_trainer().__dict__
 
 
 def test_variables_of_optimizers_are_told_from_others() -> None:

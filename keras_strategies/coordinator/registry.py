@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -27,6 +27,7 @@ from keras_strategies.variables.placement import RoundRobin
 #: Variables up to this size begin with exactly the numbers that they would have
 #: without a strategy: they are made here and cut. Larger ones are made in parts.
 _WHOLE_BYTES = 64 << 20
+_STREAMED_BYTES = 32 << 20
 
 
 class Registry:
@@ -63,6 +64,8 @@ class Registry:
         self._optimizers: dict[int, int] = {}
         self._generation = itertools.count()
         self._lock = threading.RLock()
+        #: Variables with more bytes than this are saved and loaded in pieces.
+        self.streamed_bytes = _STREAMED_BYTES
 
     # Making variables
 
@@ -214,6 +217,20 @@ class Registry:
         else:
             self._servers.add(about, array)
         return variable.value
+
+    def is_large(self, variable: Any) -> bool:
+        """Whether files are written from it, and into it, piece by piece."""
+        about = self.describe(variable)
+        if about.kind == "local" or not about.shape:
+            return False
+        nbytes = math.prod(about.shape) * bytes_per_element(about.dtype)
+        return nbytes > self.streamed_bytes
+
+    def pieces(self, variable: Any) -> Iterator[tuple[int, np.ndarray]]:
+        return self._servers.pieces(self.describe(variable))
+
+    def write_rows(self, variable: Any, start: int, rows: np.ndarray) -> None:
+        self._servers.write_rows(self.describe(variable), start, rows)
 
     def place(self, variable: Any) -> str:
         """Where a variable is, for its representation."""

@@ -18,7 +18,6 @@ from keras_strategies.coordinator.transport import Keys, Service, serve
 from keras_strategies.coordinator.updates import Updater
 from keras_strategies.errors import PeerError
 
-
 #: Seconds between looks at whether there is something to do.
 _IDLE_SECONDS = 0.2
 #: The share of the interval between snapshots after which the next one begins.

@@ -105,16 +105,26 @@ class Servers:
 
     def write(self, described: Described, value: np.ndarray) -> None:
         """Sets a whole variable."""
-        for part in described.parts:
-            key = (described.number, part.start)
-            if value.ndim == 0:
+        if value.ndim == 0:
+            for part in described.parts:
+                key = (described.number, part.start)
                 self.ask(part.server, "write", (key, 0, value))
-                continue
-            step = max(1, _CHUNK_BYTES // max(1, _row_bytes(described)))
-            for start in range(part.start, part.stop, step):
-                stop = min(start + step, part.stop)
-                rows = np.ascontiguousarray(value[start:stop])
-                self.ask(part.server, "write", (key, start - part.start, rows))
+            return
+        step = max(1, _CHUNK_BYTES // max(1, _row_bytes(described)))
+        for start in range(0, described.shape[0], step):
+            self.write_rows(described, start, value[start : start + step])
+
+    def write_rows(self, described: Described, start: int, rows: np.ndarray) -> None:
+        """Sets consecutive rows, whichever parts they are in."""
+        stop = start + len(rows)
+        for part in described.parts:
+            first, last = max(start, part.start), min(stop, part.stop)
+            if first < last:
+                key = (described.number, part.start)
+                own = np.ascontiguousarray(
+                    rows[first - start : last - start], _dtype(described)
+                )
+                self.ask(part.server, "write", (key, first - part.start, own))
 
     def add(self, described: Described, delta: np.ndarray) -> None:
         """Adds to a whole variable, each part in one piece."""
@@ -122,7 +132,12 @@ class Servers:
             rows = delta if delta.ndim == 0 else delta[part.start : part.stop]
             key = (described.number, part.start)
             # A number of its own: a request whose reply was lost is sent again.
-            request = (key, np.ascontiguousarray(rows), self.name, next(self._additions))
+            request = (
+                key,
+                np.ascontiguousarray(rows),
+                self.name,
+                next(self._additions),
+            )
             self.ask(part.server, "add", request)
 
     def rows(self, described: Described, ids: np.ndarray) -> np.ndarray:

@@ -176,6 +176,17 @@ class WorkerHost:
         self._closure().add(variable, _to_numpy(delta))
         return variable.value
 
+    def is_large(self, variable: Any) -> bool:
+        return False
+
+    def pieces(self, variable: Any) -> Iterator[tuple[int, Any]]:
+        yield 0, self.read(variable)
+
+    def write_rows(self, variable: Any, start: int, rows: Any) -> None:
+        value = np.array(self.read(variable))
+        value[start : start + len(rows)] = rows
+        self.write(variable, value)
+
     def place(self, variable: Any) -> str:
         return "on parameter servers"
 

@@ -128,6 +128,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
         keras_compat.hook_lookups()
         keras_compat.hook_slots(lambda slot, reference: None)
+        keras_compat.hook_saving()
         get_engine().install()
         options = ClusterOptions(
             workers=spec.num_tasks("worker"),

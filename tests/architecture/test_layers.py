@@ -93,7 +93,7 @@ def test_imports_point_up(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_only_keras_compat_names_keras_src(path: Path) -> None:
-    if name_of(path) != "keras_compat":
+    if name_of(path).split(".")[0] != "keras_compat":
         found = [name for name in imports(path, nested=True) if "keras.src" in name]
         assert not found
 

@@ -13,6 +13,7 @@ import psutil
 
 import keras_strategies as ks
 from keras_strategies import keras_compat
+from keras_strategies.keras_compat import layers
 
 # A thread that is ending gets this long; one that is not fails the test.
 _GRACE_SECONDS = 5.0
@@ -51,7 +52,7 @@ def leaks(before: Snapshot) -> list[str]:
         found.append("a keras.distribution is still set")
     if keras_compat.current_stateless_scope() is not None:
         found.append("a keras.StatelessScope is still open")
-    if keras_compat._route.call is not None:
+    if layers.thread_route.call is not None:
         found.append("layer calls of this thread still go to a strategy")
     policy = keras.config.dtype_policy().name
     if policy != before.policy:
@@ -67,7 +68,7 @@ def mend(before: Snapshot) -> None:
         context._thread.frames.clear()
     keras.config.set_dtype_policy(before.policy)
     keras.distribution.set_distribution(None)
-    keras_compat._route.call = None
+    layers.thread_route.call = None
     os.environ.clear()
     os.environ.update(before.environment)
 

@@ -81,7 +81,9 @@ def test_constraints_hold_for_whole_variables_only(asynchronous, synchronous) ->
 
 def test_loss_scales_are_refused(asynchronous) -> None:
     with asynchronous.scope():
-        model = clusters.two_inputs(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+        model = clusters.two_inputs(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        )
     x, y = clusters.clicks(16)
     with pytest.raises(ks.errors.InvalidArgumentError, match="mixed_bfloat16"):
         model.fit(x, y, batch_size=8, verbose=0)
@@ -137,7 +139,8 @@ def test_asynchronous_training_learns_and_counts_each_step_once(asynchronous) ->
     assert history["loss"][-1] < 0.7 * history["loss"][0]
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 72
     status = ks.ClusterCoordinator(asynchronous).status()
-    assert status.workers_alive == 2 and "worker 1" in str(status)
+    workers = len(asynchronous.cluster.dispatcher.workers)
+    assert status.workers_alive == workers and "worker 1" in str(status)
 
 
 def test_only_touched_rows_travel(asynchronous) -> None:

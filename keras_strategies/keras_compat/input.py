@@ -1,0 +1,169 @@
+"""Input: adapters that `fit` takes, and who places batches on devices."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from keras_strategies.keras_compat.patching import is_patched, replace
+
+
+def py_dataset_batches(dataset: Any) -> Iterator[Any]:
+    """One pass over a `keras.utils.PyDataset`, by its workers.
+
+    Keras 3.15: `PyDatasetAdapter`, whose `on_epoch_begin` and `on_epoch_end` start
+    and stop the workers and call the dataset's methods of the same names.
+    """
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+    adapter = PyDatasetAdapter(dataset)
+    adapter.on_epoch_begin()
+    try:
+        yield from adapter.get_numpy_iterator()
+    finally:
+        adapter.on_epoch_end()
+
+
+def batches_adapter(
+    batches: Callable[[], Iterator[Any]],
+    num_batches: int | None,
+    class_weight: dict[int, float] | None = None,
+) -> Any:
+    """What `fit`, `evaluate` and `predict` take as `x`: a function of batches.
+
+    Keras 3.15: `get_data_adapter` returns a `DataAdapter` as it is, without regard to
+    `class_weight`; `GeneratorDataAdapter` turns an iterator into what each backend
+    reads, and knows neither a length nor a second pass.
+
+    Args:
+        batches: starts a pass: an iterator of `x`, `(x, y)` or
+            `(x, y, sample_weight)`.
+        num_batches: int, how many there are; None where it is unknown.
+        class_weight: dict, weights of samples by their class.
+    """
+    from keras.src.trainers.data_adapters import data_adapter_utils
+    from keras.src.trainers.data_adapters.generator_data_adapter import (
+        GeneratorDataAdapter,
+    )
+
+    def standard() -> Iterator[Any]:
+        for batch in batches():
+            # A list, as loaders make it, is one array to TensorFlow.
+            yield tuple(batch) if isinstance(batch, list) else batch
+
+    def weighted() -> Iterator[Any]:
+        for batch in standard():
+            x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+            if sample_weight is not None:
+                raise ValueError(
+                    "You cannot specify `class_weight` and `sample_weight` at the "
+                    "same time."
+                )
+            weights = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+            yield x, y, weights
+
+    class BatchesAdapter(GeneratorDataAdapter):
+        def __init__(self) -> None:
+            self.generator = standard if class_weight is None else weighted
+            self._output_signature = None
+
+        @property
+        def _first_batches(self) -> list[Any]:
+            found = itertools.islice(
+                self.generator(), data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+            )
+            return list(found)
+
+        @property
+        def num_batches(self) -> int | None:
+            return num_batches
+
+    return BatchesAdapter()
+
+
+def is_adapter(value: Any) -> bool:
+    """Whether a value is what `batches_adapter` makes."""
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+    return isinstance(value, DataAdapter)
+
+
+class BatchPlacer(Protocol):
+    """Puts the batches of training loops on devices, on JAX and Torch."""
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches, each on the devices when it is asked for."""
+
+
+class DatasetPlacer(Protocol):
+    """Puts the batches of training loops on devices, on TensorFlow."""
+
+    def dataset(self, dataset: Any) -> Any:
+        """The data set, with its batches on the devices."""
+
+
+class _Input(threading.local):
+    # Places the batches of this thread; None leaves it to Keras.
+    placer: Any = None
+
+
+thread_input = _Input()
+
+
+@contextlib.contextmanager
+def batches_placed_by(
+    placer: BatchPlacer | DatasetPlacer | None,
+) -> Iterator[None]:
+    """Makes a placer this thread's own; None leaves batches to Keras."""
+    previous = thread_input.placer
+    thread_input.placer = placer
+    try:
+        yield
+    finally:
+        thread_input.placer = previous
+
+
+def hook_torch_input() -> None:
+    """Lets a `BatchPlacer` place batches on Torch; later calls do nothing.
+
+    Keras 3.15: `TorchEpochIterator._get_iterator`.
+    """
+    from keras.src.backend.torch import trainer
+
+    def wrap_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _get_iterator(self: Any) -> Any:
+            batches = original(self)
+            placer = thread_input.placer
+            return batches if placer is None else placer.batches(batches)
+
+        return _get_iterator
+
+    if not is_patched(trainer.TorchEpochIterator):
+        replace(trainer.TorchEpochIterator, "_get_iterator", wrap_iterator)
+
+
+def hook_tensorflow_input() -> None:
+    """Lets a `DatasetPlacer` place batches on TensorFlow; later calls do nothing.
+
+    Keras 3.15: `TFEpochIterator.__init__` keeps the data set in
+    `_distributed_dataset`, which is iterated over in each epoch.
+    """
+    from keras.src.backend.tensorflow import trainer
+
+    def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if thread_input.placer is not None:
+                placed = thread_input.placer.dataset(self._distributed_dataset)
+                self._distributed_dataset = placed
+
+        return __init__
+
+    if not is_patched(trainer.TFEpochIterator):
+        replace(trainer.TFEpochIterator, "__init__", wrap_init)

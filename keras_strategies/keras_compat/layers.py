@@ -1,0 +1,95 @@
+"""Layers: whose calls a thread routes, and what a call depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class _Route(threading.local):
+    # The function that outermost layer calls of this thread go through.
+    call: Callable[..., Any] | None = None
+
+
+thread_route = _Route()
+
+
+@contextlib.contextmanager
+def layer_calls_through(
+    route: Callable[..., Any] | None,
+) -> Iterator[None]:
+    """Sends this thread's outermost layer calls to `route`.
+
+    `route(layer, call, args, kwargs)` stands in for `layer(*args, **kwargs)`;
+    `call` is the original. None lets calls through again.
+    """
+    previous = thread_route.call
+    thread_route.call = route
+    try:
+        yield
+    finally:
+        thread_route.call = previous
+
+
+def trained_variables(optimizer: Any) -> Any:
+    """The variables that an optimizer was built for.
+
+    Keras 3.15: `BaseOptimizer._trainable_variables`.
+    """
+    return optimizer._trainable_variables
+
+
+def layer_settings(layer: Any) -> Any:
+    """What a layer's call depends on beside its weights, equal if that is the same.
+
+    Keras 3.15: `Layer._flatten_layers`. Switches of Keras's own begin with an
+    underscore, except for `built`, which the first call changes.
+    """
+    return tuple(
+        (
+            sublayer.trainable,
+            *(
+                (name, value)
+                for name, value in vars(sublayer).items()
+                if isinstance(value, (bool, int, float, str))
+                and not name.startswith("_")
+                and name != "built"
+            ),
+        )
+        for sublayer in layer._flatten_layers()
+    )
+
+
+def wraps_torch_modules(layer: Any) -> bool:
+    """Whether a layer contains torch modules that hold parameters of their own.
+
+    Keras 3.15 wraps each in a `TorchModuleWrapper`, whose call reads the module's
+    parameters and not the Keras variables that stand for them.
+    """
+    from keras.src.utils.torch_utils import TorchModuleWrapper
+
+    return any(isinstance(sub, TorchModuleWrapper) for sub in layer._flatten_layers())
+
+
+def clear_losses(layer: Any) -> None:
+    """Forgets the losses of the last call, as an outermost call does.
+
+    Keras 3.15: `Layer._get_call_context` calls `Layer._clear_losses`.
+    """
+    layer._clear_losses()
+
+
+def get_mask(tensor: Any) -> Any:
+    """The mask that Keras attached to a tensor, or None (`get_keras_mask`)."""
+    from keras.src.backend.common import masking
+
+    return masking.get_keras_mask(tensor)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Attaches a mask to a tensor, where Keras looks for it (`set_keras_mask`)."""
+    from keras.src.backend.common import masking
+
+    masking.set_keras_mask(tensor, mask)

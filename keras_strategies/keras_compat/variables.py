@@ -1,0 +1,87 @@
+"""Variables: their values behind scopes, guards, and their seeds."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def raw_value(variable: Any) -> Any:
+    """The backend's own variable or array, before scopes and autocast.
+
+    Keras 3.15: `KerasVariable._value`.
+    """
+    return variable._value
+
+
+class IdSet:
+    """Objects that are known by identity, and forgotten when they end."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, value: Any) -> None:
+        key = id(value)
+        self._references[key] = weakref.ref(
+            value, lambda _: self._references.pop(key, None)
+        )
+
+    def __contains__(self, value: Any) -> bool:
+        reference = self._references.get(id(value))
+        return reference is not None and reference() is value
+
+
+def guard_value(variable: Any, check: Callable[[Any], None]) -> None:
+    """Calls `check(variable)` whenever the variable's value is asked for.
+
+    Keras 3.15: `KerasVariable.value`, which everything reads that does not assign;
+    `_direct_assign` reads it too on Torch.
+    """
+    kind: Any = type(variable)
+    variable.__class__ = _guarded(kind, check)
+
+
+@functools.cache
+def _guarded(kind: Any, check: Callable[[Any], None]) -> Any:
+    class Guarded(kind):
+        _is_assigned = False
+
+        @property
+        def value(self) -> Any:
+            if not self._is_assigned:
+                check(self)
+            return super().value
+
+        def _direct_assign(self, value: Any) -> None:
+            self._is_assigned = True
+            try:
+                super()._direct_assign(value)
+            finally:
+                self._is_assigned = False
+
+    Guarded.__name__ = kind.__name__
+    Guarded.__qualname__ = kind.__qualname__
+    return Guarded
+
+
+def seed_offset(variable: Any, replica_id: int) -> int:
+    """What to add to the first element of a seed state on one replica.
+
+    The states of `keras.random.SeedGenerator` are `[seed, count]`, named
+    `seed_generator_state`; Torch seeds with their sum, so the offsets of replicas
+    lie far apart (multiples of 2^31 / the golden ratio), not side by side.
+    Any other variable has the offset 0.
+    """
+    if variable.name != "seed_generator_state":
+        return 0
+    return (replica_id * 1_327_217_885) % 2**31
+
+
+def set_raw_value(variable: Any, value: Any) -> None:
+    """Gives a variable another array of the same shape, dtype and place.
+
+    Keras 3.15: `KerasVariable._value`; `assign` would convert and place it again.
+    """
+    variable._value = value
