@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from keras_strategies.keras_compat.models import STRATEGY_ATTRIBUTE
 from keras_strategies.keras_compat.parameter_server import is_optimizer
 
 # What is left out of the state of models and layers that go to another process:
