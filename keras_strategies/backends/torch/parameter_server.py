@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import (
@@ -74,9 +75,10 @@ class TorchProgram(Program):
                 keras.StatelessScope(),
                 keras_compat.lookups_through(take),
                 keras_compat.applying_through(Sink()),
+                _Reads(tables) as reads,
             ):
-                outputs = self.body(_tensors(batch))
-            read = [t for t in tables if _was_read(t, outputs)]
+                self.body(_tensors(batch))
+            read = reads.found()
             self._clear_gradients()
             if not read:
                 return found
@@ -146,26 +148,38 @@ def _leaf_like(leaves: list[Any], ids: np.ndarray) -> int | None:
     return None
 
 
-def _was_read(table: Any, outputs: Any) -> bool:
-    """Whether a table took part in a step other than by lookups."""
-    raw = keras_compat.raw_value(table)
-    if raw.grad is not None:
-        return True
-    waiting = [
-        leaf.grad_fn
-        for leaf in keras.tree.flatten(outputs)
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-    ]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "variable", None) is raw:
-            return True
-        waiting += [parent for parent, _ in node.next_functions if parent is not None]
-    return False
+class _Reads(TorchFunctionMode):
+    """Notes the tables that take part in a step other than by lookups.
+
+    Args:
+        tables: variables with the stubs that stand for them.
+    """
+
+    def __init__(self, tables: Sequence[Any]):
+        super().__init__()
+        self._tables = {id(keras_compat.raw_value(table)): table for table in tables}
+        self._read: dict[int, Any] = {}
+
+    def found(self) -> list[Any]:
+        """The tables that were read."""
+        return list(self._read.values())
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in _NO_READS:
+            for leaf in keras.tree.flatten((args, kwargs)):
+                table = self._tables.get(id(leaf))
+                if table is not None:
+                    self._read[id(leaf)] = table
+        return func(*args, **kwargs)
+
+
+# What asks for no numbers: attributes, and gradients with respect to a table.
+_NO_READS = frozenset(
+    ("__get__", "__set__", "grad", "dim", "size", "numel", "is_floating_point")
+)
 
 
 def _tensors(batch: Any) -> Any:
