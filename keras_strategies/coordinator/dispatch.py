@@ -224,9 +224,11 @@ class Dispatcher:
 
     def raise_error(self) -> None:
         """Raises the first error of a closure, once; a fatal one each time."""
-        if self.fatal is not None:
-            raise self.fatal
-        if self.error is not None:
+        with self.condition:
+            if self.fatal is not None:
+                raise self.fatal
+            if self.error is None:
+                return
             # What is under way still counts; nothing of it is left when this returns.
             self.condition.wait_for(
                 lambda: (
@@ -235,7 +237,8 @@ class Dispatcher:
                 )
             )
             error, self.error = self.error, None
-            raise error
+            if error is not None:
+                raise error
 
     def _is_broken(self) -> bool:
         return self.error is not None or self.fatal is not None
