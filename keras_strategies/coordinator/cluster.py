@@ -14,7 +14,7 @@ from typing import Any
 
 from keras_strategies.backends.parameter_server import get_engine
 from keras_strategies.coordinator import server as server_module
-from keras_strategies.coordinator.dispatch import Dispatcher, LocalVariables
+from keras_strategies.coordinator.dispatch import Dispatcher
 from keras_strategies.coordinator.execution import Execution, WorkerReceiver
 from keras_strategies.coordinator.processes import (
     Manager,
@@ -23,6 +23,7 @@ from keras_strategies.coordinator.processes import (
     private_folder,
 )
 from keras_strategies.coordinator.servers import Servers
+from keras_strategies.coordinator.states import LocalVariables
 from keras_strategies.coordinator.transport import Connection, Keys, Service
 from keras_strategies.coordinator.worker import Worker, start_beating
 

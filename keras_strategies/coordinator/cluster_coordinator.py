@@ -330,6 +330,7 @@ class ClusterCoordinator:
             blob, generation, variables, _ = self._registry.dump(
                 what, self._is_strategy
             )
+        self._registry.warn_of_imbalance()
         number = next(self._numbers)
         numbers = tuple(variables)
         self._cluster.dispatcher.define(

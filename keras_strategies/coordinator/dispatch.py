@@ -8,18 +8,16 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from keras_strategies.coordinator.processes import Start, wait_for
+from keras_strategies.coordinator.roster import Roster
+from keras_strategies.coordinator.states import LocalVariables, Pending, WorkerState
 from keras_strategies.coordinator.tasks import Definition, Outcome, Resource, Task
 from keras_strategies.coordinator.transport import Service
 from keras_strategies.errors import (
     ClosureCancelledError,
     ClusterTimeoutError,
-    ServerLostError,
     WorkerError,
 )
 
@@ -27,85 +25,6 @@ from keras_strategies.errors import (
 _AHEAD = 2
 #: A closure under which so many workers have died is not given to another one.
 _FATAL_DEATHS = 3
-#: A worker that has died so often without having done anything is given up.
-_HOPELESS_STARTS = 4
-
-
-@dataclass
-class Pending:
-    """A closure that was scheduled.
-
-    Args:
-        task: the task, without the values of local variables.
-        result: called with the value and the error once it is known.
-        local: numbers of variables that no server has.
-    """
-
-    task: Task
-    result: Callable[[Any, BaseException | None], None]
-    local: tuple[int, ...]
-    deaths: int = 0
-
-
-@dataclass
-class WorkerState:
-    """What is known of a worker."""
-
-    index: int
-    incarnation: int = 0
-    sender: bytes | None = None
-    pid: int = 0
-    last_sign: float = 0.0
-    in_flight: collections.deque[Pending] = field(default_factory=collections.deque)
-    known: set[tuple[str, int]] = field(default_factory=set)
-    steps: int = 0
-    seconds: float = 0.0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    deaths: int = 0
-    futile_starts: int = 0
-    is_given_up: bool = False
-
-    @property
-    def is_alive(self) -> bool:
-        return self.sender is not None
-
-
-@dataclass
-class ServerState:
-    """What is known of a parameter server."""
-
-    index: int
-    incarnation: int = 0
-    is_ready: bool = False
-    pid: int = 0
-    last_sign: float = 0.0
-    deaths: int = 0
-
-
-class LocalVariables:
-    """The values of variables that only the coordinator has: those of metrics."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, np.ndarray] = {}
-        self._lock = threading.Lock()
-
-    def set(self, number: int, value: np.ndarray) -> None:
-        with self._lock:
-            self._values[number] = np.array(value)
-
-    def get(self, number: int) -> np.ndarray:
-        with self._lock:
-            return self._values[number]
-
-    def add(self, changes: dict[int, np.ndarray]) -> None:
-        with self._lock:
-            for number, change in changes.items():
-                value = self._values[number]
-                if value.dtype == bool:
-                    self._values[number] = np.asarray(change)
-                else:
-                    self._values[number] = np.asarray(value + change, value.dtype)
 
 
 class Dispatcher:
@@ -135,14 +54,23 @@ class Dispatcher:
         can_restore: bool,
     ):
         self._service = service
-        self._starts = starts
         self._local = local
         self._silence = silence
-        self._can_restore = can_restore
         self.max_staleness = max_staleness
         self.condition = threading.Condition()
-        self.workers = {i: WorkerState(i) for i in range(workers)}
-        self.servers = {i: ServerState(i) for i in range(servers)}
+        self.roster = Roster(
+            workers,
+            servers,
+            starts,
+            silence,
+            can_restore,
+            send=lambda receiver, message: self._to_send.append((receiver, message)),
+            lost=self._worker_lost,
+            broken=self._break,
+            changed=self.condition.notify_all,
+        )
+        self.workers = self.roster.workers
+        self.servers = self.roster.servers
         self.queue: collections.deque[Pending] = collections.deque()
         self.max_queued = 256
         self.error: BaseException | None = None
@@ -152,7 +80,6 @@ class Dispatcher:
         self._resources: dict[int, Resource] = {}
         self._unfinished: set[int] = set()
         self._next_task = 0
-        self._manager: bytes | None = None
         self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
         self._is_closed = False
         self._thread = threading.Thread(
@@ -248,46 +175,28 @@ class Dispatcher:
         with self.condition:
             ready = wait_for(
                 self.condition,
-                lambda: (
-                    self.fatal is not None
-                    or (
-                        all(s.is_ready for s in self.servers.values())
-                        and any(w.is_alive for w in self.workers.values())
-                    )
-                ),
+                lambda: self.fatal is not None or not self.roster.missing(),
                 seconds,
             )
             if self.fatal is not None:
                 raise self.fatal
             if not ready:
-                missing = [
-                    f"parameter server {s.index}"
-                    for s in self.servers.values()
-                    if not s.is_ready
-                ]
-                if not any(w.is_alive for w in self.workers.values()):
-                    missing += [f"worker {i}" for i in self.workers]
                 raise ClusterTimeoutError(
                     f"The cluster was not ready after {seconds:g} seconds: "
-                    f"{', '.join(missing)} did not report. Look at what they printed, "
-                    "or raise `start_seconds` of the strategy."
+                    f"{', '.join(self.roster.missing())} did not report. Look at what "
+                    "they printed, or raise `start_seconds` of the strategy."
                 )
 
     def start_all(self) -> None:
         """Starts the processes, if that is ours to do."""
         with self.condition:
-            for server in self.servers.values():
-                self._start("ps", server.index, server.incarnation)
-            for worker in self.workers.values():
-                self._start("worker", worker.index, worker.incarnation)
+            self.roster.start_all()
         self._service.wake()
 
     def add_worker(self) -> int:
         """Starts one worker more; its number."""
         with self.condition:
-            index = max(self.workers) + 1
-            self.workers[index] = WorkerState(index)
-            self._start("worker", index, 0)
+            index = self.roster.add_worker()
         self._service.wake()
         return index
 
@@ -314,8 +223,11 @@ class Dispatcher:
             with self.condition:
                 if received is not None:
                     sender, (_, (kind, value)) = received
-                    getattr(self, f"_on_{kind}")(sender, value)
-                self._look_for_silence()
+                    if kind == "outcome":
+                        self._on_outcome(sender, value)
+                    elif not self._is_closed:
+                        self.roster.handle(kind, sender, value)
+                self.roster.look_for_silence()
                 self._assign()
                 to_send, self._to_send = self._to_send, collections.deque()
                 is_closed = self._is_closed
@@ -325,87 +237,7 @@ class Dispatcher:
             if is_closed:
                 return
 
-    def _on_manager(self, sender: bytes, pid: int) -> None:
-        self._manager = sender
-        for start in self._waiting_starts:
-            self._to_send.append((sender, ("start", start)))
-        self._waiting_starts.clear()
-
-    @property
-    def _waiting_starts(self) -> list[Start]:
-        return self.__dict__.setdefault("_starts_waiting", [])  # type: ignore[no-any-return]
-
-    def _start(self, kind: str, index: int, incarnation: int) -> None:
-        if self._starts is None:
-            return
-        start = self._starts(kind, index, incarnation)
-        if self._manager is None:
-            self._waiting_starts.append(start)
-        else:
-            self._to_send.append((self._manager, ("start", start)))
-
-    def _kill(self, kind: str, index: int, incarnation: int, pid: int) -> None:
-        if self._manager is not None:
-            message = ("kill", (kind, index, incarnation, pid))
-            self._to_send.append((self._manager, message))
-
-    def _on_hello(self, sender: bytes, value: tuple[int, int, int]) -> None:
-        index, incarnation, pid = value
-        worker = self.workers.setdefault(index, WorkerState(index))
-        if self._starts is None and worker.is_alive:
-            # Somebody else has started it anew.
-            self._worker_died(worker, "it was started anew")
-            worker.incarnation = incarnation
-        if incarnation < worker.incarnation and self._starts is not None:
-            return
-        worker.sender, worker.pid = sender, pid
-        worker.incarnation = incarnation
-        worker.last_sign = time.monotonic()
-        worker.known = set()
-        self.condition.notify_all()
-
-    def _on_server(self, sender: bytes, value: tuple[int, int, int, bool]) -> None:
-        index, incarnation, pid, is_restored = value
-        server = self.servers[index]
-        came_back = server.pid not in (0, pid)
-        server.pid, server.incarnation = pid, incarnation
-        server.is_ready = True
-        server.last_sign = time.monotonic()
-        if came_back and not is_restored:
-            self._lose(
-                f"Parameter server {index} died and was started anew, and there was "
-                "no snapshot that it could restore."
-            )
-        self.condition.notify_all()
-
-    def _on_beat(self, sender: bytes, value: tuple[Any, int]) -> None:
-        name, incarnation = value
-        state: WorkerState | ServerState | None
-        if isinstance(name, tuple):
-            state = self.servers.get(name[1])
-        else:
-            state = self.workers.get(name)
-        if state is not None and state.incarnation == incarnation:
-            state.last_sign = time.monotonic()
-
-    def _on_ended(self, sender: bytes, value: tuple[str, int, int, str]) -> None:
-        kind, index, incarnation, reason = value
-        if self._is_closed:
-            return
-        if kind == "worker":
-            worker = self.workers[index]
-            if worker.incarnation == incarnation:
-                self._worker_died(worker, reason)
-                self._start_again(worker, reason)
-        else:
-            server = self.servers[index]
-            if server.incarnation == incarnation:
-                self._server_died(server, reason)
-
-    def _worker_died(self, worker: WorkerState, reason: str) -> None:
-        worker.deaths += 1
-        worker.futile_starts = 0 if worker.steps else worker.futile_starts + 1
-        worker.sender = None
+    def _worker_lost(self, worker: WorkerState, reason: str) -> None:
         again = list(worker.in_flight)
         worker.in_flight.clear()
         for i, pending in enumerate(again):
@@ -424,53 +256,6 @@ class Dispatcher:
         alive = [p for p in again if p.deaths < _FATAL_DEATHS]
         self.queue.extendleft(reversed(alive))
         self.condition.notify_all()
-
-    def _start_again(self, worker: WorkerState, reason: str) -> None:
-        if worker.futile_starts >= _HOPELESS_STARTS:
-            worker.is_given_up = True
-            if all(w.is_given_up for w in self.workers.values()):
-                self._break(
-                    WorkerError(
-                        f"No worker could be started; worker {worker.index} ended "
-                        f"{worker.futile_starts} times before it had done anything: "
-                        f"{reason}"
-                    )
-                )
-            return
-        worker.incarnation += 1
-        self._start("worker", worker.index, worker.incarnation)
-
-    def _server_died(self, server: ServerState, reason: str) -> None:
-        server.deaths += 1
-        server.is_ready = False
-        if not self._can_restore:
-            self._lose(f"Parameter server {server.index} died: {reason}.")
-            return
-        server.incarnation += 1
-        self._start("ps", server.index, server.incarnation)
-
-    def _lose(self, what: str) -> None:
-        self._break(
-            ServerLostError(
-                f"{what} What it held is lost. Give the strategy `snapshot_seconds` so "
-                "that a server that dies goes on from a snapshot, or train again from "
-                "a checkpoint with a new strategy."
-            )
-        )
-
-    def _look_for_silence(self) -> None:
-        now = time.monotonic()
-        for worker in self.workers.values():
-            if worker.is_alive and now - worker.last_sign > self._silence:
-                reason = f"it gave no sign of life for {self._silence:g} seconds"
-                self._kill("worker", worker.index, worker.incarnation, worker.pid)
-                self._worker_died(worker, reason)
-                self._start_again(worker, reason)
-        for server in self.servers.values():
-            if server.is_ready and now - server.last_sign > self._silence:
-                self._kill("ps", server.index, server.incarnation, server.pid)
-                reason = f"it gave no sign of life for {self._silence:g} seconds"
-                self._server_died(server, reason)
 
     def _assign(self) -> None:
         if self.fatal is not None:
@@ -529,6 +314,9 @@ class Dispatcher:
         worker.steps += outcome.steps
         worker.seconds += outcome.seconds
         worker.sent_bytes, worker.received_bytes = outcome.traffic
+        missed, most = outcome.staleness
+        worker.staleness += missed
+        worker.most_staleness = max(worker.most_staleness, most)
         self.done_steps += outcome.steps
         self._unfinished.discard(pending.task.number)
         self._local.add(outcome.local)

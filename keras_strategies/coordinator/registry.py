@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
 import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.coordinator.dispatch import LocalVariables
-from keras_strategies.coordinator.pickling import Described, Part, Receiver, dump, load
+from keras_strategies.coordinator.initial import CONSTANTS, parts_maker
+from keras_strategies.coordinator.optimizers import Optimizers, check_scalar
+from keras_strategies.coordinator.pickling import Described, Part, dump
 from keras_strategies.coordinator.servers import Servers
-from keras_strategies.coordinator.updates import OptimizerSpec
+from keras_strategies.coordinator.states import LocalVariables
+from keras_strategies.coordinator.status import readable
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.variables.partitioners import PartitionFunction, bytes_per_element
 from keras_strategies.variables.placement import RoundRobin
@@ -28,6 +29,9 @@ from keras_strategies.variables.placement import RoundRobin
 #: without a strategy: they are made here and cut. Larger ones are made in parts.
 _WHOLE_BYTES = 64 << 20
 _STREAMED_BYTES = 32 << 20
+#: More than its share so many times over, and by so many bytes, is worth a warning.
+_MUCH = 1.5
+_MUCH_BYTES = 16 << 20
 
 
 class Registry:
@@ -52,16 +56,16 @@ class Registry:
         self._servers = servers
         self._places = RoundRobin(len(servers), partitioner)
         self._local = local
-        self._lazy_rows = lazy_rows
         self._numbers = itertools.count()
         self._objects: dict[int, Any] = {}
         self._described: dict[int, Described] = {}
         self._number_of_id: dict[int, int] = {}
-        self._references: dict[int, int] = {}
+        self.references: dict[int, int] = {}
         self._variables: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
         )
-        self._optimizers: dict[int, int] = {}
+        self._optimizers = Optimizers(self, servers, lazy_rows)
+        self._has_warned = False
         self._generation = itertools.count()
         self._lock = threading.RLock()
         #: Variables with more bytes than this are saved and loaded in pieces.
@@ -79,23 +83,13 @@ class Registry:
         dtype = variable._dtype
         about = self._register(variable, shape)
         nbytes = math.prod(shape) * bytes_per_element(dtype)
-        is_constant = isinstance(initializer, _CONSTANTS)
+        is_constant = isinstance(initializer, CONSTANTS)
         if about.kind == "local" or (nbytes <= _WHOLE_BYTES and not is_constant):
             value = initializer(shape, dtype=dtype)
             array = np.asarray(keras.ops.convert_to_numpy(value))
             self._begin(variable, lambda start, stop: array[start:stop], array)
             return
-        if not is_constant:
-            initializer = _of_parts(initializer, shape)
-
-        def part(start: int, stop: int) -> bytes:
-            part_shape = (stop - start, *shape[1:]) if shape else ()
-            make = functools.partial(
-                make_initial, initializer, part_shape, dtype, start
-            )
-            return cloudpickle.dumps(make)  # type: ignore[no-any-return]
-
-        self._begin(variable, part, None)
+        self._begin(variable, parts_maker(initializer, shape, dtype), None)
 
     def _register(self, variable: Any, shape: tuple[int, ...]) -> Described:
         with self._lock:
@@ -108,7 +102,7 @@ class Registry:
                 parts = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
             elif reference is not None:
                 parts = self.describe(reference).parts
-                self._references[number] = self.describe(reference).number
+                self.references[number] = self.describe(reference).number
             else:
                 placed = self._places.place(shape, dtype)
                 parts = tuple(Part(p.server, p.start, p.stop) for p in placed)
@@ -131,7 +125,7 @@ class Registry:
         if maker is None or not keras_compat.is_optimizer(maker):
             return "weight", None
         keras_compat.plain_optimizer(maker)
-        _check_scalar(maker, variable, shape)
+        check_scalar(maker, variable, shape)
         return "scalar", None
 
     def _begin(
@@ -244,6 +238,20 @@ class Registry:
             return f"on ps:{about.parts[0].server}"
         return f"{len(names)} parts on {', '.join(names)}"
 
+    def put_everywhere(self, optimizer: Any, variable: Any) -> None:
+        """Gives every server an optimizer's scalar, such as Nadam's, made unnamed."""
+        about = self.describe(variable)
+        if about.kind == "scalar":
+            return
+        check_scalar(optimizer, variable, about.shape)
+        value = self.read(variable)
+        everywhere = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
+        self._described[about.number] = dataclasses.replace(
+            about, kind="scalar", parts=everywhere
+        )
+        part = ((about.number, 0), value)
+        self._servers.ask_all("create", {p.server: [part] for p in everywhere})
+
     # Sending things
 
     def number_of(self, made: Any) -> int:
@@ -274,168 +282,52 @@ class Registry:
         optimizers = [made for made in seen if keras_compat.is_optimizer(made)]
         return blob, next(self._generation), variables, optimizers
 
-    def _constraints(self, optimizer: Any) -> dict[int, Any]:
-        found = {}
-        for variable in keras_compat.trained_variables(optimizer):
-            about = self.describe(variable)
-            if variable.constraint is None:
-                continue
-            if len(about.parts) > 1:
-                raise InvalidArgumentError(
-                    f"Variable {variable.path!r} has the constraint "
-                    f"{variable.constraint!r}, which is of the whole variable, and is "
-                    f"cut into {len(about.parts)} parts. Leave it whole: let "
-                    "`variable_partitioner` return 1 for its shape."
-                )
-            found[about.number] = variable.constraint
+    def send_optimizer(
+        self, optimizer: Any, is_strategy: Callable[[Any], bool]
+    ) -> None:
+        """Gives the servers an optimizer, unless they have it."""
+        self._optimizers.send(optimizer, is_strategy)
+
+    # Who holds how much
+
+    def loads(self) -> list[int]:
+        """Bytes of the variables on each server."""
+        found = [0] * len(self._servers)
+        for number in list(self._variables):
+            about = self._described[number]
+            for part in about.parts:
+                found[part.server] += _row_bytes(about) * (part.stop - part.start)
         return found
 
-    def _check_optimizer(self, optimizer: Any) -> None:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise InvalidArgumentError(
-                "A LossScaleOptimizer changes its scale by what all gradients of a "
-                "step are, which no parameter server sees. Use the dtype policy "
-                "'mixed_bfloat16', which needs no loss scale, or compile with "
-                "`auto_scale_loss=False`."
-            )
-        clips = optimizer.clipnorm or optimizer.global_clipnorm
-        if optimizer.gradient_accumulation_steps and clips:
-            raise InvalidArgumentError(
-                "`gradient_accumulation_steps` with `clipnorm` or `global_clipnorm` "
-                "clips sums of gradients by norms of whole ones, which no parameter "
-                "server sees. Use `clipvalue`, or larger batches."
-            )
-
-    def _put_everywhere(self, optimizer: Any, variable: Any) -> None:
-        """Gives every server an optimizer's scalar, such as Nadam's, made unnamed."""
-        about = self.describe(variable)
-        if about.kind == "scalar":
+    def warn_of_imbalance(self) -> None:
+        """Warns once when one server holds much more than its share."""
+        loads = self.loads()
+        share = sum(loads) / len(loads)
+        most = max(loads)
+        if self._has_warned or most <= _MUCH * share or most - share < _MUCH_BYTES:
             return
-        _check_scalar(optimizer, variable, about.shape)
-        value = self.read(variable)
-        everywhere = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
-        self._described[about.number] = dataclasses.replace(
-            about, kind="scalar", parts=everywhere
-        )
-        part = ((about.number, 0), value)
-        self._servers.ask_all("create", {p.server: [part] for p in everywhere})
-
-    def send_optimizer(self, optimizer: Any, is_strategy: Any) -> None:
-        """Gives the servers an optimizer, unless they have it."""
-        self._check_optimizer(optimizer)
-        number = self.number_of(optimizer)
-        if self._optimizers.get(number) == len(optimizer.variables):
-            return
-        self._optimizers[number] = len(optimizer.variables)
-        for variable in optimizer.variables:
-            if self.describe(variable).kind == "weight":
-                self._put_everywhere(optimizer, variable)
-        blob, _, _, _ = self.dump(optimizer, is_strategy)
-        trained = [self.describe(v) for v in keras_compat.trained_variables(optimizer)]
-        slots: dict[int, list[int]] = {about.number: [] for about in trained}
-        scalars = []
-        for variable in optimizer.variables:
-            about = self.describe(variable)
-            if about.kind == "slot":
-                slots[self._references[about.number]].append(about.number)
-            else:
-                scalars.append(about.number)
-        decays = {
-            self.describe(v).number: keras_compat.weight_decay_applies(optimizer, v)
-            for v in keras_compat.trained_variables(optimizer)
+        self._has_warned = True
+        server = loads.index(most)
+        held = {
+            self._described[n].path: sum(
+                _row_bytes(self._described[n]) * (part.stop - part.start)
+                for part in self._described[n].parts
+                if part.server == server
+            )
+            for n in list(self._variables)
         }
-        make = functools.partial(
-            make_spec,
-            blob,
-            number,
-            tuple(scalars),
-            {n: tuple(own) for n, own in slots.items()},
-            decays,
-            self._constraints(optimizer),
-            not self._lazy_rows,
-        )
-        pickled = cloudpickle.dumps(make)
-        servers = range(len(self._servers))
-        self._servers.ask_all("optimizer", dict.fromkeys(servers, (number, pickled)))
-
-
-_CONSTANTS = (
-    keras.initializers.Zeros,
-    keras.initializers.Ones,
-    keras.initializers.Constant,
-)
-
-
-def _check_scalar(optimizer: Any, variable: Any, shape: tuple[int, ...]) -> None:
-    if shape:
-        raise InvalidArgumentError(
-            f"Optimizer {type(optimizer).__name__} keeps a variable of shape {shape}, "
-            f"{variable.path!r}, which belongs to no variable of its shape, so it "
-            "cannot be cut and placed as they are. Parameter servers take optimizers "
-            "whose variables come from `add_variable_from_reference`, such as SGD, "
-            "Adagrad, Adam, AdamW, RMSprop, Ftrl and Lion."
+        path = max(held, key=lambda name: held[name])
+        warnings.warn(
+            f"Parameter server {server} holds {readable(most)} of "
+            f"{readable(sum(loads))}, {most / share:.1f} times its share of "
+            f"{len(loads)} servers, and every step waits for it; "
+            f"{readable(held[path])} are {path!r}. Cut large variables: make the "
+            "strategy with `variable_partitioner="
+            "ks.experimental.partitioners.MinSizePartitioner("
+            f"max_shards={len(loads)})`.",
+            stacklevel=2,
         )
 
 
-class _Templates(Receiver):
-    """Variables of an optimizer on a server, which have a place and no value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.templates: dict[int, Any] = {}
-
-    def variable(self, described: Described) -> Any:
-        if described.number not in self.templates:
-            empty = np.zeros([min(n, 1) for n in described.shape], "float32")
-            template = keras_compat.make_variable(
-                described.path, described.trainable, described.dtype, empty
-            )
-            keras_compat.set_variable_shape(template, described.shape)
-            self.templates[described.number] = template
-        return self.templates[described.number]
-
-
-def make_spec(blob: bytes, number: int, *rest: Any) -> OptimizerSpec:
-    """An optimizer as servers use it, from what was pickled here."""
-    receiver = _Templates()
-    optimizer = load(blob, receiver, 0)
-    return OptimizerSpec(number, optimizer, receiver.templates, *rest)
-
-
-def make_initial(
-    initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str, start: int
-) -> np.ndarray:
-    """The first values of a part, made where the part will be."""
-    if hasattr(initializer, "seed") and isinstance(initializer.seed, int):
-        # Parts differ, however many there are on a server.
-        initializer.seed = (initializer.seed + start * 1_000_003) % 2**31
-        setattr(initializer, "_init_seed", initializer.seed)  # noqa: B010
-    value = initializer(shape, dtype=dtype)
-    return np.asarray(keras.ops.convert_to_numpy(value))
-
-
-def _of_parts(initializer: Any, shape: tuple[int, ...]) -> Any:
-    """An initializer that makes of parts what another one makes of a whole."""
-    names = keras.initializers
-    independent = (names.RandomNormal, names.RandomUniform, names.TruncatedNormal)
-    if isinstance(initializer, independent):
-        return initializer
-    if isinstance(initializer, names.VarianceScaling):
-        receptive = math.prod(shape[:-2])
-        into, out = shape[-2] * receptive, shape[-1] * receptive
-        fans = {"fan_in": into, "fan_out": out, "fan_avg": (into + out) / 2}
-        variance = initializer.scale / max(1.0, fans[initializer.mode])
-        seed = initializer.seed
-        if initializer.distribution == "uniform":
-            limit = math.sqrt(3 * variance)
-            return names.RandomUniform(-limit, limit, seed=seed)
-        if initializer.distribution == "truncated_normal":
-            # The spread of a normal distribution that is cut at two deviations.
-            deviation = math.sqrt(variance) / 0.87962566103423978
-            return names.TruncatedNormal(0.0, deviation, seed=seed)
-        return names.RandomNormal(0.0, math.sqrt(variance), seed=seed)
-    raise InvalidArgumentError(
-        f"A variable of shape {shape} is too large to be made in one piece, and "
-        f"{type(initializer).__name__} cannot make it in parts. Use a normal, uniform "
-        "or constant initializer."
-    )
+def _row_bytes(about: Described) -> int:
+    return math.prod(about.shape[1:]) * bytes_per_element(about.dtype)

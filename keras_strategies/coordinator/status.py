@@ -6,7 +6,17 @@ import html
 from dataclasses import dataclass
 from typing import Any
 
-_HEADER = ("task", "state", "steps", "ms per step", "sent", "received", "restarts")
+_HEADER = (
+    "task",
+    "state",
+    "steps",
+    "ms per step",
+    "sent",
+    "received",
+    "restarts",
+    "staleness",
+    "holds",
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,9 @@ class Status:
         steps: int, steps that are done.
         max_staleness: int or None, the strategy's.
         bytes_per_step: float, bytes between workers and servers, for each step.
+        staleness: float, updates of others that a step has missed, on average.
+        most_staleness: int, updates of others that a step has missed, at most.
+        held_bytes: tuple of int, bytes of variables on each server.
     """
 
     rows: tuple[tuple[str, ...], ...]
@@ -28,6 +41,9 @@ class Status:
     steps: int
     max_staleness: int | None
     bytes_per_step: float
+    staleness: float = 0.0
+    most_staleness: int = 0
+    held_bytes: tuple[int, ...] = ()
 
     @property
     def workers_alive(self) -> int:
@@ -37,10 +53,15 @@ class Status:
         )
 
     def _summary(self) -> str:
-        bound = "without bound" if self.max_staleness is None else self.max_staleness
+        bound = (
+            "no bound"
+            if self.max_staleness is None
+            else f"at most {self.max_staleness}"
+        )
         return (
             f"{self.steps} steps done, {self.under_way} under way, {self.queued} "
-            f"queued; staleness {bound}; {readable(self.bytes_per_step)} per step"
+            f"queued; staleness {self.staleness:.1f}, highest {self.most_staleness} "
+            f"({bound}); {readable(self.bytes_per_step)} per step"
         )
 
     def __str__(self) -> str:
@@ -71,11 +92,15 @@ def status_of(cluster: Any, strategy: Any) -> Status:
     """The status of a cluster now."""
     dispatcher = cluster.dispatcher
     rows = []
-    sent = received = 0
+    sent = received = missed = most = 0
+    held = strategy.registry.loads()
     with dispatcher.condition:
         for worker in dispatcher.workers.values():
             sent += worker.sent_bytes
             received += worker.received_bytes
+            missed += worker.staleness
+            most = max(most, worker.most_staleness)
+            stale = worker.staleness / worker.steps if worker.steps else 0.0
             each = 1000 * worker.seconds / worker.steps if worker.steps else 0.0
             state = "given up" if worker.is_given_up else "starting"
             rows.append(
@@ -87,6 +112,8 @@ def status_of(cluster: Any, strategy: Any) -> Status:
                     readable(worker.sent_bytes),
                     readable(worker.received_bytes),
                     str(worker.deaths),
+                    f"{stale:.1f}",
+                    "",
                 )
             )
         for server in dispatcher.servers.values():
@@ -99,6 +126,8 @@ def status_of(cluster: Any, strategy: Any) -> Status:
                     "",
                     "",
                     str(server.deaths),
+                    "",
+                    readable(held[server.index]),
                 )
             )
         steps = dispatcher.done_steps
@@ -109,6 +138,9 @@ def status_of(cluster: Any, strategy: Any) -> Status:
             steps,
             dispatcher.max_staleness,
             (sent + received) / steps if steps else 0.0,
+            missed / steps if steps else 0.0,
+            most,
+            tuple(held),
         )
 
 

@@ -62,6 +62,7 @@ class Outcome:
         seconds: float, how long it took.
         steps: int, how many steps it made.
         traffic: bytes that the worker has sent to servers and received, so far.
+        staleness: updates of others that its steps have missed, in all and at most.
     """
 
     number: int
@@ -71,6 +72,7 @@ class Outcome:
     seconds: float = 0.0
     steps: int = 1
     traffic: tuple[int, int] = (0, 0)
+    staleness: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,24 @@ import contextlib
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
 import keras
-import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import (
-    Applied,
     OtherLookupsError,
     Program,
     StepResult,
+)
+from keras_strategies.coordinator.closures import (
+    Closure,
+    WorkerHost,
+    is_array,
+    portable_error,
+    portable_value,
+    to_numpy,
 )
 from keras_strategies.coordinator.execution import (
     Execution,
@@ -29,7 +33,6 @@ from keras_strategies.coordinator.execution import (
     merge,
 )
 from keras_strategies.coordinator.pickling import load
-from keras_strategies.coordinator.server import Step
 from keras_strategies.coordinator.tasks import (
     Definition,
     Outcome,
@@ -41,159 +44,6 @@ from keras_strategies.coordinator.transport import Connection, Keys
 
 #: Seconds between signs of life.
 BEAT_SECONDS = 0.5
-
-
-class Closure:
-    """A closure under way: names its updates, and keeps what it has read."""
-
-    def __init__(self, worker: Worker, task: Task, numbers: tuple[int, ...]):
-        self.worker = worker
-        self.task = task
-        self.numbers = numbers
-        self.local: dict[int, np.ndarray] = {}
-        self.steps = 0
-        self._next_update = 0
-        self._cache: dict[int, np.ndarray] = {}
-
-    def next_update(self) -> tuple[int, int]:
-        """The name of the next update."""
-        self._next_update += 1
-        return self.task.number, self._next_update - 1
-
-    # Variables outside of programs (`keras_compat.VariableHost`)
-
-    def read(self, variable: Any) -> np.ndarray:
-        about = self.worker.receiver.describe(variable)
-        if about.kind == "local":
-            return self._local(about.number)
-        if about.number not in self._cache:
-            self._cache[about.number] = self.worker.execution.servers.read(about)
-        return self._cache[about.number]
-
-    def _local(self, number: int) -> np.ndarray:
-        value = self.task.local[number]
-        return value + self.local[number] if number in self.local else value
-
-    def write(self, variable: Any, value: np.ndarray) -> None:
-        about = self.worker.receiver.describe(variable)
-        if about.kind == "local":
-            self.local[about.number] = value - self.task.local[about.number]
-            return
-        writes: dict[int, list[Any]] = {}
-        for part in about.parts:
-            cut = value[part.start : part.stop] if about.shape else value
-            key = (about.number, part.start)
-            writes.setdefault(part.server, []).append((key, cut))
-        self._send({i: Step(writes=tuple(w)) for i, w in writes.items()})
-
-    def add(self, variable: Any, delta: np.ndarray) -> None:
-        about = self.worker.receiver.describe(variable)
-        if about.kind == "local":
-            self.write(variable, self.read(variable) + delta)
-            return
-        adds: dict[int, list[Any]] = {}
-        for part in about.parts:
-            cut = delta[part.start : part.stop] if about.shape else delta
-            key = (about.number, part.start)
-            adds.setdefault(part.server, []).append((key, cut))
-        self._send({i: Step(adds=tuple(a)) for i, a in adds.items()})
-
-    def _send(self, steps: dict[int, Step]) -> None:
-        from dataclasses import replace
-
-        update = self.next_update()
-        done = self.task.done
-        named = {i: replace(s, update=update, done=done) for i, s in steps.items()}
-        servers = self.worker.execution.servers
-        servers.finish_steps(servers.begin_steps(named))
-        self._cache.clear()
-
-    def apply(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
-        """`optimizer.apply` outside of a program."""
-        if variables is None:
-            variables = keras_compat.trained_variables(optimizer)
-        arrays = [None if g is None else _to_numpy(g) for g in gradients]
-        result = StepResult(None, [Applied(optimizer, list(variables), arrays)])
-        self.push(Plan([], [], {}, {}), result)
-        return optimizer.iterations
-
-    def push(self, plan: Plan, result: StepResult) -> None:
-        """Sends the servers what a step has come to, and waits until they have it."""
-        execution = self.worker.execution
-        steps, local = execution.pushes(
-            plan, result, self.next_update(), self.task.done
-        )
-        self.merge_local(local)
-        execution.servers.finish_steps(execution.servers.begin_steps(steps))
-        self._cache.clear()
-
-    def merge_local(self, changes: dict[int, np.ndarray]) -> None:
-        """Adds changes of variables that no server has."""
-        for number, change in changes.items():
-            self.local[number] = self.local.get(number, 0) + change
-
-    # Programs
-
-    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a function as a program: pull, compute, push."""
-        if self.worker.in_program:
-            return fn(*args, **kwargs)
-        program, batch = self.worker.function_program(fn, (args, kwargs), self.numbers)
-        with self.worker.inside_program():
-            plan = self.worker.execution.plan(program, batch)
-        servers = self.worker.execution.servers
-        pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
-        result = self.worker.compute(self, program, plan, pulled, batch)
-        self.push(plan, result)
-        return keras.tree.map_structure(_to_tensor, result.outputs)
-
-
-class WorkerHost:
-    """Where a worker's variables have their values: the closure under way."""
-
-    def __init__(self, worker: Worker):
-        self._worker = worker
-
-    @property
-    def is_local(self) -> bool:
-        return self._worker.in_program
-
-    def _closure(self) -> Closure:
-        closure = self._worker.closure
-        assert closure is not None, "outside of a closure"
-        return closure
-
-    def read(self, variable: Any) -> Any:
-        return self._closure().read(variable)
-
-    def read_slice(self, variable: Any, index: Any) -> Any:
-        return self.read(variable)[index]
-
-    def write(self, variable: Any, value: Any) -> None:
-        self._closure().write(variable, _to_numpy(value))
-
-    def add(self, variable: Any, delta: Any) -> Any:
-        self._closure().add(variable, _to_numpy(delta))
-        return variable.value
-
-    def is_large(self, variable: Any) -> bool:
-        return False
-
-    def pieces(self, variable: Any) -> Iterator[tuple[int, Any]]:
-        yield 0, self.read(variable)
-
-    def write_rows(self, variable: Any, start: int, rows: Any) -> None:
-        value = np.array(self.read(variable))
-        value[start : start + len(rows)] = rows
-        self.write(variable, value)
-
-    def place(self, variable: Any) -> str:
-        return "on parameter servers"
-
-    def create(self, variable: Any, value: Any) -> None:
-        raise AssertionError("variables of workers are made by the coordinator")
-
-    create_with = create
 
 
 class Worker:
@@ -291,9 +141,10 @@ class Worker:
                 time.monotonic() - start,
                 steps,
                 self.execution.servers.traffic,
+                closure.staleness,
             )
         except Exception as error:
-            outcome = Outcome(task.number, error=_portable(error, self.index))
+            outcome = Outcome(task.number, error=portable_error(error, self.index))
             self._prepared = None
         finally:
             self.closure = None
@@ -301,7 +152,7 @@ class Worker:
         try:
             self._post("outcome", outcome)
         except Exception as error:
-            failed = Outcome(task.number, error=_portable(error, self.index))
+            failed = Outcome(task.number, error=portable_error(error, self.index))
             self._post("outcome", failed)
 
     def _function(self, definition: Definition) -> Any:
@@ -326,7 +177,7 @@ class Worker:
         strategy = self.receiver.strategy()
         with strategy.scope(), keras_compat.applying_through(closure.apply):
             value = function(*args, **kwargs)
-        return keras.tree.map_structure(_portable_value, value)
+        return keras.tree.map_structure(portable_value, value)
 
     def _resolved(self, structure: Any) -> Any:
         if isinstance(structure, Reference):
@@ -362,7 +213,7 @@ class Worker:
             self._prepared = None
             result = self.compute(closure, program, plan, pulled, batch)
             outputs.append(result.outputs)
-            self._push_and_pull(closure, plan, result, i)
+            self._push_and_pull(closure, plan, result, pulled, i)
             if i + 1 < len(batches):
                 self._advance_local(closure)
         if definition.kind == "predict":
@@ -376,7 +227,7 @@ class Worker:
             self.execution.engine.set_value(self.receiver.variables[number], value)
 
     def _push_and_pull(
-        self, closure: Closure, plan: Plan, result: StepResult, i: int
+        self, closure: Closure, plan: Plan, result: StepResult, pulled: Any, i: int
     ) -> None:
         """One message to each server: this step's updates, the next one's values."""
         execution = self.execution
@@ -393,14 +244,16 @@ class Worker:
         )
         following = self._following(closure.task, i)
         if following is None:
-            execution.servers.finish_steps(execution.servers.begin_steps(pushes))
+            answers = execution.servers.begin_steps(pushes)
+            closure.note_staleness(pulled, execution.servers.finish_steps(answers))
             return
         task, index, program = following
         next_plan = execution.plan(program, task.arguments[index])
         servers = {*pushes, *next_plan.pulls}
         steps = {s: merge(pushes.get(s), next_plan.pulls.get(s)) for s in servers}
-        pulled = execution.servers.finish_steps(execution.servers.begin_steps(steps))
-        self._prepared = (task, index, next_plan, pulled)
+        found = execution.servers.finish_steps(execution.servers.begin_steps(steps))
+        closure.note_staleness(pulled, {i: found[i] for i in pushes})
+        self._prepared = (task, index, next_plan, found)
 
     def _following(self, task: Task, i: int) -> tuple[Task, int, Program] | None:
         """The next step, if it is known already and is a model's."""
@@ -432,7 +285,7 @@ class Worker:
     ) -> tuple[Program, Any]:
         """The program of a function, and the arrays among its arguments."""
         leaves = keras.tree.flatten(arguments)
-        is_array = [_is_array(leaf) for leaf in leaves]
+        is_array = [is_array(leaf) for leaf in leaves]
         rest = [None if a else x for a, x in zip(is_array, leaves, strict=True)]
         shape = keras.tree.map_structure(lambda leaf: 0, arguments)
         key = (id(fn), repr(shape), repr(rest))
@@ -449,7 +302,7 @@ class Worker:
 
             variables: ProgramVariables = self.execution.variables(numbers)
             self._programs[key] = self.execution.engine.program(body, variables, True)
-        batch = [_to_numpy(leaf) for a, leaf in zip(is_array, leaves, strict=True) if a]
+        batch = [to_numpy(leaf) for a, leaf in zip(is_array, leaves, strict=True) if a]
         return self._programs[key], batch
 
     def compute(
@@ -503,39 +356,3 @@ def start_beating(
     threading.Thread(
         target=beat, args=(address, keys, index, incarnation), daemon=True
     ).start()
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _to_numpy(value: Any) -> np.ndarray:
-    if isinstance(value, np.ndarray):
-        return value
-    return np.asarray(keras.ops.convert_to_numpy(value))
-
-
-def _to_tensor(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return keras.ops.convert_to_tensor(value)
-    return value
-
-
-def _portable_value(value: Any) -> Any:
-    """What a closure returns, with arrays of NumPy."""
-    if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
-        return _to_numpy(value)
-    return value
-
-
-def _portable(error: Exception, index: int) -> Exception:
-    text = "".join(traceback.format_exception(error))
-    try:
-        copy = cloudpickle.loads(cloudpickle.dumps(error))
-        if type(copy) is not type(error):
-            raise TypeError
-    except Exception:
-        copy = RuntimeError(f"{type(error).__name__}: {error}")
-    copy.add_note(f"Raised on worker {index}:\n{text}")
-    result: Exception = copy
-    return result
