@@ -12,7 +12,9 @@ import keras
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.variables.partitioners import bytes_per_element
 
+_PIECE_BYTES = 8 << 20
 #: Initializers whose values are the same in every part.
 CONSTANTS = (
     keras.initializers.Zeros,
@@ -52,13 +54,36 @@ def parts_maker(
 def make_initial(
     initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str, start: int
 ) -> np.ndarray:
-    """The first values of a part, made where the part will be."""
-    if hasattr(initializer, "seed") and isinstance(initializer.seed, int):
-        # Parts differ, however many there are on a server.
-        initializer.seed = (initializer.seed + start * 1_000_003) % 2**31
-        setattr(initializer, "_init_seed", initializer.seed)  # noqa: B010
-    value = initializer(shape, dtype=dtype)
-    return np.asarray(keras.ops.convert_to_numpy(value))
+    """The first values of a part, made where the part will be, some rows at a time.
+
+    Args:
+        initializer: makes values of any shape, each row without regard to the others.
+        shape: tuple of int, of the part.
+        dtype: str.
+        start: int, the part's first row in the variable.
+    """
+    if not shape:
+        return _values(initializer, shape, dtype)
+    row = max(1, math.prod(shape[1:]) * bytes_per_element(dtype))
+    step = max(1, _PIECE_BYTES // row)
+    whole: np.ndarray | None = None
+    seed = getattr(initializer, "seed", None)
+    for first in range(0, max(1, shape[0]), step):
+        rows = min(step, shape[0] - first)
+        if isinstance(seed, int):
+            # Rows differ, however many parts of a variable there are on a server.
+            initializer.seed = (seed + (start + first) * 1_000_003) % 2**31  # type: ignore[attr-defined]
+            setattr(initializer, "_init_seed", initializer.seed)  # type: ignore[attr-defined]  # noqa: B010
+        piece = _values(initializer, (rows, *shape[1:]), dtype)
+        if whole is None:
+            whole = np.empty(shape, piece.dtype)
+        whole[first : first + rows] = piece
+    assert whole is not None
+    return whole
+
+
+def _values(initializer: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(initializer(shape, dtype=dtype)))
 
 
 def _of_parts(initializer: Any, shape: tuple[int, ...]) -> Any:

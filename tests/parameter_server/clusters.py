@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -11,6 +12,8 @@ import keras
 import numpy as np
 
 import keras_strategies as ks
+from keras_strategies.experimental import partitioners
+from keras_strategies.variables.placement import RoundRobin
 
 SECONDS = 60.0
 #: Between the snapshots of servers that have them.
@@ -47,6 +50,19 @@ def assert_nothing_broke(strategy) -> None:
     """No error is left that a test should have taken."""
     assert strategy.cluster.dispatcher.fatal is None
     assert strategy.cluster.dispatcher.error is None
+
+
+@contextlib.contextmanager
+def parts(strategy, count):
+    """Cuts variables that are made in the block into another number of parts."""
+    registry = strategy.registry
+    partitioner = partitioners.FixedShardsPartitioner(count)
+    servers = len(strategy.cluster.dispatcher.servers)
+    before, registry._places = registry._places, RoundRobin(servers, partitioner)
+    try:
+        yield
+    finally:
+        registry._places = before
 
 
 def kill(strategy, kind: str, index: int, number: int = signal.SIGKILL) -> int:

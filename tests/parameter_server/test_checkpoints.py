@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,8 +15,6 @@ import psutil
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.experimental import partitioners
-from keras_strategies.variables.placement import RoundRobin
 from parameter_server import clusters
 
 pytestmark = pytest.mark.multiprocess
@@ -67,24 +64,11 @@ def assert_goes_on(model, uninterrupted) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@contextlib.contextmanager
-def parts(strategy, count):
-    """Cuts variables that are made in the block into another number of parts."""
-    registry = strategy.registry
-    partitioner = partitioners.FixedShardsPartitioner(count)
-    servers = len(strategy.cluster.dispatcher.servers)
-    before, registry._places = registry._places, RoundRobin(servers, partitioner)
-    try:
-        yield
-    finally:
-        registry._places = before
-
-
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_training_goes_on_with_another_number_of_parts(
     synchronous, saved, uninterrupted, count
 ) -> None:
-    with parts(synchronous, count), synchronous.scope():
+    with clusters.parts(synchronous, count), synchronous.scope():
         model = keras.saving.load_model(saved[1])
     table = next(v for v in model.weights if v.shape == (40, 4))
     assert len(synchronous.registry.describe(table).parts) == count
