@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -26,6 +28,7 @@ from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.states import LocalVariables
 from keras_strategies.coordinator.transport import Connection, Keys, Service
 from keras_strategies.coordinator.worker import Worker, start_beating
+from keras_strategies.errors import WorkerError
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Cluster:
             self._snapshots = self._own_snapshots
         if self._snapshots is not None:
             os.makedirs(self._snapshots, exist_ok=True)
+        self._name = secrets.token_hex(8)
         self._service = Service(control or f"ipc://{folder}/control", keys)
         self.local = LocalVariables()
         self.dispatcher = Dispatcher(
@@ -92,6 +96,7 @@ class Cluster:
             options.silence_seconds,
             # Of servers that others have started, it is known when they are back.
             can_restore=self._snapshots is not None or not is_local,
+            name=self._name,
         )
         self._manager: Manager | None = None
         self.servers: Servers | None = None
@@ -104,8 +109,10 @@ class Cluster:
                 )
                 self.dispatcher.start_all()
             self.dispatcher.wait_ready(options.start_seconds)
-            self.servers = Servers(self._addresses, keys, options.timeout_seconds)
-            everyone = dict.fromkeys(range(options.servers), self.servers.name)
+            self.servers = Servers(
+                self._addresses, keys, options.timeout_seconds, self._name
+            )
+            everyone = dict.fromkeys(range(options.servers), self._name)
             self.servers.ask_all("begin", everyone)
         except BaseException:
             self.close()
@@ -162,19 +169,50 @@ def server_process(
     address: str,
     snapshots: str | None,
     interval: float | None,
+    patience: float = math.inf,
 ) -> None:
-    """A parameter server's process."""
-    connection = Connection(control, keys, "the coordinator")
+    """A parameter server's process.
 
-    def ready(address: str, is_restored: bool) -> None:
-        value = (index, incarnation, os.getpid(), is_restored)
+    Args:
+        index: int, its number.
+        incarnation: int, counts the processes that have been this server.
+        control: str, the coordinator's address.
+        keys: `Keys` where addresses are not local.
+        address: str, where it listens.
+        snapshots: folder for snapshots, None for none.
+        interval: float, seconds between snapshots; None for none by itself.
+        patience: float, seconds that the coordinator may be gone.
+
+    Raises:
+        RuntimeError: `WorkerError` if the coordinator is gone for longer.
+    """
+    connection = Connection(control, keys, "the coordinator")
+    reasons: list[str] = []
+
+    def ready(server: server_module.ParameterServer) -> None:
+        value = (index, incarnation, os.getpid(), server.is_restored)
+
+        def lost(reason: str) -> None:
+            reasons.append(reason)
+            server.on_stop()
+
         connection.post((0, ("server", value)))
-        start_beating(control, keys, ("ps", index), incarnation)
+        start_beating(
+            control,
+            keys,
+            ("ps", index),
+            incarnation,
+            lambda: ("server", value),
+            lost,
+            patience,
+        )
 
     try:
         server_module.main(index, address, keys, snapshots, interval, ready)
     finally:
         connection.close()
+    if reasons:
+        raise WorkerError(reasons[0])
 
 
 def worker_process(
@@ -185,6 +223,7 @@ def worker_process(
     addresses: list[str],
     timeout: float,
     make_strategy: Callable[[Worker], Any],
+    patience: float = math.inf,
 ) -> None:
     """A worker's process.
 
@@ -196,13 +235,14 @@ def worker_process(
         addresses: list of str, the servers'.
         timeout: float, seconds that a server may take to answer.
         make_strategy: makes what `ks.get_strategy()` returns in closures.
+        patience: float, seconds that the coordinator may be gone.
     """
     engine = get_engine()
     receiver = WorkerReceiver(engine)
     servers = Servers(addresses, keys, timeout)
     connection = Connection(control, keys, "the coordinator")
     worker = Worker(
-        index, connection, Execution(servers, receiver, engine), incarnation
+        index, connection, Execution(servers, receiver, engine), incarnation, patience
     )
     receiver.set_strategy(make_strategy(worker))
     start_beating(control, keys, index, incarnation)

@@ -40,6 +40,7 @@ class Dispatcher:
         max_staleness: int or None, see `ParameterServerStrategy`.
         silence: float, seconds without a sign of life after which a process is dead.
         can_restore: bool, whether servers have snapshots.
+        name: str, the coordinator's, whom workers and servers work for.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Dispatcher:
         max_staleness: int | None,
         silence: float,
         can_restore: bool,
+        name: str,
     ):
         self._service = service
         self._local = local
@@ -64,6 +66,7 @@ class Dispatcher:
             starts,
             silence,
             can_restore,
+            name,
             send=lambda receiver, message: self._to_send.append((receiver, message)),
             lost=self._worker_lost,
             broken=self._break,

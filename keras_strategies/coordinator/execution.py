@@ -40,6 +40,17 @@ class WorkerReceiver(Receiver):
         #: Keeps values where closures use variables outside of programs.
         self.host: Any = None
 
+    def forget(self) -> None:
+        """Begins as at first, for a coordinator whose numbers mean other things."""
+        for known in (
+            self.variables,
+            self.described,
+            self._numbers,
+            self.objects,
+            self.generations,
+        ):
+            known.clear()
+
     def strategy(self) -> Any:
         return self._strategy
 
@@ -63,6 +74,7 @@ class WorkerReceiver(Receiver):
             self.variables[number] = made
             self._numbers[id(made)] = number
         self.variables[number].trainable = described.trainable
+        self.variables[number].regularizer = described.regularizer
         self.described[number] = described
         return self.variables[number]
 
@@ -136,7 +148,7 @@ class Execution:
                 described.kind == "weight"
                 and len(described.shape) == 2
                 and "float" in described.dtype
-                and not described.regularized
+                and described.regularizer is None
             )
             (tables if may_be_table else others).append(variable)
         return ProgramVariables(tables, others)

@@ -144,4 +144,7 @@ def make_spec(blob: bytes, number: int, *rest: Any) -> OptimizerSpec:
     """An optimizer as servers use it, from what was pickled here."""
     receiver = _Templates()
     optimizer = load(blob, receiver, 0)
+    # It knows its variables by what another class would call them.
+    keras_compat.plain_optimizer(optimizer)
+    keras_compat.renew_identities([optimizer])
     return OptimizerSpec(number, optimizer, receiver.templates, *rest)

@@ -43,7 +43,8 @@ class Described:
         kind: str, `"weight"`, `"slot"` (an optimizer's, for one weight), `"scalar"`
             (an optimizer's own) or `"local"` (a metric's, which no server has).
         parts: where its rows are.
-        regularized: bool, whether it is read as a whole in each step.
+        regularizer: adds to the losses of each step what the whole variable costs;
+            None for nothing.
     """
 
     number: int
@@ -53,7 +54,7 @@ class Described:
     trainable: bool
     kind: str
     parts: tuple[Part, ...]
-    regularized: bool = False
+    regularizer: Any = None
 
 
 class Receiver:

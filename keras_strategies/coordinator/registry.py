@@ -157,10 +157,10 @@ class Registry:
                 "`with strategy.scope():`."
             )
         about = self._described[number]
-        regularized = variable.regularizer is not None
-        if (about.trainable, about.regularized) != (variable.trainable, regularized):
+        trainable, regularizer = bool(variable.trainable), variable.regularizer
+        if about.trainable != trainable or about.regularizer is not regularizer:
             about = dataclasses.replace(
-                about, trainable=bool(variable.trainable), regularized=regularized
+                about, trainable=trainable, regularizer=regularizer
             )
             self._described[number] = about
         return about

@@ -53,6 +53,8 @@ class Server:
         snapshot_folder: str, where a parameter server keeps snapshots; None for none.
         snapshot_seconds: float, seconds between snapshots.
         timeout_seconds: float, seconds that a server may take to answer a worker.
+        coordinator_seconds: float, seconds that the coordinator may be gone once it was
+            there. One that is started anew in this time finds this task waiting.
 
     Raises:
         ValueError: for a cluster or a task that cannot be, or without the secret.
@@ -72,6 +74,7 @@ class Server:
         snapshot_folder: str | None = None,
         snapshot_seconds: float | None = None,
         timeout_seconds: float = 120.0,
+        coordinator_seconds: float = 300.0,
     ):
         if isinstance(cluster_spec, ClusterResolver):
             job_name = cluster_spec.task_type if job_name is None else job_name
@@ -95,6 +98,7 @@ class Server:
         self._keys = cluster_keys()
         self._snapshots = (snapshot_folder, snapshot_seconds)
         self._timeout = timeout_seconds
+        self._patience = coordinator_seconds
 
     @property
     def target(self) -> str:
@@ -102,7 +106,12 @@ class Server:
         return self._spec.task_address(self._job, self._index)
 
     def join(self) -> None:
-        """Serves until the coordinator ends."""
+        """Serves until the coordinator ends.
+
+        Raises:
+            RuntimeError: as `ks.errors.WorkerError`, if the coordinator is gone for
+                longer than `coordinator_seconds`.
+        """
         control = f"tcp://{self._spec.task_address('chief', 0)}"
         servers = [
             f"tcp://{self._spec.task_address('ps', i)}"
@@ -110,7 +119,15 @@ class Server:
         ]
         if self._job == "ps":
             own = servers[self._index]
-            server_process(self._index, 0, control, self._keys, own, *self._snapshots)
+            server_process(
+                self._index,
+                0,
+                control,
+                self._keys,
+                own,
+                *self._snapshots,
+                patience=self._patience,
+            )
             return
         # The worker's strategy stands below this room.
         module = importlib.import_module("keras_strategies.strategies.parameter_server")
@@ -121,4 +138,5 @@ class Server:
             keys=self._keys,
             addresses=servers,
             timeout=self._timeout,
+            patience=self._patience,
         )

@@ -24,6 +24,7 @@ class Roster:
             None where somebody else starts processes.
         silence: float, seconds without a sign of life after which a process is dead.
         can_restore: bool, whether servers have snapshots.
+        name: str, the coordinator's.
         send: callable of a receiver and a message.
         lost: called with a worker that died, and why.
         broken: called with an error after which nothing can go on.
@@ -37,6 +38,7 @@ class Roster:
         starts: Callable[[str, int, int], Start] | None,
         silence: float,
         can_restore: bool,
+        name: str,
         send: Callable[[bytes, Any], None],
         lost: Callable[[WorkerState, str], None],
         broken: Callable[[BaseException], None],
@@ -47,6 +49,7 @@ class Roster:
         self._starts = starts
         self._silence = silence
         self._can_restore = can_restore
+        self._name = name
         self._send = send
         self._lost_worker = lost
         self._broken = broken
@@ -123,6 +126,7 @@ class Roster:
         worker.incarnation = incarnation
         worker.last_sign = time.monotonic()
         worker.known = set()
+        self._send(sender, ("welcome", self._name))
         self._changed()
 
     def _on_server(self, sender: bytes, value: tuple[int, int, int, bool]) -> None:

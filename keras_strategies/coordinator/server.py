@@ -102,9 +102,13 @@ class ParameterServer:
                 self._make_updater(value[0])
         return self._owner is not None
 
-    def handle(self, message: tuple[str, Any]) -> Any:
-        """Does what a request says: the name of a method, and its argument."""
-        name, argument = message
+    def handle(self, message: tuple[Any, ...]) -> Any:
+        """Does what a request says: a method's name, its argument, and who asks."""
+        name, argument, *owner = message
+        if owner and self._owner is not None and owner[0] != self._owner:
+            raise PeerError(
+                f"Parameter server {self._index} belongs to another coordinator now."
+            )
         method: Callable[[Any], Any] = getattr(self, f"on_{name}")
         return method(argument)
 
@@ -239,7 +243,7 @@ def main(
     keys: Keys | None,
     snapshots: str | None,
     interval: float | None,
-    ready: Callable[[str, bool], None],
+    ready: Callable[[ParameterServer], None],
 ) -> None:
     """Runs a parameter server until it is told to stop.
 
@@ -249,12 +253,12 @@ def main(
         keys: `Keys` for TCP.
         snapshots: folder for snapshots, None for none.
         interval: float, seconds between snapshots; None for none by itself.
-        ready: called with the address, and whether a snapshot was restored.
+        ready: called with the server when it listens.
     """
     server = ParameterServer(index, snapshots, interval)
     service = Service(address, keys)
     try:
-        ready(service.address, server.is_restored)
+        ready(server)
         serve(
             service,
             server.handle,

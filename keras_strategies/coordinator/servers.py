@@ -24,9 +24,17 @@ class Servers:
         addresses: sequence of str, one for each server.
         keys: `Keys` for TCP.
         timeout: float, seconds that a server may take to answer, a restart included.
+        owner: str, the coordinator's name; of another one's steps, none is made.
     """
 
-    def __init__(self, addresses: Sequence[str], keys: Keys | None, timeout: float):
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        keys: Keys | None,
+        timeout: float,
+        owner: str | None = None,
+    ):
+        self.owner = owner
         self._connections = [
             Connection(address, keys, f"parameter server {i}")
             for i, address in enumerate(addresses)
@@ -34,8 +42,8 @@ class Servers:
         self._timeout = timeout
         # Callbacks may run on other threads than `fit`.
         self._lock = threading.RLock()
-        #: The name of this process among those that ask servers.
-        self.name = secrets.token_hex(8)
+        # The name of this process among those that ask servers.
+        self._name = secrets.token_hex(8)
         self._additions = itertools.count()
 
     def __len__(self) -> int:
@@ -68,7 +76,7 @@ class Servers:
         """Sends each server its part of a step; the numbers of the requests."""
         with self._lock:
             return {
-                server: self._connections[server].begin(("step", step))
+                server: self._connections[server].begin(("step", step, self.owner))
                 for server, step in steps.items()
             }
 
@@ -135,7 +143,7 @@ class Servers:
             request = (
                 key,
                 np.ascontiguousarray(rows),
-                self.name,
+                self._name,
                 next(self._additions),
             )
             self.ask(part.server, "add", request)

@@ -205,7 +205,10 @@ class Connection:
             self._socket.curve_secretkey = keys.client_secret
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor = self._socket.get_monitor_socket(events)
-        self._is_lost = False
+        #: When the service went away; None while it is there, or has not come yet.
+        self.lost_since: float | None = None
+        #: How often it has come back.
+        self.returns = 0
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -290,11 +293,17 @@ class Connection:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == self._zmq.EVENT_DISCONNECTED:
-                self._is_lost = True
-            elif self._is_lost:
-                self._is_lost = False
+                self.lost_since = self.lost_since or time.monotonic()
+            elif self.lost_since is not None:
+                self.lost_since = None
+                self.returns += 1
                 for parts in self._waiting.values():
                     self._send(parts)
+
+    def is_lost_for(self, seconds: float) -> bool:
+        """Whether the service was there, and has been gone for so long."""
+        since = self.lost_since
+        return since is not None and time.monotonic() - since > seconds
 
     def close(self) -> None:
         """Ends the connection."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import threading
 import time
@@ -41,9 +42,12 @@ from keras_strategies.coordinator.tasks import (
     Task,
 )
 from keras_strategies.coordinator.transport import Connection, Keys
+from keras_strategies.errors import WorkerError
 
 #: Seconds between signs of life.
 BEAT_SECONDS = 0.5
+#: Seconds between looks at whether the coordinator is there.
+_LOOK_SECONDS = 1.0
 
 
 class Worker:
@@ -54,8 +58,7 @@ class Worker:
         connection: to the coordinator.
         execution: the servers, the variables and the backend.
         incarnation: int, counts the processes that have been this worker.
-        max_ahead: int, tasks of which the next one's pull may travel with the last
-            one's push.
+        patience: float, seconds that the coordinator may be gone.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Worker:
         connection: Connection,
         execution: Execution,
         incarnation: int,
+        patience: float = math.inf,
     ):
         self.index = index
         self.execution = execution
@@ -73,6 +77,14 @@ class Worker:
         self.in_program = True  # Until a closure runs.
         self._connection = connection
         self._incarnation = incarnation
+        self._patience = patience
+        self._returns = 0
+        self._is_stopped = False
+        self._owner: str | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins as at first; what another coordinator has said means nothing."""
         self._definitions: dict[int, Definition] = {}
         self._functions: dict[int, Any] = {}
         self._programs: dict[Any, Program] = {}
@@ -81,18 +93,31 @@ class Worker:
         self._values: dict[int, Any] = {}
         self._tasks: collections.deque[Task] = collections.deque()
         self._prepared: tuple[Task, int, Plan, dict[int, Any]] | None = None
-        self._is_stopped = False
 
     # Messages
 
     def work(self) -> None:
-        """Takes tasks until told to stop."""
+        """Takes tasks until told to stop.
+
+        Raises:
+            RuntimeError: `WorkerError` if the coordinator is gone for too long.
+        """
         self._post("hello", (self.index, self._incarnation, os.getpid()))
         while not self._is_stopped:
-            self._receive(60.0 if not self._tasks else 0.0)
+            self._receive(_LOOK_SECONDS if not self._tasks else 0.0)
+            self._look_for_coordinator()
             while self._tasks and not self._is_stopped:
                 self._do(self._tasks.popleft())
                 self._receive(0.0)
+
+    def _look_for_coordinator(self) -> None:
+        connection = self._connection
+        if connection.is_lost_for(self._patience):
+            raise WorkerError(coordinator_lost(connection, self._patience))
+        if connection.returns > self._returns:
+            # It may be another one, which does not know this worker.
+            self._returns = connection.returns
+            self._post("hello", (self.index, self._incarnation, os.getpid()))
 
     def _post(self, kind: str, value: Any) -> None:
         self._connection.post((0, (kind, value)))
@@ -110,8 +135,11 @@ class Worker:
                 self._definitions[value.number] = value
             elif kind == "resource":
                 self._resources[value.number] = value
-            elif kind == "cancel":
-                self._tasks.clear()
+            elif kind == "welcome":
+                if self._owner not in (None, value):
+                    self._forget()
+                    self.receiver.forget()
+                self._owner = self.execution.servers.owner = value
             elif kind == "stop":
                 self._is_stopped = True
                 return
@@ -285,8 +313,8 @@ class Worker:
     ) -> tuple[Program, Any]:
         """The program of a function, and the arrays among its arguments."""
         leaves = keras.tree.flatten(arguments)
-        is_array = [is_array(leaf) for leaf in leaves]
-        rest = [None if a else x for a, x in zip(is_array, leaves, strict=True)]
+        sent = [is_array(leaf) for leaf in leaves]
+        rest = [None if a else x for a, x in zip(sent, leaves, strict=True)]
         shape = keras.tree.map_structure(lambda leaf: 0, arguments)
         key = (id(fn), repr(shape), repr(rest))
         if key not in self._programs:
@@ -295,14 +323,14 @@ class Worker:
             def body(arrays: Any) -> Any:
                 found = iter(arrays)
                 filled = [
-                    next(found) if a else x for a, x in zip(is_array, rest, strict=True)
+                    next(found) if a else x for a, x in zip(sent, rest, strict=True)
                 ]
                 args, kwargs = keras.tree.pack_sequence_as(arguments, filled)
                 return fn(*args, **kwargs)
 
             variables: ProgramVariables = self.execution.variables(numbers)
             self._programs[key] = self.execution.engine.program(body, variables, True)
-        batch = [to_numpy(leaf) for a, leaf in zip(is_array, leaves, strict=True) if a]
+        batch = [to_numpy(leaf) for a, leaf in zip(sent, leaves, strict=True) if a]
         return self._programs[key], batch
 
     def compute(
@@ -341,18 +369,50 @@ def _sum(one: Any, other: Any) -> Any:
     return one + other
 
 
-def beat(address: str, keys: Keys | None, index: Any, incarnation: int) -> None:
-    """Tells the coordinator that this process lives, until it ends."""
+def beat(
+    address: str,
+    keys: Keys | None,
+    index: Any,
+    incarnation: int,
+    announce: Callable[[], tuple[str, Any]] | None = None,
+    lost: Callable[[str], None] | None = None,
+    patience: float = math.inf,
+) -> None:
+    """Tells the coordinator that this process lives, until it ends.
+
+    Args:
+        address: str, the coordinator's.
+        keys: `Keys` for TCP.
+        index: int, the worker's number, or `("ps", number)`.
+        incarnation: int, counts the processes with this number.
+        announce: makes what a coordinator that has come back is told.
+        lost: called with the reason once the coordinator is gone for too long.
+        patience: float, seconds that it may be gone.
+    """
     connection = Connection(address, keys, "the coordinator")
+    returns = 0
     while True:
         connection.post((0, ("beat", (index, incarnation))))
-        time.sleep(BEAT_SECONDS)
+        # Nobody answers; this looks after the connection.
+        connection.receive(BEAT_SECONDS)
+        if announce is not None and connection.returns > returns:
+            returns = connection.returns
+            connection.post((0, announce()))
+        if lost is not None and connection.is_lost_for(patience):
+            lost(coordinator_lost(connection, patience))
+            return
 
 
-def start_beating(
-    address: str, keys: Keys | None, index: Any, incarnation: int
-) -> None:
+def start_beating(*arguments: Any) -> None:
     """Begins `beat` in a thread that ends with the process."""
-    threading.Thread(
-        target=beat, args=(address, keys, index, incarnation), daemon=True
-    ).start()
+    threading.Thread(target=beat, args=arguments, daemon=True).start()
+
+
+def coordinator_lost(connection: Connection, patience: float) -> str:
+    """What there is to say when the coordinator does not come back."""
+    return (
+        f"The coordinator at {connection.address} is gone, and has not come back "
+        f"within {patience:g} seconds. Start the tasks again with a new coordinator, "
+        "which goes on from a checkpoint; `coordinator_seconds` of ks.Server changes "
+        "the wait."
+    )

@@ -171,17 +171,19 @@ def test_validation_class_weights_and_epochs(synchronous, pair, capsys) -> None:
 
 def test_several_steps_in_one_message(synchronous) -> None:
     x, y = data()
-    ends = []
-    callback = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: ends.append(batch)
+    seen = []
+    ends = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: begun.append(batch),
+        on_train_batch_end=lambda batch, logs: seen.append((begun.pop(0), batch)),
     )
+    begun = []
     with synchronous.scope():
         ours = dense(steps_per_execution=3)
     theirs = dense()
     options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-    found = ours.fit(x, y, callbacks=[callback], **options).history
+    found = ours.fit(x, y, callbacks=[ends], **options).history
     expected = theirs.fit(x, y, **options).history
-    assert ends == [2, 3, 2, 3]
+    assert seen == [(0, 2), (3, 5)] * 2
     assert_alike(ours, theirs)
     for name, numbers in expected.items():
         np.testing.assert_allclose(found[name], numbers, rtol=1e-5)
