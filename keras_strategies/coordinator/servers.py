@@ -13,6 +13,7 @@ import numpy as np
 from keras_strategies.coordinator.pickling import Described
 from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.transport import Connection, Keys
+from keras_strategies.errors import WorkerError
 
 _CHUNK_BYTES = 32 << 20
 
@@ -40,6 +41,7 @@ class Servers:
             for i, address in enumerate(addresses)
         ]
         self._timeout = timeout
+        self._is_closed = False
         # Callbacks may run on other threads than `fit`.
         self._lock = threading.RLock()
         # The name of this process among those that ask servers.
@@ -58,11 +60,13 @@ class Servers:
     def ask(self, server: int, name: str, argument: Any = None) -> Any:
         """One request to one server."""
         with self._lock:
+            self._check_open()
             return self._connections[server].request((name, argument), self._timeout)
 
     def ask_all(self, name: str, arguments: dict[int, Any]) -> dict[int, Any]:
         """A request to each of several servers, at the same time."""
         with self._lock:
+            self._check_open()
             numbers = {
                 server: self._connections[server].begin((name, argument))
                 for server, argument in arguments.items()
@@ -87,6 +91,14 @@ class Servers:
                 server: self._connections[server].finish(number, self._timeout)
                 for server, number in numbers.items()
             }
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WorkerError(
+                "The cluster of this strategy has been closed, and the values of its "
+                "variables have ended with it. Save a model before `close()`, or "
+                "before the end of the `with` block."
+            )
 
     # Whole variables
 
@@ -162,6 +174,7 @@ class Servers:
     def close(self) -> None:
         """Ends the connections."""
         with self._lock:
+            self._is_closed = True
             for connection in self._connections:
                 connection.close()
 

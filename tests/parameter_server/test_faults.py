@@ -253,6 +253,8 @@ def test_a_server_without_snapshots_is_missed_loudly() -> None:
         with pytest.raises(ks.errors.ServerLostError, match="Parameter server 0 died"):
             coordinator.join()
     assert not strategy.cluster.dispatcher._thread.is_alive()
+    with pytest.raises(ks.errors.WorkerError, match="has been closed"):
+        total.numpy()
     _, alive = psutil.wait_procs(children, timeout=10)
     # Other clusters of these tests have been there before.
     assert not [process for process in alive if _is_of(process, strategy)]
