@@ -23,7 +23,7 @@ def asynchronous(tmp_path_factory):
     with clusters.start(
         snapshot_seconds=clusters.SNAPSHOT_SECONDS,
         snapshot_folder=str(tmp_path_factory.mktemp("snapshots")),
-        silence_seconds=4.0,
+        silence_seconds=5.0,
     ) as strategy:
         yield strategy
         clusters.assert_nothing_broke(strategy)

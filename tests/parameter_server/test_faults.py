@@ -97,7 +97,7 @@ def test_a_stopped_worker_is_replaced(recovered, coordinator, total) -> None:
     assert deaths(recovered, "worker", 1) == before + 1
     # Its deadline, and some time for the others to make its steps.
     silence = recovered.cluster.options.silence_seconds
-    assert time.monotonic() - began < silence + 10
+    assert time.monotonic() - began < silence + 20
     clusters.wait_until(lambda: not psutil.pid_exists(pid), "the stopped one is gone")
 
 
@@ -120,13 +120,14 @@ def test_a_server_loses_at_most_what_came_after_its_snapshot(
     server = recovered.registry.describe(total).parts[0].server
     known: list[float] = []
     step = counting(total, 0.005)
-    until = time.monotonic() + 3 * clusters.SNAPSHOT_SECONDS
+    until = time.monotonic() + 5 * clusters.SNAPSHOT_SECONDS
     while time.monotonic() < until:
         coordinator.schedule(step, args=(1.0,)).fetch(clusters.SECONDS)
         known.append(time.monotonic())
     died = time.monotonic()
     clusters.kill(recovered, "ps", server)
-    kept = sum(moment < died - clusters.SNAPSHOT_SECONDS for moment in known)
+    # Twice the interval, because this machine may be busy with other tests.
+    kept = sum(moment < died - 2 * clusters.SNAPSHOT_SECONDS for moment in known)
     assert kept > 10
     more = [coordinator.schedule(step, args=(1.0,)) for _ in range(10)]
     coordinator.join(clusters.SECONDS)
