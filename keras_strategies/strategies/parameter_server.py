@@ -60,8 +60,9 @@ class ParameterServerStrategy(Strategy):
         snapshot_seconds: float, seconds between snapshots of each server. A server that
             dies goes on from its last one: at most the updates of that time are lost.
             None for no snapshots: then the death of a server is an error.
-        snapshot_folder: str, a folder for snapshots that outlives the strategy; None
-            for a temporary one.
+        snapshot_folder: str, a folder for snapshots, which stay there when the strategy
+            ends; another strategy that is given it begins anew. None for a temporary
+            one.
         timeout_seconds: float, seconds that a server may take to answer, a restart
             included.
         silence_seconds: float, seconds without a sign of life after which a process is

@@ -92,6 +92,41 @@ def test_a_custom_loop_over_each_workers_dataset(strategy, coordinator) -> None:
     assert status.steps >= 6
 
 
+@pytest.mark.parametrize(
+    ("cost", "expected"),
+    [
+        # The gradient of half the squares is the table itself.
+        (lambda rows, table: rows + keras.ops.sum(table * table) / 2, [0, -1, 0, -2]),
+        (
+            lambda rows, table: rows * keras.ops.stop_gradient(keras.ops.sum(table)),
+            [1, 1 - 8, 1, 1 - 16],
+        ),
+    ],
+    ids=["with gradient", "without"],
+)
+def test_a_table_that_is_read_whole_travels_whole(
+    strategy, coordinator, cost, expected
+) -> None:
+    with strategy.scope():
+        table = keras.Variable(np.ones((4, 2)), name="table", dtype="float32")
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([table])
+
+    def replica_step(ids):
+        def loss_fn(ids):
+            rows = keras.ops.sum(keras.ops.take(table, ids, axis=0))
+            return cost(rows, table)
+
+        _, gradients = ks.value_and_grad(loss_fn, [table])(ids)
+        optimizer.apply(gradients, [table])
+
+    def step():
+        strategy.run(replica_step, args=(np.array([1, 3, 3], "int32"),))
+
+    coordinator.schedule(step).fetch(clusters.SECONDS)
+    np.testing.assert_allclose(table.numpy(), np.repeat([expected], 2, 0).T)
+
+
 def test_values_are_each_workers_own(coordinator) -> None:
     def make():
         return {"calls": 0}
