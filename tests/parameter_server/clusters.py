@@ -20,7 +20,7 @@ SECONDS = 60.0
 SNAPSHOT_SECONDS = 0.5
 
 
-def start(workers: int = 2, ps: int = 2, **options):
+def start(workers: int, ps: int, **options):
     """A strategy with a local cluster, quick to notice what is dead."""
     resolver = ks.cluster_resolver.LocalClusterResolver(workers, ps)
     return ks.ParameterServerStrategy(resolver, **options)

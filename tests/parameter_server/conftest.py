@@ -12,7 +12,10 @@ from parameter_server import clusters
 def synchronous():
     """One step after the other, variables in two parts on two servers."""
     with clusters.start(
-        max_staleness=0, variable_partitioner=partitioners.FixedShardsPartitioner(2)
+        workers=1,
+        ps=2,
+        max_staleness=0,
+        variable_partitioner=partitioners.FixedShardsPartitioner(2),
     ) as strategy:
         yield strategy
 
@@ -21,6 +24,8 @@ def synchronous():
 def asynchronous(tmp_path_factory):
     """Steps without order; what dies here comes back, servers from snapshots."""
     with clusters.start(
+        workers=2,
+        ps=1,
         snapshot_seconds=clusters.SNAPSHOT_SECONDS,
         snapshot_folder=str(tmp_path_factory.mktemp("snapshots")),
         silence_seconds=5.0,

@@ -237,11 +237,15 @@ COORDINATOR = """
     import os, signal, sys
     sys.path.insert(0, {tests!r})
     import keras
+    import keras_strategies as ks
     from parameter_server import clusters
     from parameter_server.test_checkpoints import OPTIONS, build
 
     x, y = clusters.clicks()
-    with clusters.start(workers=1, ps=1, max_staleness=0) as strategy:
+    parts = ks.experimental.partitioners.FixedShardsPartitioner(2)
+    with clusters.start(
+        workers=1, ps=1, max_staleness=0, variable_partitioner=parts
+    ) as strategy:
         with strategy.scope():
             model = build()
 

@@ -236,32 +236,3 @@ def test_fit_and_evaluate_are_exact_while_workers_die(recovered) -> None:
     assert found["rows"] == 96.0
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
-
-
-def test_a_server_without_snapshots_is_missed_loudly() -> None:
-    with clusters.start(workers=1, ps=1) as strategy:
-        children = psutil.Process().children(recursive=True)
-        coordinator = ks.ClusterCoordinator(strategy)
-        with strategy.scope():
-            total = keras.Variable(np.zeros(3), name="total")
-
-        clusters.kill(strategy, "ps", 0)
-        clusters.wait_until(
-            lambda: strategy.cluster.dispatcher.fatal is not None, "it is noticed"
-        )
-        with pytest.raises(ks.errors.ServerLostError, match="snapshot_seconds"):
-            coordinator.schedule(lambda: total.numpy())
-        with pytest.raises(ks.errors.ServerLostError, match="Parameter server 0 died"):
-            coordinator.join()
-    assert not strategy.cluster.dispatcher._thread.is_alive()
-    with pytest.raises(ks.errors.WorkerError, match="has been closed"):
-        total.numpy()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    # Other clusters of these tests have been there before.
-    assert not [process for process in alive if _is_of(process, strategy)]
-
-
-def _is_of(process: psutil.Process, strategy) -> bool:
-    dispatcher = strategy.cluster.dispatcher
-    pids = {w.pid for w in dispatcher.workers.values()}
-    return process.pid in pids | {s.pid for s in dispatcher.servers.values()}
