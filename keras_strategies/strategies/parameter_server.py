@@ -76,8 +76,8 @@ class ParameterServerStrategy(Strategy):
 
     Example:
 
-    >>> strategy = ks.ParameterServerStrategy(
-    ...     variable_partitioner=ks.partitioners.MaxSizePartitioner(256 << 20))
+    >>> partitioner = ks.experimental.partitioners.MaxSizePartitioner(256 << 20)
+    >>> strategy = ks.ParameterServerStrategy(variable_partitioner=partitioner)
     >>> with strategy.scope():
     ...     model = keras.Sequential([keras.layers.Embedding(10_000_000, 64), ...])
     ...     model.compile("adagrad", "binary_crossentropy")
@@ -99,8 +99,8 @@ class ParameterServerStrategy(Strategy):
     ):
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
-                "`variable_partitioner` is one of ks.partitioners, or a callable of a "
-                f"shape and a dtype. Received: {variable_partitioner!r}"
+                "`variable_partitioner` is one of ks.experimental.partitioners, or a "
+                f"callable of a shape and a dtype. Received: {variable_partitioner!r}"
             )
         if max_staleness is not None and (
             isinstance(max_staleness, bool)
