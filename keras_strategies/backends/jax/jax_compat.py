@@ -160,7 +160,7 @@ def stop_service() -> None:
 
 
 def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool]]:
-    """Which values the two results of a function depend on.
+    """Which values a function's first result depends on, and which it reads at all.
 
     Args:
         fn: callable of a list of values and a batch that returns a pair.
@@ -169,7 +169,9 @@ def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool
 
     Returns:
         Two lists with a bool for each value: whether the first result depends on it,
-        and whether the second does. A result that is a value unchanged does not count.
+        and whether something is computed from it, also when no result depends on
+        that: a loss that is not returned has a gradient. A value that is passed on
+        unchanged does not count.
 
     JAX 0.10: `jax.interpreters.partial_eval.dce_jaxpr`.
     """
@@ -177,17 +179,13 @@ def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool
     from jax.interpreters import partial_eval
 
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(values, batch)
+    jaxpr = closed.jaxpr
     first = len(jax.tree.leaves(shapes[0]))
-    total = len(jax.tree.leaves(shapes))
-    inputs = set(map(id, closed.jaxpr.invars))
-    passed = [id(out) in inputs for out in closed.jaxpr.outvars]
-
-    def used(wanted: list[bool]) -> list[bool]:
-        wanted = [w and not p for w, p in zip(wanted, passed, strict=True)]
-        _, found = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
-        return list(found[: len(values)])
-
-    return (
-        used([i < first for i in range(total)]),
-        used([i >= first for i in range(total)]),
-    )
+    inputs = set(map(id, jaxpr.invars))
+    wanted = [
+        i < first and id(out) not in inputs for i, out in enumerate(jaxpr.outvars)
+    ]
+    _, found = partial_eval.dce_jaxpr(jaxpr, wanted)
+    read = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}
+    own = jaxpr.invars[: len(values)]
+    return list(found[: len(values)]), [id(variable) in read for variable in own]

@@ -82,13 +82,16 @@ class JaxProgram(Program):
                 return ids, (outputs, kept)
 
             specs = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables]
-            by_ids, by_outputs = used_inputs(trace, specs, batch)
+            by_ids, read = used_inputs(trace, specs, batch)
             if any(by_ids):
                 # Ids that depend on values are not known ahead of the step.
                 whole = list({id(t): t for t in found}.values())
             else:
-                used = by_outputs[: len(tables)]
-                whole = [t for t, is_read in zip(tables, used, strict=True) if is_read]
+                whole = [
+                    table
+                    for table, is_read in zip(tables, read[: len(tables)], strict=True)
+                    if is_read
+                ]
             if whole:
                 self.variables.become_dense(whole)
                 continue
