@@ -181,6 +181,25 @@ class Sink:
         return optimizer.iterations
 
 
+def regularized_scope(variables: Variables) -> Any:
+    """A `StatelessScope` in which regularizers find the values of their variables.
+
+    Keras asks the scope for them, where it asks variables themselves for all else.
+    """
+    everything = (*variables.tables, *variables.others)
+    return keras_compat.values_scope(
+        (variable, keras_compat.raw_value(variable))
+        for variable in everything
+        if variable.regularizer is not None
+    )
+
+
+def changed_in(scope: Any, variable: Any) -> Any:
+    """The value that a variable has been given in a scope; None if it has not."""
+    value = scope.get_current_value(variable)
+    return None if value is keras_compat.raw_value(variable) else value
+
+
 def bucket(rows: int) -> int:
     """The rows of a padded array: four sizes for each power of two.
 

@@ -186,7 +186,6 @@ def server_process(
     Raises:
         RuntimeError: `WorkerError` if the coordinator is gone for longer.
     """
-    connection = Connection(control, keys, "the coordinator")
     reasons: list[str] = []
 
     def ready(server: server_module.ParameterServer) -> None:
@@ -196,7 +195,6 @@ def server_process(
             reasons.append(reason)
             server.on_stop()
 
-        connection.post((0, ("server", value)))
         start_beating(
             control,
             keys,
@@ -207,10 +205,7 @@ def server_process(
             patience,
         )
 
-    try:
-        server_module.main(index, address, keys, snapshots, interval, ready)
-    finally:
-        connection.close()
+    server_module.main(index, address, keys, snapshots, interval, ready)
     if reasons:
         raise WorkerError(reasons[0])
 

@@ -385,12 +385,14 @@ def beat(
         keys: `Keys` for TCP.
         index: int, the worker's number, or `("ps", number)`.
         incarnation: int, counts the processes with this number.
-        announce: makes what a coordinator that has come back is told.
+        announce: makes what the coordinator is told first, and when it has come back.
         lost: called with the reason once the coordinator is gone for too long.
         patience: float, seconds that it may be gone.
     """
     connection = Connection(address, keys, "the coordinator")
     returns = 0
+    if announce is not None:
+        connection.post((0, announce()))
     while True:
         connection.post((0, ("beat", (index, incarnation))))
         # Nobody answers; this looks after the connection.
@@ -400,6 +402,7 @@ def beat(
             connection.post((0, announce()))
         if lost is not None and connection.is_lost_for(patience):
             lost(coordinator_lost(connection, patience))
+            connection.close()
             return
 
 

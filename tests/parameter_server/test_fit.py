@@ -138,6 +138,7 @@ def test_asynchronous_training_learns_and_counts_each_step_once(asynchronous) ->
     assert [batch for batch, _ in seen] == list(range(24)) * 3
     assert history["loss"][-1] < 0.7 * history["loss"][0]
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 72
+    clusters.wait_until_whole(asynchronous)
     status = ks.ClusterCoordinator(asynchronous).status()
     workers = len(asynchronous.cluster.dispatcher.workers)
     assert status.workers_alive == workers and "worker 1" in str(status)

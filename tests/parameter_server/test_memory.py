@@ -67,7 +67,7 @@ def test_one_server_with_much_more_than_its_share_is_told_of(synchronous) -> Non
 
 
 def test_a_table_larger_than_every_process_trains(synchronous) -> None:
-    """The table and its slot have 384 MiB; each process may have 250 more."""
+    """The table and its slot have 384 MiB; each process may have 320 more."""
     dispatcher = synchronous.cluster.dispatcher
     servers = [server.pid for server in dispatcher.servers.values()]
     workers = [worker.pid for worker in dispatcher.workers.values()]
@@ -77,7 +77,7 @@ def test_a_table_larger_than_every_process_trains(synchronous) -> None:
         small = build(1000)
     small.fit(ids % 1000, np.ones((64, 1)), batch_size=16, verbose=0)
 
-    with limited([os.getpid(), *workers, *servers], 250 << 20):
+    with limited([os.getpid(), *workers, *servers], 320 << 20):
         with synchronous.scope():
             model = build(ROWS)
         table = model.layers[0].embeddings

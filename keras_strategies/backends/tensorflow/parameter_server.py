@@ -19,6 +19,8 @@ from keras_strategies.backends.parameter_server import (
     Sink,
     StepResult,
     Variables,
+    changed_in,
+    regularized_scope,
 )
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
@@ -79,7 +81,7 @@ class TensorFlowProgram(Program):
             found.clear()
             ids.clear()
             with (
-                keras.StatelessScope(),
+                regularized_scope(self.variables),
                 keras_compat.lookups_through(take),
                 keras_compat.applying_through(Sink()),
             ):
@@ -133,14 +135,14 @@ class TensorFlowProgram(Program):
                 return rows
 
             with (
-                keras.StatelessScope() as scope,
+                regularized_scope(self.variables) as scope,
                 keras_compat.lookups_through(take),
                 keras_compat.applying_through(sink),
             ):
                 outputs = self.body(batch)
             changed = []
             for variable in variables:
-                after = scope.get_current_value(variable)
+                after = changed_in(scope, variable)
                 if after is not None:
                     changed_variables.append(variable)
                     changed.append(after)

@@ -20,6 +20,8 @@ from keras_strategies.backends.parameter_server import (
     Sink,
     StepResult,
     Variables,
+    changed_in,
+    regularized_scope,
 )
 
 
@@ -72,7 +74,7 @@ class TorchProgram(Program):
                 ENGINE.set_whole_stub(table)
             with (
                 torch.set_grad_enabled(True),
-                keras.StatelessScope(),
+                regularized_scope(self.variables),
                 keras_compat.lookups_through(take),
                 keras_compat.applying_through(Sink()),
                 _Reads(tables) as reads,
@@ -114,14 +116,14 @@ class TorchProgram(Program):
         sink = Sink()
         with (
             torch.set_grad_enabled(self.gradients),
-            keras.StatelessScope() as scope,
+            regularized_scope(self.variables) as scope,
             keras_compat.lookups_through(take),
             keras_compat.applying_through(sink),
         ):
             outputs = self.body(_tensors(batch))
         changed = []
         for variable in variables:
-            after = scope.get_current_value(variable)
+            after = changed_in(scope, variable)
             if after is not None:
                 changed.append((variable, _numpy(after)))
         applied = [
