@@ -58,7 +58,9 @@ def _plain(kind: Any) -> Any:
         if callable(value) and name != "__init__" and hasattr(BaseOptimizer, name)
     }
     methods = {name: getattr(BaseOptimizer, name) for name in names}
-    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+    # Next to the backend's class, so that an optimizer's own methods come before it.
+    stands_before = type("PlainOptimizer", (backend_kinds[0],), methods)
+    return type(kind.__name__, (kind, stands_before), {"__module__": kind.__module__})
 
 
 def optimizer_kind(optimizer: Any) -> Any:
