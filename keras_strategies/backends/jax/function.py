@@ -17,7 +17,7 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends.jax import jax_compat
 from keras_strategies.backends.jax.arguments import Packed
 from keras_strategies.backends.jax.closures import Same, code_of, function_key
-from keras_strategies.backends.jax.run import ReplicaScope
+from keras_strategies.backends.jax.replica_scope import ReplicaScope
 from keras_strategies.backends.jax.state import (
     AllReplicasNeededError,
     Given,

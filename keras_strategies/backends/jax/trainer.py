@@ -22,12 +22,10 @@ from keras_strategies.backends.jax.devices import (
 from keras_strategies.backends.jax.distribution import StrategyDistribution
 from keras_strategies.backends.jax.function import RunPrograms, in_trace
 from keras_strategies.backends.jax.input import BatchPlacer, DevicePlacer, MeshPlacer
+from keras_strategies.backends.jax.one_replica import run_alone
 from keras_strategies.backends.jax.placing import is_spread, put_one
-from keras_strategies.backends.jax.run import (
-    JaxRun,
-    current_replica_scope,
-    run_alone,
-)
+from keras_strategies.backends.jax.replica_scope import current_replica_scope
+from keras_strategies.backends.jax.run import JaxRun
 from keras_strategies.backends.jax.state import Layout, LocalStacks
 from keras_strategies.backends.jax.workers import JaxWorkers
 from keras_strategies.devices import Device

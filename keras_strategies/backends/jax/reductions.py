@@ -1,0 +1,86 @@
+"""Reductions over replicas, along an axis of a mesh or of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import keras
+from jax import lax
+from jax import numpy as jnp
+
+from keras_strategies.errors import GatherError
+from keras_strategies.types import ReduceOp
+
+
+def check_axis(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+    """Raises `GatherError` where these cannot be concatenated along the axis."""
+    rank = len(shapes[0])
+    rests = {s[: axis % max(rank, 1)] + s[axis % max(rank, 1) + 1 :] for s in shapes}
+    if not -rank <= axis < rank or len(rests) > 1 or len({*map(len, shapes)}) > 1:
+        raise GatherError(
+            f"`all_gather` along axis {axis} needs values whose shapes differ along "
+            f"that axis only. Found shapes {[tuple(shape) for shape in shapes]}."
+        )
+
+
+_SHARDED = {
+    ReduceOp.SUM: lax.psum,
+    ReduceOp.MEAN: lax.pmean,
+    ReduceOp.MIN: lax.pmin,
+    ReduceOp.MAX: lax.pmax,
+}
+
+
+_STACKED: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: jnp.sum,
+    ReduceOp.MEAN: jnp.mean,
+    ReduceOp.MIN: jnp.min,
+    ReduceOp.MAX: jnp.max,
+}
+
+
+def all_reduce_over(op: ReduceOp, leaf: Any, axis: str) -> Any:
+    """Reduces what each replica of a mesh has, along the replicas' axis."""
+    leaf = keras.ops.convert_to_tensor(leaf)
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return _SHARDED[op](leaf, axis)
+    return _without_gradient(op, lambda x: _SHARDED[op](x, axis))(leaf)
+
+
+def reduce_parts(op: ReduceOp, parts: list[Any]) -> Any:
+    """Reduces the values of replicas that are traced side by side."""
+    if len({part.shape for part in parts}) > 1:
+        raise GatherError(
+            "`all_reduce` combines values of one shape. Found shapes "
+            f"{[tuple(part.shape) for part in parts]}."
+        )
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return _STACKED[op](jnp.stack(parts), axis=0).astype(
+            parts[0].dtype if op is ReduceOp.SUM else None
+        )
+    reduce = _without_gradient(op, lambda x: _STACKED[op](x, axis=0))
+    return reduce(jnp.stack(parts))
+
+
+def _without_gradient(
+    op: ReduceOp, reduce: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """A reduction that refuses to be differentiated, as on the other backends."""
+    function = jax.custom_jvp(reduce)
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        if isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
+            return function(*primals), tangents[0]
+        _refuse_gradient(op)
+
+    function.defjvp(jvp, symbolic_zeros=True)
+    return function
+
+
+def _refuse_gradient(op: ReduceOp) -> NoReturn:
+    raise GatherError(
+        f"`all_reduce` with {op.name} has no gradient. Use SUM or MEAN, or stop the "
+        "gradient of its argument."
+    )
