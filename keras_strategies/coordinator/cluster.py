@@ -16,6 +16,7 @@ from typing import Any
 
 from keras_strategies.backends.parameter_server import get_engine
 from keras_strategies.coordinator import server as server_module
+from keras_strategies.coordinator.beats import start_beating
 from keras_strategies.coordinator.dispatch import Dispatcher
 from keras_strategies.coordinator.execution import Execution, WorkerReceiver
 from keras_strategies.coordinator.processes import (
@@ -27,7 +28,7 @@ from keras_strategies.coordinator.processes import (
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.states import LocalVariables
 from keras_strategies.coordinator.transport import Connection, Keys, Service
-from keras_strategies.coordinator.worker import Worker, start_beating
+from keras_strategies.coordinator.worker import Worker
 from keras_strategies.errors import WorkerError
 
 
