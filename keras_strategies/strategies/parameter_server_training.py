@@ -260,6 +260,8 @@ class ModelTraining:
     ) -> Any:
         batch = _on_host(batch)
         keras_compat.symbolic_build(model, batch)
+        # Each call tells of its own batch.
+        model.reset_metrics()
         logs = self._schedule(model, kind, [batch]).fetch()
         logs = _python_numbers(keras_compat.metrics_or_logs(model, logs))
         return logs if return_dict else keras_compat.logs_in_order(model, logs)

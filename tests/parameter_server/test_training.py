@@ -134,7 +134,6 @@ def test_methods_on_batches_and_weights_of_rows(pair) -> None:
     found, expected = [], []
     for model, into in ((ours, found), (theirs, expected)):
         model.set_weights(weights)
-        model.reset_metrics()
         into += model.train_on_batch(x, y, sample_weight=rows)
         into += model.train_on_batch(x, y, return_dict=True).values()
         into += model.test_on_batch(x, y, sample_weight=rows)
