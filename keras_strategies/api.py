@@ -18,6 +18,14 @@ from keras_strategies.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from keras_strategies.coordinator.cluster_coordinator import (
+    ClusterCoordinator,
+    PerWorkerValues,
+    RemoteValue,
+    get_current_worker_index,
+)
+from keras_strategies.coordinator.remote import Server
+from keras_strategies.coordinator.status import Status
 from keras_strategies.input.dataset import DistributedDataset, DistributedIterator
 from keras_strategies.input.model import DatasetCreator
 from keras_strategies.strategies.base import Strategy, ValueContext
@@ -30,6 +38,7 @@ from keras_strategies.strategies.mirrored import MirroredStrategy
 from keras_strategies.strategies.model_parallel import ModelParallelStrategy
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
+from keras_strategies.strategies.parameter_server import ParameterServerStrategy
 from keras_strategies.strategies.plan import Plan
 from keras_strategies.strategies.tpu import DeviceAssignment, TPUStrategy
 from keras_strategies.training.hooks import gradients_are_aggregated
@@ -58,6 +67,7 @@ from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
+    "ClusterCoordinator",
     "CommunicationImplementation",
     "CommunicationOptions",
     "CrossDeviceOps",
@@ -78,12 +88,17 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
+    "PerWorkerValues",
     "Plan",
     "PreemptionCheckpointHandler",
     "ReduceOp",
     "ReductionToOneDevice",
+    "RemoteValue",
     "ReplicaContext",
+    "Server",
+    "Status",
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
@@ -95,6 +110,7 @@ __all__ = [
     "compute_average_loss",
     "experimental_set_strategy",
     "function",
+    "get_current_worker_index",
     "get_replica_context",
     "get_strategy",
     "gradients_are_aggregated",

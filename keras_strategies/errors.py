@@ -22,7 +22,11 @@ Every class is also a built-in exception, so that code written for
     └── ReplicaError (RuntimeError)            replicas that no longer agree
         ├── ReplicaMismatchError               not the same collectives on each
         ├── ReplicaAbortedError                stopped because another one failed
-        └── WorkerError                        a process that ended without a result
+        ├── WorkerError                        a process that ended without a result
+        ├── PeerError                          another process could not do it
+        ├── ClusterTimeoutError                a process that did not answer in time
+        ├── ServerLostError                    a parameter server is gone for good
+        └── ClosureCancelledError              scheduled work that was not done
 """
 
 from __future__ import annotations
@@ -116,3 +120,19 @@ class ReplicaAbortedError(ReplicaError):
 
 class WorkerError(ReplicaError):
     """A worker process ended, or was ended, without what it was started for."""
+
+
+class PeerError(ReplicaError):
+    """A process of the cluster could not do what it was asked for."""
+
+
+class ClusterTimeoutError(ReplicaError):
+    """A process of the cluster did not answer in time."""
+
+
+class ServerLostError(ReplicaError):
+    """A parameter server died, and what it held cannot be restored."""
+
+
+class ClosureCancelledError(ReplicaError):
+    """Scheduled work was cancelled because other work had failed."""

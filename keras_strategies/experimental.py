@@ -1,8 +1,10 @@
 """Names of `tf.distribute.experimental`, so that a script only swaps the module."""
 
+from keras_strategies.coordinator import cluster_coordinator as coordinator
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
+from keras_strategies.strategies.parameter_server import ParameterServerStrategy
 from keras_strategies.strategies.tpu import TPUStrategy
 from keras_strategies.training.preemption import (
     PreemptionCheckpointHandler,
@@ -12,6 +14,7 @@ from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from keras_strategies.variables import partitioners
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = CommunicationOptions
@@ -23,8 +26,11 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
+    "coordinator",
+    "partitioners",
 ]

@@ -451,6 +451,20 @@ class TrainerAdapter(abc.ABC):
         self.check_model(model)
         yield
 
+    def making(self, variable: Any) -> None:  # noqa: B027
+        """A `keras.Variable` begins to be made in the scope."""
+
+    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
+        """Does what `fit`, `evaluate`, ... or `compile` do.
+
+        Args:
+            model: the model.
+            name: str, the method.
+            original: Keras's own.
+            bound: `inspect.BoundArguments`, the model among them.
+        """
+        return original(*bound.args, **bound.kwargs)
+
     def distribution(self) -> Any:
         """The `keras.distribution.Distribution` underneath, None without one."""
         return None

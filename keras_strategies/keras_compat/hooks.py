@@ -14,6 +14,7 @@ from keras_strategies.keras_compat.models import (
     is_unbuilt,
     portable_optimizer,
 )
+from keras_strategies.keras_compat.parameter_server import applying
 from keras_strategies.keras_compat.patching import base_trainer, installed, replace
 from keras_strategies.keras_compat.state import current_stateless_scope
 
@@ -36,6 +37,9 @@ class ModelHooks(Protocol):
     def created(self, made: Any) -> None:
         """A model (its `__init__` has begun) or a variable has been made."""
 
+    def making(self, variable: Any) -> None:
+        """`Variable.__init__` begins."""
+
     def creating(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around `Variable.__init__`."""
 
@@ -49,6 +53,9 @@ class ModelHooks(Protocol):
         self, model: Any, name: str, arguments: dict[str, Any]
     ) -> dict[str, Any]:
         """Inside of `method`: the arguments by name, to call the original with."""
+
+    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
+        """Inside of `method`, instead of `original(*bound.args, **bound.kwargs)`."""
 
     def input_made(self, adapter: Any) -> None:
         """`fit` or one of its siblings has made a data adapter of its input."""
@@ -128,6 +135,7 @@ def install(hooks: ModelHooks) -> None:
             *args: Any,
             **kwargs: Any,
         ) -> None:
+            hooks.making(self)
             with hooks.creating():
                 if not callable(initializer) and not isinstance(initializer, str):
                     initializer, shape, dtype = hooks.initial_value(
@@ -152,7 +160,7 @@ def install(hooks: ModelHooks) -> None:
             with hooks.method(self, name):
                 given = hooks.arguments(self, name, bound.arguments)
                 bound.arguments.update(given)
-                return original(*bound.args, **bound.kwargs)
+                return hooks.call(self, name, original, bound)
 
         return method
 
@@ -188,6 +196,8 @@ def install(hooks: ModelHooks) -> None:
     def wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            if applying.sink is not None:
+                return applying.sink(self, grads, trainable_variables)
             return hooks.optimizer_apply(
                 self, functools.partial(original, self), grads, trainable_variables
             )

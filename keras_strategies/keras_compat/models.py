@@ -11,13 +11,13 @@ import keras
 
 from keras_strategies.keras_compat.variables import raw_value
 
-_STRATEGY_ATTRIBUTE = "_keras_strategies_strategy"
+STRATEGY_ATTRIBUTE = "_keras_strategies_strategy"
 
 
 def set_strategy(made: Any, strategy: Any) -> None:
     """Lets a model or a variable remember the strategy it was made under."""
     # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
-    object.__setattr__(made, _STRATEGY_ATTRIBUTE, strategy)
+    object.__setattr__(made, STRATEGY_ATTRIBUTE, strategy)
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def portable_optimizer(model: Any) -> Iterator[None]:
 
 def strategy_of(made: Any) -> Any:
     """The strategy that a model or variable was made under; None without one."""
-    return made.__dict__.get(_STRATEGY_ATTRIBUTE)
+    return made.__dict__.get(STRATEGY_ATTRIBUTE)
 
 
 def seed_states(model: Any) -> list[Any]:

@@ -38,6 +38,10 @@ class StrategyHooks:
         ):
             keras_compat.guard_value(made, _check_read_on_replica)
 
+    def making(self, variable: Any) -> None:
+        if context.has_strategy():
+            context.get_strategy().trainer.making(variable)
+
     def creating(self) -> contextlib.AbstractContextManager[Any]:
         replica = context.current_replica()
         if replica is None or not run_scope.is_under_way():
@@ -102,6 +106,12 @@ class StrategyHooks:
             return True
         with strategy.trainer.reading(model):
             return False
+
+    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
+        strategy = keras_compat.strategy_of(model)
+        if strategy is None:
+            return original(*bound.args, **bound.kwargs)
+        return strategy.trainer.call(model, name, original, bound)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies.backends import get_backend
+from keras_strategies.coordinator.pickling import remember_function
 
 
 def value_and_grad(
@@ -65,4 +67,14 @@ def function(
     """
     if fn is None:
         return lambda fn: function(fn, jit_compile=jit_compile)
-    return get_backend().function(fn, jit_compile=jit_compile)
+    original = fn
+    compiled = get_backend().function(fn, jit_compile=jit_compile)
+    if compiled is original:
+
+        @functools.wraps(original)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs)
+
+    # Workers of parameter servers compile it their own way.
+    remember_function(compiled, original)
+    return compiled

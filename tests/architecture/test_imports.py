@@ -33,7 +33,8 @@ def test_import_loads_no_other_framework_and_starts_nothing(backend: str) -> Non
         check=True,
     )
     found = json.loads(process.stdout.splitlines()[-1])
-    assert not {"jax", "torch", "tensorflow", "ray"} & set(found["modules"])
+    other = {"jax", "torch", "tensorflow", "ray", "zmq"}
+    assert not other & set(found["modules"])
     assert not found["environment"]
     assert found["threads"] == 0
 

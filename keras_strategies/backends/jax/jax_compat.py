@@ -157,3 +157,35 @@ def stop_service() -> None:
     service, distributed.global_state.service = distributed.global_state.service, None
     if service is not None:
         service.shutdown()
+
+
+def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool]]:
+    """Which values a function's first result depends on, and which it reads at all.
+
+    Args:
+        fn: callable of a list of values and a batch that returns a pair.
+        values: list of `jax.ShapeDtypeStruct`.
+        batch: structure of arrays.
+
+    Returns:
+        Two lists with a bool for each value: whether the first result depends on it,
+        and whether something is computed from it, also when no result depends on
+        that: a loss that is not returned has a gradient. A value that is passed on
+        unchanged does not count.
+
+    JAX 0.10: `jax.interpreters.partial_eval.dce_jaxpr`.
+    """
+    import jax
+    from jax.interpreters import partial_eval
+
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(values, batch)
+    jaxpr = closed.jaxpr
+    first = len(jax.tree.leaves(shapes[0]))
+    inputs = set(map(id, jaxpr.invars))
+    wanted = [
+        i < first and id(out) not in inputs for i, out in enumerate(jaxpr.outvars)
+    ]
+    _, found = partial_eval.dce_jaxpr(jaxpr, wanted)
+    read = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}
+    own = jaxpr.invars[: len(values)]
+    return list(found[: len(values)]), [id(variable) in read for variable in own]

@@ -115,7 +115,9 @@ class TorchBackend(Backend):
             # In a replica, the values are its own copies, which the loss came from.
             values = [variable.value for variable in variables]
             wanted = [value for value in values if value.requires_grad]
-            found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+            found = iter(
+                torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+            )
             gradients = [next(found) if v.requires_grad else None for v in values]
             loss = loss.detach()
             return ((loss, result[1]) if has_aux else loss), gradients

@@ -1,0 +1,216 @@
+"""What parameter servers and their workers need of a framework.
+
+A step on a worker has two programs. The first finds out which rows of which tables a
+batch looks up; it runs ahead of the step. The second is the step itself, on the rows
+that came back: in it a table is a *window*, the touched rows only, and a lookup uses
+positions in the window instead of ids. So the gradient of a table is one of the window:
+a row for each id, summed by the framework.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.backends import backend_name
+
+#: A step: callable of a batch, which may use variables, apply optimizers and look up
+#: rows; returns what the coordinator is to get.
+Body = Callable[[Any], Any]
+
+
+@dataclass
+class Applied:
+    """One call of `optimizer.apply` in a step.
+
+    Args:
+        optimizer: the Keras optimizer.
+        variables: the variables that it was called for.
+        gradients: their gradients, NumPy arrays once the step has run; None where
+            there is none. For a table, those of the window's rows.
+    """
+
+    optimizer: Any
+    variables: list[Any]
+    gradients: list[Any]
+
+
+@dataclass
+class StepResult:
+    """What a step has come to.
+
+    Args:
+        outputs: what the body returned, as NumPy arrays.
+        applied: the updates that it asks for.
+        changed: pairs of a variable and its new value, a NumPy array.
+    """
+
+    outputs: Any
+    applied: list[Applied] = field(default_factory=list)
+    changed: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class Variables(Protocol):
+    """The variables that a step may use."""
+
+    tables: list[Any]
+    others: list[Any]
+
+    def become_dense(self, variables: Sequence[Any]) -> None:
+        """These tables are read as wholes, and travel as wholes from now on."""
+
+
+class OtherLookupsError(Exception):
+    """A step made other lookups than `Program.lookups` had said."""
+
+
+class Program(abc.ABC):
+    """A step, compiled for a worker.
+
+    Args:
+        body: the step.
+        variables: what it may use.
+        gradients: bool, whether it may ask for updates.
+    """
+
+    def __init__(self, body: Body, variables: Variables, gradients: bool):
+        self.body = body
+        self.variables = variables
+        self.gradients = gradients
+
+    @abc.abstractmethod
+    def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
+        """Which rows a batch looks up.
+
+        Args:
+            batch: structure of NumPy arrays.
+
+        Returns:
+            A pair of a table and ids, an integer array of any shape, for each lookup
+            in the order in which the step makes them.
+        """
+
+    @abc.abstractmethod
+    def run(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
+        """Runs the step.
+
+        Args:
+            batch: structure of NumPy arrays.
+            positions: for each lookup, where the rows are in the table's window.
+
+        Raises:
+            OtherLookupsError: if it makes other lookups than were foreseen.
+        """
+
+    def foresee_nothing(self) -> None:  # noqa: B027
+        """Looks at every batch before its step from now on."""
+
+
+class Engine(abc.ABC):
+    """One framework's part in parameter servers."""
+
+    #: Whether programs are compiled for exact shapes, so that row counts are padded.
+    pads_rows = False
+
+    def install(self) -> None:  # noqa: B027
+        """Hooks what Keras does differently on this backend; may be called again."""
+
+    @abc.abstractmethod
+    def model_body(self, model: Any, kind: str) -> Body:
+        """Keras's step of a model, for `kind` "train", "test" or "predict"."""
+
+    @abc.abstractmethod
+    def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
+        """Makes a step of a body."""
+
+    def new_variable(
+        self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
+    ) -> Any:
+        """A variable of a worker, before it gets values."""
+        empty = np.zeros([min(n, 1) for n in shape], "float32")
+        made = keras_compat.make_variable(path, trainable, dtype, empty)
+        keras_compat.set_variable_shape(made, keras_compat.OpenShape(shape))
+        return made
+
+    @abc.abstractmethod
+    def set_value(self, variable: Any, value: np.ndarray) -> None:
+        """Gives a variable of a worker a value; a table's window may have any rows."""
+
+    @abc.abstractmethod
+    def get_value(self, variable: Any) -> np.ndarray:
+        """A worker's value of a variable."""
+
+    @abc.abstractmethod
+    def compile_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiles an optimizer's update for a server.
+
+        Args:
+            update: pure function of tensors, `(scalars, values, slots, gradients)`,
+                lists but for `slots`, a list of lists; returns new scalars, values
+                and slots.
+
+        Returns:
+            A callable of NumPy arrays that returns NumPy arrays. It may overwrite the
+            arrays of `values` and `slots` and return them.
+        """
+
+
+def get_engine() -> Engine:
+    """The engine of the backend that Keras runs on."""
+    name = f"keras_strategies.backends.{backend_name()}.parameter_server"
+    engine: Engine = importlib.import_module(name).ENGINE
+    return engine
+
+
+class Sink:
+    """Collects the updates that a step asks for instead of making them."""
+
+    def __init__(self) -> None:
+        self.applied: list[Applied] = []
+
+    def __call__(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
+        if variables is None:
+            variables = keras_compat.trained_variables(optimizer)
+        self.applied.append(Applied(optimizer, list(variables), list(gradients)))
+        return optimizer.iterations
+
+
+def regularized_scope(variables: Variables) -> Any:
+    """A `StatelessScope` in which regularizers find the values of their variables.
+
+    Keras asks the scope for them, where it asks variables themselves for all else.
+    """
+    everything = (*variables.tables, *variables.others)
+    return keras_compat.values_scope(
+        (variable, keras_compat.raw_value(variable))
+        for variable in everything
+        if variable.regularizer is not None
+    )
+
+
+def changed_in(scope: Any, variable: Any) -> Any:
+    """The value that a variable has been given in a scope; None if it has not."""
+    value = scope.get_current_value(variable)
+    return None if value is keras_compat.raw_value(variable) else value
+
+
+def bucket(rows: int) -> int:
+    """The rows of a padded array: four sizes for each power of two.
+
+    >>> [bucket(n) for n in (0, 1, 9, 13, 100)]
+    [8, 8, 10, 14, 112]
+    """
+    size = 8
+    while size < rows:
+        step = size // 4
+        for padded in range(size, 2 * size, step):
+            if padded >= rows:
+                return padded
+        size *= 2
+    return size

@@ -1,0 +1,1 @@
+"""Parameter servers, workers that they serve, and the coordinator of both."""

@@ -1,0 +1,391 @@
+"""How a worker runs steps: find the rows, pull, compute, push."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.backends.parameter_server import (
+    Applied,
+    Engine,
+    Program,
+    StepResult,
+    bucket,
+)
+from keras_strategies.coordinator.pickling import Described, Receiver
+from keras_strategies.coordinator.server import Pulled, Step
+from keras_strategies.coordinator.servers import Servers
+from keras_strategies.coordinator.store import UpdateId, pad_rows
+from keras_strategies.errors import InvalidArgumentError
+
+
+class WorkerReceiver(Receiver):
+    """Makes variables whose values come from the servers step by step.
+
+    Args:
+        engine: the backend's.
+    """
+
+    def __init__(self, engine: Engine):
+        super().__init__()
+        self._engine = engine
+        self._strategy: Any = None
+        self.variables: dict[int, Any] = {}
+        self.described: dict[int, Described] = {}
+        self._numbers: dict[int, int] = {}
+        #: Keeps values where closures use variables outside of programs.
+        self.host: Any = None
+
+    def forget(self) -> None:
+        """Begins as at first, for a coordinator whose numbers mean other things."""
+        for known in (
+            self.variables,
+            self.described,
+            self._numbers,
+            self.objects,
+            self.generations,
+        ):
+            known.clear()
+
+    def strategy(self) -> Any:
+        return self._strategy
+
+    def function(self, original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._strategy.run(original, args, kwargs)
+
+        return run
+
+    def set_strategy(self, strategy: Any) -> None:
+        """Says what stands for the coordinator's strategy."""
+        self._strategy = strategy
+
+    def variable(self, described: Described) -> Any:
+        number = described.number
+        if number not in self.variables:
+            made = self._engine.new_variable(
+                described.path, described.trainable, described.dtype, described.shape
+            )
+            keras_compat.host_made_variable(made, self.host)
+            self.variables[number] = made
+            self._numbers[id(made)] = number
+        self.variables[number].trainable = described.trainable
+        self.variables[number].regularizer = described.regularizer
+        self.described[number] = described
+        return self.variables[number]
+
+    def describe(self, variable: Any) -> Described:
+        """What the coordinator said of a variable."""
+        try:
+            return self.described[self._numbers[id(variable)]]
+        except KeyError:
+            raise InvalidArgumentError(
+                f"Variable {variable.path!r} was made on the worker, so no parameter "
+                "server has it. Make variables in the strategy's scope, before they "
+                "are used in a scheduled function."
+            ) from None
+
+
+@dataclass
+class ProgramVariables:
+    """The variables of one program: which are tables, and which travel whole."""
+
+    tables: list[Any]
+    others: list[Any]
+
+    def become_dense(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            self.tables = [v for v in self.tables if v is not variable]
+            self.others.append(variable)
+
+
+@dataclass
+class Plan:
+    """What a step pulls, and where its rows will be.
+
+    Args:
+        ids: pairs of a table and the rows that it is asked for, sorted.
+        positions: for each lookup, places among these rows.
+        pulls: what each server is asked for.
+        dense: for each server the variables and first rows of what it sends whole.
+    """
+
+    ids: list[tuple[Any, np.ndarray]]
+    positions: list[np.ndarray]
+    pulls: dict[int, Step]
+    dense: dict[int, list[tuple[Any, int, int]]]
+    numbers: dict[int, int] = field(default_factory=dict)
+
+
+class Execution:
+    """Runs programs against the servers.
+
+    Args:
+        servers: the servers.
+        receiver: the worker's variables.
+        engine: the backend's.
+    """
+
+    def __init__(self, servers: Servers, receiver: WorkerReceiver, engine: Engine):
+        self.servers = servers
+        self.receiver = receiver
+        self.engine = engine
+
+    def variables(self, numbers: Sequence[int]) -> ProgramVariables:
+        """Which variables a program may use, by their numbers."""
+        tables: list[Any] = []
+        others: list[Any] = []
+        for number in numbers:
+            described = self.receiver.described[number]
+            variable = self.receiver.variables[number]
+            if described.kind == "slot":
+                continue
+            may_be_table = (
+                described.kind == "weight"
+                and len(described.shape) == 2
+                and "float" in described.dtype
+                and described.regularizer is None
+            )
+            (tables if may_be_table else others).append(variable)
+        return ProgramVariables(tables, others)
+
+    def plan(self, program: Program, batch: Any) -> Plan:
+        """Finds out what a step needs."""
+        lookups = program.lookups(batch)
+        described = self.receiver.describe
+        ids: list[tuple[Any, np.ndarray]] = []
+        for table in program.variables.tables:
+            rows = described(table).shape[0]
+            wanted = [_checked(i, rows, table) for t, i in lookups if t is table]
+            found = np.unique(np.concatenate(wanted)) if wanted else np.empty(0, int)
+            ids.append((table, found))
+        by_table = {id(table): found for table, found in ids}
+        positions = [
+            np.searchsorted(
+                by_table[id(table)], _wrapped(i, described(table).shape[0])
+            ).astype(np.int32)
+            for table, i in lookups
+        ]
+        whole: dict[int, list[tuple[Any, int, int]]] = {}
+        for variable in program.variables.others:
+            about = described(variable)
+            if about.kind == "local":
+                continue
+            for part in about.parts[: 1 if about.kind == "scalar" else None]:
+                whole.setdefault(part.server, []).append(
+                    (variable, part.start, part.stop)
+                )
+        rows_of: dict[int, list[Any]] = {}
+        for table, found in ids:
+            about = described(table)
+            for part, low, high in _cut(about, found):
+                if low < high:
+                    rows_of.setdefault(part.server, []).append(
+                        ((about.number, part.start), found[low:high] - part.start)
+                    )
+        pulls = {
+            server: Step(
+                pull=tuple(
+                    (described(v).number, start)
+                    for v, start, _ in whole.get(server, ())
+                ),
+                pull_rows=tuple(rows_of.get(server, ())),
+            )
+            for server in {*whole, *rows_of}
+        }
+        return Plan(ids, positions, pulls, whole)
+
+    def fill(self, program: Program, plan: Plan, pulled: dict[int, Pulled]) -> None:
+        """Gives the variables what has been pulled."""
+        engine, described = self.engine, self.receiver.describe
+        parts: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for server, wanted in plan.dense.items():
+            for (variable, start, _), value in zip(
+                wanted, pulled[server].dense, strict=True
+            ):
+                parts.setdefault(id(variable), []).append((start, value))
+        for variable in program.variables.others:
+            pulled_parts = parts.get(id(variable))
+            if pulled_parts:
+                pulled_parts.sort(key=lambda pair: pair[0])
+                arrays = [array for _, array in pulled_parts]
+                whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+                engine.set_value(variable, whole)
+        answers = {server: iter(pulled[server].rows) for server in pulled}
+        for table, found in plan.ids:
+            about = described(table)
+            count = bucket(len(found)) if engine.pads_rows else len(found)
+            pieces = [
+                next(answers[part.server])
+                for part, low, high in _cut(about, found)
+                if low < high
+            ]
+            if len(pieces) == 1:
+                rows = pad_rows(pieces[0], count)
+            else:
+                dtype = pieces[0].dtype if pieces else np.dtype("float32")
+                rows = np.zeros((count, *about.shape[1:]), dtype)
+                if pieces:
+                    np.concatenate(pieces, out=rows[: len(found)])
+            engine.set_value(table, rows)
+
+    def pushes(
+        self, plan: Plan, result: StepResult, update: UpdateId, done: int
+    ) -> tuple[dict[int, Step], dict[int, np.ndarray]]:
+        """What a step's result means for the servers, and for metrics.
+
+        Returns:
+            A step for each server, and changes of variables that no server has.
+        """
+        describe = self.receiver.describe
+        count = len(self.servers)
+        updates: dict[int, list[Any]] = {i: [] for i in range(count)}
+        adds: dict[int, list[Any]] = {i: [] for i in range(count)}
+        writes: dict[int, list[Any]] = {i: [] for i in range(count)}
+        local: dict[int, np.ndarray] = {}
+        ids = {id(table): found for table, found in plan.ids}
+        for applied in result.applied:
+            number, pairs = self._prepared(applied)
+            dense: dict[int, list[Any]] = {i: [] for i in range(count)}
+            rows: dict[int, list[Any]] = {i: [] for i in range(count)}
+            for variable, gradient in pairs:
+                about = describe(variable)
+                if gradient is None:
+                    continue
+                if id(variable) in ids:
+                    found = ids[id(variable)]
+                    for part, low, high in _cut(about, found):
+                        key = (about.number, part.start)
+                        rows[part.server].append(
+                            (key, found[low:high] - part.start, gradient[low:high])
+                        )
+                    continue
+                for part in about.parts:
+                    key = (about.number, part.start)
+                    own = gradient
+                    if len(about.parts) > 1:
+                        own = gradient[part.start : part.stop]
+                    dense[part.server].append((key, own))
+            for server in range(count):
+                updates[server].append((number, dense[server], rows[server]))
+        for variable, after in result.changed:
+            about = describe(variable)
+            before = self.engine.get_value(variable)
+            if about.kind == "local":
+                local[about.number] = _difference(after, before)
+                continue
+            if np.array_equal(after, before):
+                continue
+            for part in about.parts:
+                cut = slice(part.start, part.stop) if about.shape else ...
+                key = (about.number, part.start)
+                if after.dtype == bool:
+                    writes[part.server].append((key, after[cut]))
+                else:
+                    adds[part.server].append((key, _difference(after, before)[cut]))
+        steps = {
+            server: Step(
+                update=update,
+                done=done,
+                optimizers=tuple(updates[server]),
+                adds=tuple(adds[server]),
+                writes=tuple(writes[server]),
+            )
+            for server in range(count)
+            if updates[server] or adds[server] or writes[server]
+        }
+        return steps, local
+
+    def _prepared(self, applied: Applied) -> tuple[int, list[tuple[Any, Any]]]:
+        """An optimizer's number, and gradients that are unscaled and clipped."""
+        optimizer = applied.optimizer
+        number = self.receiver_number(optimizer)
+        gradients = list(applied.gradients)
+        scale = optimizer.loss_scale_factor
+        if scale is not None:
+            gradients = [None if g is None else g / scale for g in gradients]
+        clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
+        if clips and not optimizer.gradient_accumulation_steps:
+            present = [_tensor(g) for g in gradients if g is not None]
+            clipped = iter(keras_compat.clip_gradients(optimizer, present))
+            gradients = [
+                None if g is None else _numpy(next(clipped)) for g in gradients
+            ]
+        return number, list(zip(applied.variables, gradients, strict=True))
+
+    def receiver_number(self, made: Any) -> int:
+        """The number that an object came with."""
+        for number, found in self.receiver.objects.items():
+            if found is made:
+                return number
+        raise InvalidArgumentError(
+            f"Optimizer {made.name!r} was made on the worker. Make it in the "
+            "strategy's scope, before it is used in a scheduled function."
+        )
+
+
+def merge(push: Step | None, pull: Step | None) -> Step:
+    """One message of what to push and what to pull."""
+    if push is None:
+        assert pull is not None
+        return pull
+    if pull is None:
+        return push
+    return Step(
+        update=push.update,
+        done=push.done,
+        optimizers=push.optimizers,
+        adds=push.adds,
+        writes=push.writes,
+        pull=pull.pull,
+        pull_rows=pull.pull_rows,
+    )
+
+
+def _cut(about: Described, ids: np.ndarray) -> list[tuple[Any, int, int]]:
+    """Which of sorted ids are in each part of a variable."""
+    if len(about.parts) == 1:
+        return [(about.parts[0], 0, len(ids))]
+    bounds = np.searchsorted(ids, [part.start for part in about.parts[1:]])
+    lows = [0, *bounds.tolist()]
+    highs = [*bounds.tolist(), len(ids)]
+    return list(zip(about.parts, lows, highs, strict=True))
+
+
+def _wrapped(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Ids as Keras takes them: negative ones count from the end."""
+    flat = ids.astype(np.int64)
+    return np.where(flat < 0, flat + rows, flat) if (flat < 0).any() else flat
+
+
+def _checked(ids: np.ndarray, rows: int, table: Any) -> np.ndarray:
+    flat = _wrapped(ids.reshape(-1), rows)
+    if len(flat) and (flat.min() < 0 or flat.max() >= rows):
+        wrong = int(flat[(flat < 0) | (flat >= rows)][0])
+        raise InvalidArgumentError(
+            f"Row {wrong} of {table.path!r} was looked up, which has {rows} rows. "
+            f"Ids are from 0 to {rows - 1}."
+        )
+    return flat
+
+
+def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
+    if after.dtype == bool:
+        return after
+    return np.asarray(after - before.astype(after.dtype))
+
+
+def _tensor(value: Any) -> Any:
+    import keras
+
+    return keras.ops.convert_to_tensor(value)
+
+
+def _numpy(value: Any) -> np.ndarray:
+    import keras
+
+    return np.asarray(keras.ops.convert_to_numpy(value))

@@ -1,0 +1,41 @@
+"""Messages between the processes of a cluster: a small header, and arrays beside it.
+
+A message is a structure of plain values and NumPy arrays. Pickle's protocol 5 hands
+out the memory of arrays instead of copying it, so that a message is sent from where
+its arrays lie and is read where it has arrived.
+
+Peers have proved who they are before a message is read (`transport`): whoever can
+send one could run any code anyway, since closures are code.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+Buffer = Any
+
+
+def pack(message: Any) -> list[Buffer]:
+    """The parts of a message: a header, then the memory of its arrays.
+
+    Args:
+        message: anything that pickle takes. Arrays have to be contiguous to travel
+            without a copy, and unchanged until the message has been sent.
+    """
+    arrays: list[pickle.PickleBuffer] = []
+    header = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
+    return [header, *(array.raw() for array in arrays)]
+
+
+def unpack(parts: Sequence[Buffer]) -> Any:
+    """The message; its arrays are read-only views of the parts."""
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def nbytes(parts: Sequence[Buffer]) -> int:
+    """int, the bytes of a packed message."""
+    return sum(
+        part.nbytes if isinstance(part, memoryview) else len(part) for part in parts
+    )

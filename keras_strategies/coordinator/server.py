@@ -1,0 +1,270 @@
+"""A parameter server: a store behind a service, one request after the other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.coordinator.snapshots import Snapshots
+from keras_strategies.coordinator.store import Key, Store, UpdateId
+from keras_strategies.coordinator.transport import Keys, Service, serve
+from keras_strategies.coordinator.updates import Updater
+from keras_strategies.errors import PeerError
+
+#: Seconds between looks at whether there is something to do.
+_IDLE_SECONDS = 0.2
+#: The share of the interval between snapshots after which the next one begins.
+_EARLY = 0.7
+
+
+@dataclass(frozen=True)
+class Step:
+    """The one message of a step: what to push, and what to pull.
+
+    Args:
+        update: the name of the update, None if there is nothing to push.
+        done: int, closures below this number need not be remembered.
+        optimizer: int, whose gradients these are; None without any.
+        dense: pairs of a part and its gradient.
+        rows: triples of a part, rows and their gradients.
+        adds: pairs of a part and what to add to it.
+        pull: parts to send whole.
+        pull_rows: pairs of a part and rows to send.
+    """
+
+    update: UpdateId | None = None
+    done: int = 0
+    optimizers: tuple[tuple[int, list[Any], list[Any]], ...] = ()
+    adds: tuple[tuple[Key, np.ndarray], ...] = ()
+    writes: tuple[tuple[Key, np.ndarray], ...] = ()
+    pull: tuple[Key, ...] = ()
+    pull_rows: tuple[tuple[Key, np.ndarray], ...] = ()
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a server sends back: parts, rows, and the number of updates so far."""
+
+    dense: list[np.ndarray]
+    rows: list[np.ndarray]
+    version: int
+
+
+class ParameterServer:
+    """Handles requests on a store.
+
+    Args:
+        index: int, the number of this server.
+        snapshots: folder for snapshots, None for none.
+        interval: float, seconds between snapshots.
+    """
+
+    def __init__(
+        self, index: int, snapshots: str | None = None, interval: float | None = None
+    ):
+        self._index = index
+        self._engine = get_engine()
+        self._store = Store()
+        self._updaters: dict[int, Updater] = {}
+        self._optimizers: dict[int, bytes] = {}
+        # Whose variables these are: another coordinator has others.
+        self._owner: str | None = None
+        self._snapshots = Snapshots(snapshots, index) if snapshots else None
+        self._interval = interval
+        self._saved_at = time.monotonic()
+        self._saved_version = -1
+        self.is_restored = self._restore()
+        self.is_stopped = False
+
+    def _restore(self) -> bool:
+        """Goes on from what a process before this one has left; whether there was."""
+        if self._snapshots is None:
+            return False
+        found = self._snapshots.load()
+        if found is not None:
+            self._store, (self._owner, self._optimizers) = found
+            for number in self._optimizers:
+                self._make_updater(number)
+        for kind, value in self._snapshots.journal():
+            if kind == "owner":
+                self._owner = value
+            elif kind == "parts":
+                self._create(value)
+            else:
+                self._optimizers[value[0]] = value[1]
+                self._make_updater(value[0])
+        return self._owner is not None
+
+    def handle(self, message: tuple[Any, ...]) -> Any:
+        """Does what a request says: a method's name, its argument, and who asks."""
+        name, argument, *owner = message
+        if owner and self._owner is not None and owner[0] != self._owner:
+            raise PeerError(
+                f"Parameter server {self._index} belongs to another coordinator now."
+            )
+        method: Callable[[Any], Any] = getattr(self, f"on_{name}")
+        return method(argument)
+
+    def on_step(self, step: Step) -> Pulled:
+        """Pushes, if this update has not been made, then pulls."""
+        store = self._store
+        store.applied.forget_below(step.done)
+        if step.update is not None and store.applied.is_new(step.update):
+            for number, dense, rows in step.optimizers:
+                self._updater(number).apply(dense, rows)
+            for key, delta in step.adds:
+                store.add(key, delta)
+            for key, value in step.writes:
+                store.write(key, value)
+            store.applied.add(step.update)
+            store.version += 1
+        return Pulled(
+            [store.get(key) for key in step.pull],
+            [store.rows(key, ids) for key, ids in step.pull_rows],
+            store.version,
+        )
+
+    def on_begin(self, owner: str) -> None:
+        """Says whose server this is; of somebody else's, nothing is kept."""
+        if self._owner == owner:
+            return
+        if self._snapshots is not None:
+            self._snapshots.clear()
+        if self._owner is not None:
+            self._store = Store()
+            self._updaters, self._optimizers = {}, {}
+        self._owner = owner
+        self._note("owner", owner)
+
+    def _note(self, kind: str, value: Any) -> None:
+        if self._snapshots is not None:
+            self._snapshots.note(kind, value)
+
+    def on_create(self, parts: list[tuple[Key, Any]]) -> None:
+        """Begins parts: pairs of a key and an array, or a function that makes it."""
+        new = [(key, value) for key, value in parts if key not in self._store.arrays]
+        self._create(new)
+        self._note("parts", new)
+
+    def _create(self, parts: list[tuple[Key, Any]]) -> None:
+        for key, value in parts:
+            if isinstance(value, bytes):
+                value = pickle.loads(value)()
+            self._store.create(key, value)
+
+    def on_optimizer(self, argument: tuple[int, bytes]) -> None:
+        """Takes an optimizer, an `OptimizerSpec` that was pickled."""
+        number, blob = argument
+        self._optimizers[number] = blob
+        self._make_updater(number)
+        self._note("optimizer", argument)
+
+    def _make_updater(self, number: int) -> None:
+        spec = pickle.loads(self._optimizers[number])()
+        self._updaters[number] = Updater(spec, self._store, self._engine)
+
+    def _updater(self, number: int) -> Updater:
+        if number not in self._updaters:
+            raise PeerError(f"Parameter server {self._index} knows no such optimizer.")
+        return self._updaters[number]
+
+    def on_read(self, argument: tuple[Key, int, int]) -> np.ndarray:
+        """Consecutive rows of a part; all of a scalar."""
+        key, start, stop = argument
+        array = self._store.get(key)
+        return array if array.ndim == 0 else array[start:stop]
+
+    def on_write(self, argument: tuple[Key, int, np.ndarray]) -> None:
+        """Sets consecutive rows of a part."""
+        key, start, value = argument
+        self._store.write(key, value, start)
+        self._store.version += 1
+
+    def on_add(self, argument: tuple[Key, np.ndarray, str, int]) -> None:
+        """Adds to a part, once for each sender and number."""
+        key, delta, sender, number = argument
+        if self._store.applied.is_new_request(sender, number):
+            self._store.add(key, delta)
+            self._store.version += 1
+
+    def on_delete(self, keys: list[Key]) -> None:
+        """Forgets parts, of variables that nobody has any more."""
+        for key in keys:
+            self._store.arrays.pop(key, None)
+
+    def on_snapshot(self, argument: None = None) -> str:
+        """Writes a snapshot now; the path."""
+        if self._snapshots is None:
+            raise PeerError("This parameter server was started without a folder.")
+        if self._store.version != self._saved_version:
+            self._snapshots.save(self._store, (self._owner, self._optimizers))
+        self._saved_version = self._store.version
+        self._saved_at = time.monotonic()
+        return str(self._snapshots.path)
+
+    def on_status(self, argument: None = None) -> dict[str, Any]:
+        """Numbers for `coordinator.status()`."""
+        return {
+            "nbytes": self._store.nbytes,
+            "parts": len(self._store.arrays),
+            "version": self._store.version,
+            "restored": self.is_restored,
+            "pid": os.getpid(),
+        }
+
+    def on_stop(self, argument: None = None) -> None:
+        """Ends the process after the reply."""
+        self.is_stopped = True
+
+    def idle(self) -> None:
+        """Called now and then: snapshots when one is due."""
+        if self._snapshots is None or self._interval is None or self._owner is None:
+            return
+        # Early, so that writing it ends within the interval.
+        if time.monotonic() - self._saved_at >= _EARLY * self._interval:
+            self.on_snapshot()
+
+    @property
+    def idle_seconds(self) -> float:
+        """float, seconds after which `idle` is to be called again."""
+        return _IDLE_SECONDS if self._interval is None else self._interval / 10
+
+
+def main(
+    index: int,
+    address: str,
+    keys: Keys | None,
+    snapshots: str | None,
+    interval: float | None,
+    ready: Callable[[ParameterServer], None],
+) -> None:
+    """Runs a parameter server until it is told to stop.
+
+    Args:
+        index: int, its number.
+        address: str, where it listens.
+        keys: `Keys` for TCP.
+        snapshots: folder for snapshots, None for none.
+        interval: float, seconds between snapshots; None for none by itself.
+        ready: called with the server when it listens.
+    """
+    server = ParameterServer(index, snapshots, interval)
+    service = Service(address, keys)
+    try:
+        ready(server)
+        serve(
+            service,
+            server.handle,
+            lambda: server.is_stopped,
+            server.idle,
+            server.idle_seconds,
+        )
+    finally:
+        service.close()

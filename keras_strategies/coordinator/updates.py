@@ -1,0 +1,253 @@
+"""How a parameter server updates variables: by Keras's own optimizers.
+
+An optimizer arrives as it is, its variables replaced by *templates* that have a
+variable's place in it, and no value of their own. `optimizer.apply` runs in a
+`StatelessScope` that gives templates the values of one update: whole parts, or only the
+rows that a batch has touched. The backend compiles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.backends.parameter_server import Engine, bucket
+from keras_strategies.coordinator.store import Key, Store, pad_rows
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What a server is told of an optimizer.
+
+    Args:
+        number: int, its name.
+        optimizer: the Keras optimizer, with templates for variables.
+        templates: dict from a variable's number to its template.
+        scalars: tuple of the numbers of variables that belong to no other, which
+            every server has: the step, the learning rate.
+        slots: dict from a trained variable's number to those of its slots.
+        decays: dict from a trained variable's number to whether it has weight decay.
+        constraints: dict from a trained variable's number to its constraint, which is
+            of the whole variable.
+        exact_rows: bool, whether rows that a batch has not touched are updated too,
+            as on one device, where they would change: by momentum, by weight decay.
+    """
+
+    number: int
+    optimizer: Any
+    templates: dict[int, Any]
+    scalars: tuple[int, ...]
+    slots: dict[int, tuple[int, ...]]
+    decays: dict[int, bool]
+    constraints: dict[int, Any]
+    exact_rows: bool
+
+
+class Updater:
+    """Applies one optimizer's updates to a store.
+
+    Args:
+        spec: the optimizer.
+        store: what it updates.
+        engine: compiles the updates.
+    """
+
+    def __init__(self, spec: OptimizerSpec, store: Store, engine: Engine):
+        self.spec = spec
+        self._store = store
+        self._engine = engine
+        self._programs: dict[tuple[int, ...], Callable[..., Any]] = {}
+        optimizer = spec.optimizer
+        keras_compat.plain_optimizer(optimizer)
+        # Norms are of whole gradients, which only workers see: they have clipped.
+        if not optimizer.gradient_accumulation_steps:
+            keras_compat.stop_clipping(optimizer)
+        optimizer.loss_scale_factor = None
+        decays = {id(spec.templates[v]): d for v, d in spec.decays.items()}
+        keras_compat.set_weight_decay(optimizer, decays)
+        for number, constraint in spec.constraints.items():
+            spec.templates[number].constraint = constraint
+        for number in (*spec.slots, *(s for ss in spec.slots.values() for s in ss)):
+            template = spec.templates[number]
+            shape = tuple(template.shape)
+            if shape:
+                keras_compat.set_variable_shape(template, (None, *shape[1:]))
+        self._row_programs_change_others = bool(
+            optimizer.use_ema or optimizer.gradient_accumulation_steps
+        ) or (spec.exact_rows and self._moves_at_rest())
+
+    def _moves_at_rest(self) -> bool:
+        """Whether rows change by an update whose gradient for them is zero.
+
+        Asked by trying it on numbers.
+        """
+        for number, slots in self.spec.slots.items():
+            shape = tuple(self.spec.templates[number].shape)
+            if len(shape) < 1 or not _is_float(self.spec.templates[number]):
+                continue
+            random = np.random.default_rng(0)
+            part = (4, *shape[1:])
+            value = random.normal(size=part).astype("float32")
+            kept = [random.uniform(0.1, 1, part).astype("float32") for _ in slots]
+            scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
+            before = [value.copy(), *(k.copy() for k in kept)]
+            gradient = np.zeros(part, "float32")
+            _, [after], [others] = self._program((number,))(
+                scalars, [value], [kept], [gradient]
+            )
+            found = [after, *others]
+            if not all(map(np.array_equal, before, found)):
+                return True
+        return False
+
+    def _program(self, numbers: tuple[int, ...]) -> Callable[..., Any]:
+        """The compiled update of some variables."""
+        if numbers not in self._programs:
+            spec = self.spec
+            variables = [spec.templates[n] for n in numbers]
+            slots = [[spec.templates[s] for s in spec.slots[n]] for n in numbers]
+            scalars = [spec.templates[n] for n in spec.scalars]
+
+            def update(scalar_values: Any, values: Any, kept: Any, grads: Any) -> Any:
+                mapping = [
+                    *zip(scalars, scalar_values, strict=True),
+                    *zip(variables, values, strict=True),
+                ]
+                for own, own_values in zip(slots, kept, strict=True):
+                    mapping += zip(own, own_values, strict=True)
+                with keras_compat.values_scope(mapping) as scope:
+                    spec.optimizer.apply(list(grads), variables)
+                get = scope.get_current_value
+                return (
+                    [get(v) for v in scalars],
+                    [get(v) for v in variables],
+                    [[get(v) for v in own] for own in slots],
+                )
+
+            self._programs[numbers] = self._engine.compile_update(update)
+        return self._programs[numbers]
+
+    def apply(
+        self,
+        dense: Sequence[tuple[Key, np.ndarray | None]],
+        rows: Sequence[tuple[Key, np.ndarray, np.ndarray]],
+    ) -> None:
+        """One step of the optimizer.
+
+        Args:
+            dense: pairs of a part and its gradient.
+            rows: for each part of a table, the touched rows, sorted and each once,
+                counted from the part's first, and their gradients, `(n, ...)`.
+        """
+        store, spec = self._store, self.spec
+        scalars = [store.get((number, 0)) for number in spec.scalars]
+        # Every update of this step begins with the same scalars.
+        after: list[np.ndarray] | None = None
+        present = [(key, gradient) for key, gradient in dense if gradient is not None]
+        whole = [table for table in rows if self._needs_all_rows(table[0])]
+        present += [self._as_dense(*table) for table in whole]
+        rows = [table for table in rows if not self._needs_all_rows(table[0])]
+        # Parts of one variable share a template, so they are updated one by one.
+        for group in _without_repeats(present):
+            keys = [key for key, _ in group]
+            numbers = tuple(number for number, _ in keys)
+            slots = [[(s, start) for s in spec.slots[n]] for n, start in keys]
+            after, values, kept = self._program(numbers)(
+                [np.array(s) for s in scalars],
+                [store.get(key) for key in keys],
+                [[store.get(s) for s in own] for own in slots],
+                [gradient for _, gradient in group],
+            )
+            for key, value in zip(keys, values, strict=True):
+                self._put(key, value)
+            for own, own_values in zip(slots, kept, strict=True):
+                for key, value in zip(own, own_values, strict=True):
+                    self._put(key, value)
+        for key, ids, gradients in rows:
+            if len(ids):
+                after = self._apply_rows(key, ids, gradients, scalars)
+        if after is None:
+            after = self._count_only(scalars)
+        for number, value in zip(spec.scalars, after, strict=True):
+            store.write((number, 0), np.asarray(value))
+
+    def _needs_all_rows(self, key: Key) -> bool:
+        return self._row_programs_change_others or key[0] in self.spec.constraints
+
+    def _apply_rows(
+        self, key: Key, ids: np.ndarray, gradients: np.ndarray, scalars: Any
+    ) -> list[np.ndarray]:
+        number, start = key
+        table = self._store.get(key)
+        slots = [self._store.get((s, start)) for s in self.spec.slots[number]]
+        count = bucket(len(ids)) if self._engine.pads_rows else len(ids)
+
+        def gathered(array: np.ndarray) -> np.ndarray:
+            if count == len(ids):
+                return array.take(ids, axis=0)
+            out = np.zeros((count, *array.shape[1:]), array.dtype)
+            array.take(ids, axis=0, out=out[: len(ids)], mode="clip")
+            return out
+
+        after: list[np.ndarray]
+        after, [values], [kept] = self._program((number,))(
+            [np.array(s) for s in scalars],
+            [gathered(table)],
+            [[gathered(slot) for slot in slots]],
+            [pad_rows(gradients, count)],
+        )
+        table[ids] = values[: len(ids)]
+        for slot, new in zip(slots, kept, strict=True):
+            slot[ids] = new[: len(ids)]
+        return after
+
+    def _as_dense(
+        self, key: Key, ids: np.ndarray, gradients: np.ndarray
+    ) -> tuple[Key, np.ndarray]:
+        whole = np.zeros_like(self._store.get(key))
+        whole[ids] = gradients
+        return key, whole
+
+    def _count_only(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
+        """A step in which no variable of this server had a gradient."""
+        optimizer = self.spec.optimizer
+        step = optimizer._iterations
+        return [
+            value + 1 if self.spec.templates[number] is step else value
+            for number, value in zip(self.spec.scalars, scalars, strict=True)
+        ]
+
+    def _put(self, key: Key, value: np.ndarray) -> None:
+        if value is not self._store.arrays[key]:
+            if not value.flags.writeable:
+                # Views of a framework's memory may not be written to in place.
+                target = self._store.arrays[key]
+                np.copyto(target, value)
+            else:
+                self._store.arrays[key] = value
+
+
+def _without_repeats(
+    pairs: Sequence[tuple[Key, np.ndarray]],
+) -> list[list[tuple[Key, np.ndarray]]]:
+    """Groups in which each variable occurs once."""
+    groups: list[list[tuple[Key, np.ndarray]]] = []
+    taken: list[set[int]] = []
+    for key, gradient in pairs:
+        for group, numbers in zip(groups, taken, strict=True):
+            if key[0] not in numbers:
+                group.append((key, gradient))
+                numbers.add(key[0])
+                break
+        else:
+            groups.append([(key, gradient)])
+            taken.append({key[0]})
+    return groups
+
+
+def _is_float(variable: Any) -> bool:
+    return "float32" in str(variable.dtype)

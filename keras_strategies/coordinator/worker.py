@@ -1,0 +1,367 @@
+"""A worker: takes tasks from the coordinator and runs them against the servers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_strategies import keras_compat
+from keras_strategies.backends.parameter_server import (
+    OtherLookupsError,
+    Program,
+    StepResult,
+)
+from keras_strategies.coordinator.beats import coordinator_lost
+from keras_strategies.coordinator.closures import (
+    Closure,
+    WorkerHost,
+    is_array,
+    portable_error,
+    portable_value,
+    to_numpy,
+)
+from keras_strategies.coordinator.execution import (
+    Execution,
+    Plan,
+    ProgramVariables,
+    merge,
+)
+from keras_strategies.coordinator.pickling import load
+from keras_strategies.coordinator.tasks import (
+    Definition,
+    Outcome,
+    Reference,
+    Resource,
+    Task,
+)
+from keras_strategies.coordinator.transport import Connection
+from keras_strategies.errors import WorkerError
+
+#: Seconds between looks at whether the coordinator is there.
+_LOOK_SECONDS = 1.0
+
+
+class Worker:
+    """Runs tasks, one after the other, in the thread that calls `work`.
+
+    Args:
+        index: int, the number of this worker.
+        connection: to the coordinator.
+        execution: the servers, the variables and the backend.
+        incarnation: int, counts the processes that have been this worker.
+        patience: float, seconds that the coordinator may be gone.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        connection: Connection,
+        execution: Execution,
+        incarnation: int,
+        patience: float = math.inf,
+    ):
+        self.index = index
+        self.execution = execution
+        self.receiver = execution.receiver
+        self.receiver.host = WorkerHost(self)
+        self.closure: Closure | None = None
+        self.in_program = True  # Until a closure runs.
+        self._connection = connection
+        self._incarnation = incarnation
+        self._patience = patience
+        self._returns = 0
+        self._is_stopped = False
+        self._owner: str | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins as at first; what another coordinator has said means nothing."""
+        self._definitions: dict[int, Definition] = {}
+        self._functions: dict[int, Any] = {}
+        self._programs: dict[Any, Program] = {}
+        self._kept: list[Any] = []
+        self._resources: dict[int, Resource] = {}
+        self._values: dict[int, Any] = {}
+        self._tasks: collections.deque[Task] = collections.deque()
+        self._prepared: tuple[Task, int, Plan, dict[int, Any]] | None = None
+
+    # Messages
+
+    def work(self) -> None:
+        """Takes tasks until told to stop.
+
+        Raises:
+            RuntimeError: `WorkerError` if the coordinator is gone for too long.
+        """
+        self._post("hello", (self.index, self._incarnation, os.getpid()))
+        while not self._is_stopped:
+            self._receive(_LOOK_SECONDS if not self._tasks else 0.0)
+            self._look_for_coordinator()
+            while self._tasks and not self._is_stopped:
+                self._do(self._tasks.popleft())
+                self._receive(0.0)
+
+    def _look_for_coordinator(self) -> None:
+        connection = self._connection
+        if connection.is_lost_for(self._patience):
+            raise WorkerError(coordinator_lost(connection, self._patience))
+        if connection.returns > self._returns:
+            # It may be another one, which does not know this worker.
+            self._returns = connection.returns
+            self._post("hello", (self.index, self._incarnation, os.getpid()))
+
+    def _post(self, kind: str, value: Any) -> None:
+        self._connection.post((0, (kind, value)))
+
+    def _receive(self, timeout: float) -> None:
+        """Takes in what has arrived; waits for the first message only."""
+        while True:
+            message = self._connection.receive(timeout)
+            if message is None:
+                return
+            _, (kind, value) = message
+            if kind == "task":
+                self._tasks.append(value)
+            elif kind == "define":
+                self._definitions[value.number] = value
+            elif kind == "resource":
+                self._resources[value.number] = value
+            elif kind == "welcome":
+                if self._owner not in (None, value):
+                    self._forget()
+                    self.receiver.forget()
+                self._owner = self.execution.servers.owner = value
+            elif kind == "stop":
+                self._is_stopped = True
+                return
+            timeout = 0.0
+
+    # Tasks
+
+    def _do(self, task: Task) -> None:
+        start = time.monotonic()
+        definition = self._definitions[task.definition]
+        try:
+            function = self._function(definition)
+            self._load_local(task)
+            closure = Closure(self, task, definition.variables)
+            self.closure = closure
+            if definition.kind == "call":
+                value = self._call(closure, function)
+                steps = max(1, closure.steps)
+            else:
+                value = self._model_steps(closure, definition)
+                steps = len(task.arguments)
+            outcome = Outcome(
+                task.number,
+                value,
+                None,
+                closure.local,
+                time.monotonic() - start,
+                steps,
+                self.execution.servers.traffic,
+                closure.staleness,
+            )
+        except Exception as error:
+            outcome = Outcome(task.number, error=portable_error(error, self.index))
+            self._prepared = None
+        finally:
+            self.closure = None
+            self.in_program = True
+        try:
+            self._post("outcome", outcome)
+        except Exception as error:
+            failed = Outcome(task.number, error=portable_error(error, self.index))
+            self._post("outcome", failed)
+
+    def _function(self, definition: Definition) -> Any:
+        number = definition.number
+        if number not in self._functions:
+            self._functions[number] = load(
+                definition.blob, self.receiver, definition.generation
+            )
+        return self._functions[number]
+
+    def _load_local(self, task: Task) -> None:
+        for number, value in task.local.items():
+            if number in self.receiver.variables:
+                self.execution.engine.set_value(self.receiver.variables[number], value)
+
+    def _call(self, closure: Closure, function: Callable[..., Any]) -> Any:
+        args, kwargs = load(
+            closure.task.arguments, self.receiver, closure.task.generation
+        )
+        args, kwargs = self._resolved((args, kwargs))
+        self.in_program = False
+        strategy = self.receiver.strategy()
+        with strategy.scope(), keras_compat.applying_through(closure.apply):
+            value = function(*args, **kwargs)
+        return keras.tree.map_structure(portable_value, value)
+
+    def _resolved(self, structure: Any) -> Any:
+        if isinstance(structure, Reference):
+            return self._value(structure.number)
+        if isinstance(structure, (list, tuple)) and type(structure) in (list, tuple):
+            return type(structure)(self._resolved(item) for item in structure)
+        if type(structure) is dict:
+            return {key: self._resolved(item) for key, item in structure.items()}
+        return structure
+
+    def _value(self, number: int) -> Any:
+        if number not in self._values:
+            resource = self._resources[number]
+            if resource.kind == "iterator":
+                self._values[number] = iter(self._value(resource.blob))
+            else:
+                make = load(resource.blob, self.receiver, resource.generation)
+                self._values[number] = make()
+        return self._values[number]
+
+    def _model_steps(self, closure: Closure, definition: Definition) -> Any:
+        """A model's steps on one batch or on several; push and next pull are one."""
+        program = self._model_program(definition)
+        batches = closure.task.arguments
+        outputs = []
+        for i, batch in enumerate(batches):
+            if self._prepared is not None and self._prepared[:2] == (closure.task, i):
+                plan, pulled = self._prepared[2:]
+            else:
+                plan = self.execution.plan(program, batch)
+                servers = self.execution.servers
+                pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
+            self._prepared = None
+            result = self.compute(closure, program, plan, pulled, batch)
+            outputs.append(result.outputs)
+            self._push_and_pull(closure, plan, result, pulled, i)
+            if i + 1 < len(batches):
+                self._advance_local(closure)
+        if definition.kind == "predict":
+            return outputs
+        return outputs[-1]
+
+    def _advance_local(self, closure: Closure) -> None:
+        """Lets metrics go on from where the last step left them."""
+        for number, change in closure.local.items():
+            value = closure.task.local[number] + change
+            self.execution.engine.set_value(self.receiver.variables[number], value)
+
+    def _push_and_pull(
+        self, closure: Closure, plan: Plan, result: StepResult, pulled: Any, i: int
+    ) -> None:
+        """One message to each server: this step's updates, the next one's values."""
+        execution = self.execution
+        pushes, local = execution.pushes(
+            plan, result, closure.next_update(), closure.task.done
+        )
+        closure.local = (
+            local
+            if i == 0
+            else {
+                n: _sum(closure.local.get(n), local.get(n))
+                for n in {*closure.local, *local}
+            }
+        )
+        following = self._following(closure.task, i)
+        if following is None:
+            answers = execution.servers.begin_steps(pushes)
+            closure.note_staleness(pulled, execution.servers.finish_steps(answers))
+            return
+        task, index, program = following
+        next_plan = execution.plan(program, task.arguments[index])
+        servers = {*pushes, *next_plan.pulls}
+        steps = {s: merge(pushes.get(s), next_plan.pulls.get(s)) for s in servers}
+        found = execution.servers.finish_steps(execution.servers.begin_steps(steps))
+        closure.note_staleness(pulled, {i: found[i] for i in pushes})
+        self._prepared = (task, index, next_plan, found)
+
+    def _following(self, task: Task, i: int) -> tuple[Task, int, Program] | None:
+        """The next step, if it is known already and is a model's."""
+        if i + 1 < len(task.arguments):
+            definition = self._definitions[task.definition]
+            return task, i + 1, self._model_program(definition)
+        self._receive(0.0)
+        if not self._tasks:
+            return None
+        following = self._tasks[0]
+        definition = self._definitions[following.definition]
+        if definition.kind == "call" or not following.arguments:
+            return None
+        return following, 0, self._model_program(definition)
+
+    def _model_program(self, definition: Definition) -> Program:
+        if definition.number not in self._programs:
+            model = self._function(definition)
+            engine = self.execution.engine
+            variables = self.execution.variables(definition.variables)
+            body = engine.model_body(model, definition.kind)
+            self._programs[definition.number] = engine.program(
+                body, variables, definition.kind == "train"
+            )
+        return self._programs[definition.number]
+
+    def function_program(
+        self, fn: Callable[..., Any], arguments: Any, numbers: tuple[int, ...]
+    ) -> tuple[Program, Any]:
+        """The program of a function, and the arrays among its arguments."""
+        leaves = keras.tree.flatten(arguments)
+        sent = [is_array(leaf) for leaf in leaves]
+        rest = [None if a else x for a, x in zip(sent, leaves, strict=True)]
+        shape = keras.tree.map_structure(lambda leaf: 0, arguments)
+        key = (id(fn), repr(shape), repr(rest))
+        if key not in self._programs:
+            self._kept.append(fn)
+
+            def body(arrays: Any) -> Any:
+                found = iter(arrays)
+                filled = [
+                    next(found) if a else x for a, x in zip(sent, rest, strict=True)
+                ]
+                args, kwargs = keras.tree.pack_sequence_as(arguments, filled)
+                return fn(*args, **kwargs)
+
+            variables: ProgramVariables = self.execution.variables(numbers)
+            self._programs[key] = self.execution.engine.program(body, variables, True)
+        batch = [to_numpy(leaf) for a, leaf in zip(sent, leaves, strict=True) if a]
+        return self._programs[key], batch
+
+    def compute(
+        self, closure: Closure, program: Program, plan: Plan, pulled: Any, batch: Any
+    ) -> StepResult:
+        """Runs a program on what was pulled."""
+        closure.steps += 1
+        with self.inside_program():
+            self.execution.fill(program, plan, pulled)
+            try:
+                return program.run(batch, plan.positions)
+            except OtherLookupsError:
+                # Nothing has been sent; this step begins again, with a closer look.
+                program.foresee_nothing()
+                again = self.execution.plan(program, batch)
+                plan.ids, plan.positions = again.ids, again.positions
+                plan.pulls, plan.dense = again.pulls, again.dense
+                servers = self.execution.servers
+                pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
+                self.execution.fill(program, plan, pulled)
+                return program.run(batch, plan.positions)
+
+    @contextlib.contextmanager
+    def inside_program(self) -> Iterator[None]:
+        """Variables have values of their own, instead of asking the servers."""
+        before, self.in_program = self.in_program, True
+        try:
+            yield
+        finally:
+            self.in_program = before
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

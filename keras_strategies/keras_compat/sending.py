@@ -1,0 +1,109 @@
+"""What Keras objects are made of, for sending them to other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from keras_strategies.keras_compat.models import STRATEGY_ATTRIBUTE
+from keras_strategies.keras_compat.parameter_server import is_optimizer
+
+# What is left out of the state of models and layers that go to another process:
+# programs, and what TensorFlow notes of its own.
+_NOT_SENT = ("train_function", "test_function", "predict_function", "_jax_state")
+
+
+def object_state(made: Any) -> dict[str, Any] | None:
+    """What a Keras object is made of, to be made again in another process.
+
+    Keras 3.15: `KerasSaveable.__reduce__` would save the values of all variables and
+    make others; here objects keep who they are, and variables travel by reference.
+
+    Returns:
+        dict of attributes; None for what pickle can take as it is.
+    """
+    from keras.src.ops.operation import Operation
+    from keras.src.saving.keras_saveable import KerasSaveable
+
+    if not isinstance(made, (KerasSaveable, Operation)):
+        return None
+    state = {
+        name: value
+        for name, value in vars(made).items()
+        if not name.startswith("_self_")
+        and name not in (STRATEGY_ATTRIBUTE, "_obj_reference_counts_dict")
+    }
+    for name in _NOT_SENT:
+        if name in state:
+            state[name] = None
+    if "_torch_params" in state.get("_modules", {}):
+        state["_modules"] = dict(state["_modules"])
+        del state["_modules"]["_torch_params"]
+    return state
+
+
+def rebuilt(made: Any) -> tuple[Any, ...] | None:
+    """How to make something of Keras again that pickle cannot; None for the rest.
+
+    Keras 3.15: `DynamicBackend`, which preprocessing layers hold, asks itself for
+    attributes before it has any.
+    """
+    from keras.src.utils.backend_utils import DynamicBackend
+
+    if isinstance(made, DynamicBackend):
+        return DynamicBackend, (vars(made)["_backend"],)
+    return None
+
+
+def container_state(made: Any) -> tuple[Any, ...] | None:
+    """The contents and the tracker of a tracked container; None for other things.
+
+    Keras 3.15: `keras.src.utils.tracking`, whose containers and trackers know what
+    they track by `id`.
+    """
+    from keras.src.utils import tracking
+
+    if isinstance(made, tracking.Tracker):
+        return (None, dict(vars(made)))
+    if isinstance(made, (tracking.TrackedList, tracking.TrackedSet)):
+        return (list(made), made.tracker)
+    if isinstance(made, (tracking.TrackedDict, tracking.TrackedOrderedDict)):
+        return (dict(made), made.tracker)
+    return None
+
+
+def fill_container(made: Any, state: tuple[Any, ...]) -> None:
+    """Gives a container made anew its contents."""
+    contents, rest = state
+    if contents is None:
+        vars(made).update(rest)
+        made.stored_ids = {name: set() for name in made.config}
+        return
+    made.tracker = None
+    if isinstance(made, dict):
+        dict.update(made, contents)
+    elif isinstance(made, list):
+        list.extend(made, contents)
+    else:
+        set.update(made, contents)
+    made.tracker = rest
+
+
+def renew_identities(made: Iterable[Any]) -> None:
+    """Lets trackers and optimizers that were made anew know their parts by `id`.
+
+    Keras 3.15: `Tracker.stored_ids`, `BaseOptimizer._trainable_variables_indices`.
+    """
+    from keras.src.utils import tracking
+
+    for each in made:
+        if isinstance(each, tracking.Tracker):
+            each.stored_ids = {
+                name: {id(value) for value in store}
+                for name, (_, store) in each.config.items()
+            }
+        elif is_optimizer(each):
+            each._trainable_variables_indices = {
+                each._var_key(variable): i
+                for i, variable in enumerate(each._trainable_variables)
+            }

@@ -1,0 +1,310 @@
+"""Variables on parameter servers, workers that train by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras_strategies import keras_compat
+from keras_strategies.backends.base import Placement, TrainerAdapter, VariableCopy
+from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.cluster.environment import find_cluster
+from keras_strategies.cluster.local import LocalClusterResolver
+from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.spec import check_parameter_server_cluster
+from keras_strategies.coordinator.cluster import (
+    Cluster,
+    ClusterOptions,
+    worker_process,
+)
+from keras_strategies.coordinator.registry import Registry
+from keras_strategies.coordinator.remote import cluster_keys
+from keras_strategies.coordinator.worker import Worker
+from keras_strategies.devices import Device
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.parameter_server_training import ModelTraining
+from keras_strategies.types import InputContext
+from keras_strategies.variables.partitioners import PartitionFunction
+
+_CPU = Device("cpu", 0)
+
+
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training: parameter servers keep variables, workers make steps.
+
+    Each step pulls the variables that it needs from the servers, computes gradients on
+    one worker, and pushes them; servers apply the optimizer at once. Of tables that are
+    looked up by rows (`Embedding`, `ops.take`), only the touched rows travel. Every
+    step counts exactly once, also when workers die.
+
+    Without a resolver and without `TF_CONFIG` it starts a cluster of its own on this
+    machine, which ends with the strategy: with `close()`, at the end of a `with` block,
+    when the strategy is garbage, or when the program ends.
+
+    Args:
+        cluster_resolver: a `ClusterResolver`; None for what `TF_CONFIG` says, else
+            for `LocalClusterResolver()`.
+        variable_partitioner: one of `ks.experimental.partitioners`, or a callable;
+            None keeps each variable whole on one server.
+        max_staleness: int or None, how many updates of others a step's variables may
+            miss. 0 makes steps one after the other, which equals one device; None does
+            not bound it.
+        lazy_rows: bool, whether an update touches only the rows of a table that a
+            batch has looked up, also where an optimizer would move others, by momentum
+            or weight decay. None for True, and for False with `max_staleness=0`.
+        snapshot_seconds: float, seconds between snapshots of each server. A server that
+            dies goes on from its last one: at most the updates of that time are lost.
+            None for no snapshots: then the death of a server is an error.
+        snapshot_folder: str, a folder for snapshots, which stay there when the strategy
+            ends; another strategy that is given it begins anew. None for a temporary
+            one.
+        timeout_seconds: float, seconds that a server may take to answer, a restart
+            included.
+        silence_seconds: float, seconds without a sign of life after which a process is
+            killed and replaced.
+        start_seconds: float, seconds in which the cluster must have started.
+
+    Raises:
+        ValueError: for a cluster that cannot be: without a worker or a server, with two
+            chiefs; for a partitioner that is not callable.
+        RuntimeError: if the cluster does not start in time.
+
+    Example:
+
+    >>> partitioner = ks.experimental.partitioners.MaxSizePartitioner(256 << 20)
+    >>> strategy = ks.ParameterServerStrategy(variable_partitioner=partitioner)
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Embedding(10_000_000, 64), ...])
+    ...     model.compile("adagrad", "binary_crossentropy")
+    >>> model.fit(dataset, epochs=3, steps_per_epoch=1000)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: PartitionFunction | None = None,
+        *,
+        max_staleness: int | None = None,
+        lazy_rows: bool | None = None,
+        snapshot_seconds: float | None = None,
+        snapshot_folder: str | None = None,
+        timeout_seconds: float = 120.0,
+        silence_seconds: float = 30.0,
+        start_seconds: float = 180.0,
+    ):
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise InvalidArgumentError(
+                "`variable_partitioner` is one of ks.experimental.partitioners, or a "
+                f"callable of a shape and a dtype. Received: {variable_partitioner!r}"
+            )
+        if max_staleness is not None and (
+            isinstance(max_staleness, bool)
+            or not isinstance(max_staleness, int)
+            or max_staleness < 0
+        ):
+            raise InvalidArgumentError(
+                "`max_staleness` is a number of updates, 0 or more, or None for no "
+                f"bound. Received: {max_staleness!r}"
+            )
+        for name, seconds in (
+            ("snapshot_seconds", snapshot_seconds),
+            ("timeout_seconds", timeout_seconds),
+            ("silence_seconds", silence_seconds),
+            ("start_seconds", start_seconds),
+        ):
+            if seconds is not None and not seconds > 0:
+                raise InvalidArgumentError(
+                    f"`{name}` is a number of seconds above 0. Received: {seconds!r}"
+                )
+        resolver = cluster_resolver or find_cluster() or LocalClusterResolver()
+        spec = resolver.cluster_spec()
+        check_parameter_server_cluster(spec)
+        self._resolver = resolver
+        self._coordinator: Any = None
+        super().__init__(Placement((_CPU,), _CPU, mirrored=False))
+        keras_compat.hook_lookups()
+        keras_compat.hook_slots(lambda slot, reference: None)
+        keras_compat.hook_saving()
+        get_engine().install()
+        options = ClusterOptions(
+            workers=spec.num_tasks("worker"),
+            servers=spec.num_tasks("ps"),
+            max_staleness=max_staleness,
+            snapshot_seconds=snapshot_seconds,
+            snapshot_folder=snapshot_folder,
+            timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
+            start_seconds=start_seconds,
+        )
+        self._cluster = _cluster(resolver, options)
+        self._finalizer = weakref.finalize(self, self._cluster.close)
+        if lazy_rows is None:
+            lazy_rows = max_staleness != 0
+        assert self._cluster.servers is not None
+        self._registry = Registry(
+            self._cluster.servers, variable_partitioner, self._cluster.local, lazy_rows
+        )
+        self._trainer = ParameterServerTrainer(self)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The processes of this strategy."""
+        return self._cluster
+
+    @property
+    def registry(self) -> Registry:
+        """The variables of this strategy."""
+        return self._registry
+
+    @property
+    def max_staleness(self) -> int | None:
+        """int or None, how many updates of others a step's variables may miss."""
+        return self._cluster.options.max_staleness
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """What says who is who in the cluster."""
+        return self._resolver
+
+    def input_context(self) -> InputContext:
+        return InputContext(1, 0, 1)
+
+    def close(self) -> None:
+        """Ends the cluster; variables are gone then. May be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> ParameterServerStrategy:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        options = self._cluster.options
+        return (
+            f"<ParameterServerStrategy with {options.workers} workers and "
+            f"{options.servers} parameter servers>"
+        )
+
+
+class ParameterServerTrainer(TrainerAdapter):
+    """The coordinator's side of training: variables are elsewhere."""
+
+    strategy: ParameterServerStrategy
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def making(self, variable: Any) -> None:
+        keras_compat.host_variable(variable, self.strategy.registry)
+
+    @functools.cached_property
+    def _training(self) -> ModelTraining:
+        from keras_strategies.coordinator.cluster_coordinator import ClusterCoordinator
+
+        return ModelTraining(ClusterCoordinator(self.strategy))
+
+    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
+        if name == "compile":
+            return original(*bound.args, **bound.kwargs)
+        arguments = dict(bound.arguments)
+        arguments.pop("self")
+        arguments.update(arguments.pop("kwargs", {}))
+        return getattr(self._training, name)(model, **arguments)
+
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> None:
+        """Steps are made on workers."""
+
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        about = self.strategy.registry.describe(variable)
+        if about.kind == "local":
+            value = self.strategy.registry.read(variable)
+            return [VariableCopy("coordinator", value.nbytes, "variable", value)]
+        row = _row_bytes(about)
+        several = len(about.parts) > 1 and about.kind != "scalar"
+        return [
+            VariableCopy(
+                f"ps:{part.server}",
+                row * (part.stop - part.start),
+                "shard" if several else "variable",
+                None,
+            )
+            for part in about.parts
+        ]
+
+
+def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> Cluster:
+    """The processes that a resolver describes: our own, or those of `ks.Server`."""
+    entry = f"{__name__}:worker_main"
+    if isinstance(resolver, LocalClusterResolver):
+        return Cluster(options, entry)
+    if resolver.task_type != "chief":
+        raise InvalidArgumentError(
+            "ParameterServerStrategy is made by the coordinator, the task 'chief'; "
+            f"this process is {resolver.task_type!r} {resolver.task_id}. In workers "
+            "and parameter servers call `ks.Server(...).join()` instead."
+        )
+    spec = resolver.cluster_spec()
+    servers = [f"tcp://{spec.task_address('ps', i)}" for i in spec.task_indices("ps")]
+    control = f"tcp://{spec.task_address('chief', resolver.task_id or 0)}"
+    return Cluster(options, entry, control, servers, cluster_keys())
+
+
+def _row_bytes(about: Any) -> int:
+    import math
+
+    from keras_strategies.variables.partitioners import bytes_per_element
+
+    return math.prod(about.shape[1:]) * bytes_per_element(about.dtype)
+
+
+class WorkerStrategy(Strategy):
+    """What `ks.get_strategy()` is in a scheduled function.
+
+    Args:
+        worker: the worker of this process.
+    """
+
+    def __init__(self, worker: Worker):
+        super().__init__(Placement((_CPU,), _CPU, mirrored=False))
+        keras_compat.hook_lookups()
+        get_engine().install()
+        self._worker = worker
+
+    @property
+    def worker_index(self) -> int:
+        """int, the number of this worker."""
+        return self._worker.index
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Makes a step: pulls what `fn` needs, runs it compiled, pushes updates."""
+        closure = self._worker.closure
+        assert closure is not None, "outside of a scheduled function"
+        return closure.run(fn, tuple(args), dict(kwargs or {}))
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        from keras_strategies import context
+
+        with context.cross_replica(self):
+            yield self
+
+
+def worker_main(**arguments: Any) -> None:
+    """A worker's process."""
+    # The hooks into Keras stand below this room.
+    importlib.import_module("keras_strategies.api")
+    worker_process(**arguments, make_strategy=WorkerStrategy)

@@ -1,0 +1,1 @@
+"""Where the parts of large variables are: partitioners, placement, served variables."""

@@ -1,0 +1,254 @@
+"""Into how many parts a variable is cut, along its first axis.
+
+The rules are pure functions of shape and dtype. Parts are cut "div": the first ones
+are one row longer where the rows do not divide.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.errors import InvalidArgumentError
+
+#: What `ParameterServerStrategy` takes: a partitioner of this module, or a callable
+#: of a shape and a dtype that returns the parts along each axis.
+PartitionFunction = Callable[[tuple[int, ...], Any], Sequence[int]]
+
+
+def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
+    """The rows of each part: consecutive, the first parts one longer.
+
+    Args:
+        rows: int, the length of the first axis.
+        parts: int, from 1 to `rows` (1 for no rows).
+
+    Returns:
+        list of pairs `(start, stop)`.
+
+    >>> split_rows(13, 5)
+    [(0, 3), (3, 6), (6, 9), (9, 11), (11, 13)]
+    """
+    whole, rest = divmod(rows, parts)
+    ranges = []
+    start = 0
+    for i in range(parts):
+        stop = start + whole + (i < rest)
+        ranges.append((start, stop))
+        start = stop
+    return ranges
+
+
+def bytes_per_element(dtype: Any, bytes_per_string: int = 16) -> int:
+    """int, bytes of one element; strings count as `bytes_per_string`."""
+    name = str(getattr(dtype, "name", dtype))
+    if name in ("string", "str", "object"):
+        return bytes_per_string
+    if name == "bfloat16":
+        return 2
+    if name.startswith("float8"):
+        return 1
+    return np.dtype(name).itemsize
+
+
+class Partitioner(ABC):
+    """A rule for the number of parts; call it with a shape and a dtype."""
+
+    def __call__(
+        self, shape: Sequence[int], dtype: Any, axis: int = 0
+    ) -> tuple[int, ...]:
+        """The parts along each axis.
+
+        Args:
+            shape: sequence of int.
+            dtype: str or dtype.
+            axis: int; only the first axis is cut.
+
+        Returns:
+            tuple of int, one for each axis, all 1 but that of `axis`.
+
+        Raises:
+            ValueError: for another axis than 0.
+        """
+        shape = tuple(int(n) for n in shape)
+        if axis != 0:
+            raise InvalidArgumentError(
+                f"Variables are cut along their first axis. Received: axis={axis}"
+            )
+        if not shape:
+            return ()
+        parts = max(1, min(self.parts(shape, dtype), shape[0]))
+        return (parts, *(1 for _ in shape[1:]))
+
+    @abstractmethod
+    def parts(self, shape: tuple[int, ...], dtype: Any) -> int:
+        """How many parts a variable of one axis or more is cut into at most."""
+
+
+class FixedShardsPartitioner(Partitioner):
+    """Cuts every variable into the same number of parts.
+
+    Args:
+        num_shards: int, 1 or more. A variable with fewer rows gets a part per row.
+
+    Raises:
+        ValueError: for a number below 1.
+
+    Example:
+
+    >>> FixedShardsPartitioner(4)((10, 3), "float32")
+    (4, 1)
+    """
+
+    def __init__(self, num_shards: int):
+        self._num_shards = _at_least_one("num_shards", num_shards)
+
+    def parts(self, shape: tuple[int, ...], dtype: Any) -> int:
+        return self._num_shards
+
+    def __repr__(self) -> str:
+        return f"FixedShardsPartitioner({self._num_shards})"
+
+
+class MinSizePartitioner(Partitioner):
+    """Makes as many parts as possible, none of them smaller than so many bytes.
+
+    Args:
+        min_shard_bytes: int, bytes.
+        max_shards: int, upper limit of the parts.
+        bytes_per_string: int, bytes that one string counts as.
+
+    Raises:
+        ValueError: for a number below 1.
+
+    Example:
+
+    >>> MinSizePartitioner(min_shard_bytes=4 * 6 * 4, max_shards=8)((24, 4), "float32")
+    (4, 1)
+    """
+
+    def __init__(
+        self,
+        min_shard_bytes: int = 256 << 10,
+        max_shards: int = 1,
+        bytes_per_string: int = 16,
+    ):
+        self._min_shard_bytes = _at_least_one("min_shard_bytes", min_shard_bytes)
+        self._max_shards = _at_least_one("max_shards", max_shards)
+        self._bytes_per_string = _at_least_one("bytes_per_string", bytes_per_string)
+
+    def parts(self, shape: tuple[int, ...], dtype: Any) -> int:
+        rows = shape[0]
+        row = _row_bytes(shape, dtype, self._bytes_per_string)
+        # The smallest part has rows // parts rows.
+        least = max(1, -(-self._min_shard_bytes // row)) if row else max(rows, 1)
+        return min(self._max_shards, rows // least)
+
+    def __repr__(self) -> str:
+        return (
+            f"MinSizePartitioner(min_shard_bytes={self._min_shard_bytes}, "
+            f"max_shards={self._max_shards})"
+        )
+
+
+class MaxSizePartitioner(Partitioner):
+    """Makes as few parts as possible, none of them larger than so many bytes.
+
+    A single row that is larger is a part of its own.
+
+    Args:
+        max_shard_bytes: int, bytes.
+        max_shards: int, upper limit of the parts, which wins; None for no limit.
+        bytes_per_string: int, bytes that one string counts as.
+
+    Raises:
+        ValueError: for a number below 1.
+
+    Example:
+
+    >>> MaxSizePartitioner(max_shard_bytes=5 * 4 * 4)((24, 4), "float32")
+    (5, 1)
+    """
+
+    def __init__(
+        self,
+        max_shard_bytes: int,
+        max_shards: int | None = None,
+        bytes_per_string: int = 16,
+    ):
+        self._max_shard_bytes = _at_least_one("max_shard_bytes", max_shard_bytes)
+        if max_shards is not None:
+            _at_least_one("max_shards", max_shards)
+        self._max_shards = max_shards
+        self._bytes_per_string = _at_least_one("bytes_per_string", bytes_per_string)
+
+    def parts(self, shape: tuple[int, ...], dtype: Any) -> int:
+        row = _row_bytes(shape, dtype, self._bytes_per_string)
+        most = max(1, self._max_shard_bytes // row) if row else max(shape[0], 1)
+        parts = -(-shape[0] // most)
+        return parts if self._max_shards is None else min(parts, self._max_shards)
+
+    def __repr__(self) -> str:
+        return (
+            f"MaxSizePartitioner(max_shard_bytes={self._max_shard_bytes}, "
+            f"max_shards={self._max_shards})"
+        )
+
+
+def number_of_parts(
+    partitioner: PartitionFunction | None, shape: tuple[int, ...], dtype: Any
+) -> int:
+    """What a strategy's partitioner makes of a variable.
+
+    Args:
+        partitioner: a partitioner, any callable of a shape and a dtype, or None.
+        shape: tuple of int.
+        dtype: str.
+
+    Returns:
+        int, 1 for a variable that stays whole.
+
+    Raises:
+        ValueError: if the callable returns something that cannot be.
+    """
+    if partitioner is None or not shape or shape[0] == 0:
+        return 1
+    given = partitioner(shape, dtype)
+    try:
+        found = tuple(int(n) for n in given)
+    except (TypeError, ValueError):
+        found = ()
+    if len(found) != len(shape) or any(n < 1 for n in found):
+        raise InvalidArgumentError(
+            f"`variable_partitioner` returned {given!r} for a variable of shape "
+            f"{shape}. Return one number of parts, 1 or more, for each axis, such as "
+            f"{(2, *(1 for _ in shape[1:]))}."
+        )
+    if any(n != 1 for n in found[1:]):
+        raise InvalidArgumentError(
+            f"`variable_partitioner` returned {given!r} for a variable of shape "
+            f"{shape}. Variables are cut along their first axis only: the other "
+            "numbers are 1."
+        )
+    if found[0] > shape[0]:
+        raise InvalidArgumentError(
+            f"`variable_partitioner` returned {given!r} for a variable of shape "
+            f"{shape}, which has only {shape[0]} rows. Return {shape[0]} parts at most."
+        )
+    return found[0]
+
+
+def _row_bytes(shape: tuple[int, ...], dtype: Any, bytes_per_string: int) -> int:
+    return math.prod(shape[1:]) * bytes_per_element(dtype, bytes_per_string)
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgumentError(
+            f"`{name}` is a number, 1 or more. Received: {name}={value!r}"
+        )
+    return value

@@ -1,0 +1,105 @@
+"""Clusters for tests, and what is done to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import keras
+import numpy as np
+
+import keras_strategies as ks
+from keras_strategies.experimental import partitioners
+from keras_strategies.variables.placement import RoundRobin
+
+SECONDS = 60.0
+#: Between the snapshots of servers that have them.
+SNAPSHOT_SECONDS = 0.5
+
+
+def start(workers: int, ps: int, **options):
+    """A strategy with a local cluster, quick to notice what is dead."""
+    resolver = ks.cluster_resolver.LocalClusterResolver(workers, ps)
+    return ks.ParameterServerStrategy(resolver, **options)
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < until, f"waited in vain until {what}"
+        time.sleep(0.02)
+
+
+def is_whole(strategy) -> bool:
+    """Whether every worker and server of a strategy is alive."""
+    dispatcher = strategy.cluster.dispatcher
+    with dispatcher.condition:
+        return all(w.is_alive for w in dispatcher.workers.values()) and all(
+            s.is_ready for s in dispatcher.servers.values()
+        )
+
+
+def wait_until_whole(strategy) -> None:
+    wait_until(lambda: is_whole(strategy), "all processes are back")
+
+
+def assert_nothing_broke(strategy) -> None:
+    """No error is left that a test should have taken."""
+    assert strategy.cluster.dispatcher.fatal is None
+    assert strategy.cluster.dispatcher.error is None
+
+
+@contextlib.contextmanager
+def parts(strategy, count):
+    """Cuts variables that are made in the block into another number of parts."""
+    registry = strategy.registry
+    partitioner = partitioners.FixedShardsPartitioner(count)
+    servers = len(strategy.cluster.dispatcher.servers)
+    before, registry._places = registry._places, RoundRobin(servers, partitioner)
+    try:
+        yield
+    finally:
+        registry._places = before
+
+
+def kill(strategy, kind: str, index: int, number: int = signal.SIGKILL) -> int:
+    """Sends a signal to a worker ("worker") or server ("ps"); its process id."""
+    dispatcher = strategy.cluster.dispatcher
+    states = dispatcher.workers if kind == "worker" else dispatcher.servers
+    pid = states[index].pid
+    os.kill(pid, number)
+    return pid
+
+
+def clicks(rows: int = 96, ids: int = 40, batch: int = 8):
+    """Rows with ids that are different within each batch."""
+    random = np.random.default_rng(0)
+    chosen = [random.permutation(ids)[: 3 * batch] for _ in range(rows // batch)]
+    codes = np.concatenate(chosen).reshape(rows, 3).astype("int32")
+    dense = random.normal(size=(rows, 4)).astype("float32")
+    y = (dense.sum(1, keepdims=True) + codes[:, :1] % 5).astype("float32")
+    return [dense, codes], y
+
+
+def two_inputs(optimizer, ids: int = 40):
+    """Embedding, dense layers, batch normalization and dropout, seeded."""
+    keras.utils.set_random_seed(1)
+    dense = keras.Input((4,))
+    codes = keras.Input((3,), dtype="int32")
+    rows = keras.layers.Flatten()(keras.layers.Embedding(ids, 4)(codes))
+    x = keras.layers.Dense(8, activation="relu")(dense)
+    x = keras.layers.Concatenate()([x, rows])
+    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.Dropout(0.2, seed=3)(x)
+    model = keras.Model([dense, codes], keras.layers.Dense(1)(x))
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def values(variables) -> list[np.ndarray]:
+    return [
+        np.asarray(keras.ops.convert_to_numpy(v.value), "float64") for v in variables
+    ]

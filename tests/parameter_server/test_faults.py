@@ -1,0 +1,238 @@
+"""Processes that are killed or stopped, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import keras
+import numpy as np
+import psutil
+import pytest
+
+import keras_strategies as ks
+from parameter_server import clusters
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def coordinator(recovered):
+    return ks.ClusterCoordinator(recovered)
+
+
+@pytest.fixture
+def total(recovered):
+    """A sum on a server, and steps that count in it."""
+    with recovered.scope():
+        return keras.Variable(0.0, name="total", trainable=False)
+
+
+def counting(total, seconds: float = 0.02):
+    """A step that adds to a sum and takes a while."""
+
+    def step(x):
+        import time
+
+        total.assign_add(x)
+        time.sleep(seconds)
+        return x
+
+    return step
+
+
+def deaths(strategy, kind: str, index: int) -> int:
+    dispatcher = strategy.cluster.dispatcher
+    states = dispatcher.workers if kind == "worker" else dispatcher.servers
+    return states[index].deaths
+
+
+def test_a_worker_that_is_killed_is_replaced(recovered, coordinator, total) -> None:
+    before = deaths(recovered, "worker", 0)
+    step = counting(total)
+    results = [coordinator.schedule(step, args=(1.0,)) for _ in range(40)]
+    clusters.wait_until(lambda: results[3]._known.is_set(), "steps are done")
+    clusters.kill(recovered, "worker", 0)
+    coordinator.join(clusters.SECONDS)
+    assert float(total.numpy()) == 40.0
+    assert coordinator.fetch(results) == [1.0] * 40
+    clusters.wait_until_whole(recovered)
+    assert deaths(recovered, "worker", 0) == before + 1
+
+
+def test_a_push_counts_once_when_its_closure_runs_again(
+    coordinator, total, tmp_path
+) -> None:
+    """The worker dies after its push and before it has said so."""
+    marker = str(tmp_path / "died")
+
+    def step():
+        import os
+        import signal
+
+        total.assign_add(1.0)
+        total.assign_add(10.0)
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        total.assign_add(100.0)
+        return os.getpid()
+
+    result = coordinator.schedule(step)
+    coordinator.join(clusters.SECONDS)
+    assert result.fetch() > 0 and os.path.exists(marker)
+    assert float(total.numpy()) == 111.0
+
+
+def test_a_stopped_worker_is_replaced(recovered, coordinator, total) -> None:
+    before = deaths(recovered, "worker", 1)
+    step = counting(total)
+    pid = clusters.kill(recovered, "worker", 1, signal.SIGSTOP)
+    began = time.monotonic()
+    for _ in range(20):
+        coordinator.schedule(step, args=(1.0,))
+    coordinator.join(clusters.SECONDS)
+    assert float(total.numpy()) == 20.0
+    assert deaths(recovered, "worker", 1) == before + 1
+    # Its deadline, and some time for the others to make its steps.
+    silence = recovered.cluster.options.silence_seconds
+    assert time.monotonic() - began < silence + 20
+    clusters.wait_until(lambda: not psutil.pid_exists(pid), "the stopped one is gone")
+
+
+def test_a_function_that_kills_its_workers_is_given_up(coordinator) -> None:
+    def deadly():
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    coordinator.schedule(deadly)
+    with pytest.raises(ks.errors.WorkerError, match="3 workers in turn died"):
+        coordinator.join(clusters.SECONDS)
+    assert coordinator.schedule(lambda: 5).fetch(clusters.SECONDS) == 5
+
+
+def test_a_server_loses_at_most_what_came_after_its_snapshot(
+    recovered, coordinator, total
+) -> None:
+    server = recovered.registry.describe(total).parts[0].server
+    known: list[float] = []
+    step = counting(total, 0.005)
+    until = time.monotonic() + 5 * clusters.SNAPSHOT_SECONDS
+    while time.monotonic() < until:
+        coordinator.schedule(step, args=(1.0,)).fetch(clusters.SECONDS)
+        known.append(time.monotonic())
+    died = time.monotonic()
+    clusters.kill(recovered, "ps", server)
+    # Twice the interval, because this machine may be busy with other tests.
+    kept = sum(moment < died - 2 * clusters.SNAPSHOT_SECONDS for moment in known)
+    assert kept > 10
+    more = [coordinator.schedule(step, args=(1.0,)) for _ in range(10)]
+    coordinator.join(clusters.SECONDS)
+    assert coordinator.fetch(more) == [1.0] * 10
+    assert kept + 10 <= float(total.numpy()) <= len(known) + 10
+
+
+def test_nothing_is_lost_that_is_in_a_snapshot(recovered, coordinator) -> None:
+    with recovered.scope():
+        table = keras.Variable(np.zeros((10, 2)), name="table", dtype="float32")
+        optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
+        optimizer.build([table])
+    server = recovered.registry.describe(table).parts[0].server
+
+    def step():
+        def loss_fn():
+            return keras.ops.sum(keras.ops.take(table, np.array([1, 4]), axis=0))
+
+        _, gradients = ks.value_and_grad(loss_fn, [table])()
+        optimizer.apply(gradients, [table])
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            coordinator.schedule(lambda: recovered.run(step)).fetch(clusters.SECONDS)
+
+    run(2)
+    recovered.cluster.servers.ask(server, "snapshot")
+    # What is made after a snapshot is there again, too.
+    with recovered.scope():
+        late = keras.Variable(np.arange(4.0), name="late", dtype="float32")
+        later = keras.Variable(np.arange(4.0), name="later", dtype="float32")
+    clusters.kill(recovered, "ps", server)
+    run(1)
+    coordinator.join(clusters.SECONDS)
+    # Steps of 1, 1.5 and 1.75.
+    np.testing.assert_allclose(table.numpy()[[0, 1, 4], 0], [0, -4.25, -4.25])
+    np.testing.assert_array_equal(late.numpy(), later.numpy())
+
+
+def test_a_stopped_server_is_replaced(recovered, coordinator, total) -> None:
+    server = recovered.registry.describe(total).parts[0].server
+    before = deaths(recovered, "ps", server)
+    coordinator.schedule(counting(total), args=(1.0,)).fetch(clusters.SECONDS)
+    recovered.cluster.servers.ask(server, "snapshot")
+    clusters.kill(recovered, "ps", server, signal.SIGSTOP)
+    for _ in range(5):
+        coordinator.schedule(counting(total), args=(1.0,))
+    coordinator.join(clusters.SECONDS)
+    assert float(total.numpy()) == 6.0
+    assert deaths(recovered, "ps", server) == before + 1
+
+
+def test_a_worker_joins_and_works(recovered, coordinator) -> None:
+    index = coordinator.add_worker()
+    clusters.wait_until_whole(recovered)
+
+    def who():
+        import time
+
+        time.sleep(0.05)
+        return ks.get_current_worker_index()
+
+    found = coordinator.fetch([coordinator.schedule(who) for _ in range(24)])
+    assert index in found
+    assert f"worker {index}" in str(coordinator.status())
+
+
+def test_fit_and_evaluate_are_exact_while_workers_die(recovered) -> None:
+    class Killer(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3 and clusters.is_whole(recovered):
+                clusters.kill(recovered, "worker", 0)
+
+        def on_test_batch_end(self, batch, logs=None):
+            if batch == 2:
+                clusters.wait_until_whole(recovered)
+                clusters.kill(recovered, "worker", 1)
+
+    class Rows(keras.metrics.Metric):
+        """Counts rows."""
+
+        def __init__(self):
+            super().__init__(name="rows")
+            self.rows = self.add_weight(name="rows", initializer="zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.rows.assign_add(keras.ops.sum(keras.ops.ones_like(y_true)))
+
+        def result(self):
+            return self.rows.value
+
+    x, y = clusters.clicks(96)
+    with recovered.scope():
+        model = clusters.two_inputs(keras.optimizers.SGD(0.01))
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae", Rows()])
+    history = model.fit(
+        x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Killer()]
+    ).history
+    assert history["rows"] == [96.0, 96.0]
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 24
+
+    expected = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+    found = model.evaluate(
+        x, y, batch_size=8, verbose=0, return_dict=True, callbacks=[Killer()]
+    )
+    assert found["rows"] == 96.0
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)

@@ -1,0 +1,175 @@
+"""`fit`, `evaluate` and `predict` on parameter servers, against one device."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from parameter_server import clusters
+
+pytestmark = pytest.mark.multiprocess
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.05),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=1.0),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "nadam_schedule": lambda: keras.optimizers.Nadam(
+        keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5), global_clipnorm=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_staleness_it_equals_one_device(synchronous, name) -> None:
+    x, y = clusters.clicks()
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    expected = clusters.two_inputs(OPTIMIZERS[name]())
+    history = expected.fit(x, y, epochs=2, **options).history
+    with synchronous.scope():
+        model = clusters.two_inputs(OPTIMIZERS[name]())
+    found = model.fit(x, y, epochs=2, **options).history
+
+    for log, numbers in history.items():
+        np.testing.assert_allclose(found[log], numbers, rtol=1e-5, err_msg=log)
+    tolerance = 1e-5 if "sgd" in name else 1e-4
+    pairs = zip(
+        clusters.values(model.weights), clusters.values(expected.weights), strict=True
+    )
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 24
+    np.testing.assert_allclose(
+        model.evaluate(x, y, batch_size=7, verbose=0),
+        expected.evaluate(x, y, batch_size=7, verbose=0),
+        rtol=1e-4,
+    )
+    np.testing.assert_allclose(
+        model.predict(x, batch_size=7, verbose=0),
+        expected.predict(x, batch_size=7, verbose=0),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_constraints_hold_for_whole_variables_only(asynchronous, synchronous) -> None:
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((2,), dtype="int32"),
+                keras.layers.Embedding(10, 4, embeddings_constraint="non_neg"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1, kernel_constraint="non_neg"),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    x, y = np.arange(20).reshape(10, 2) % 10, np.full((10, 1), -1.0)
+    with asynchronous.scope():
+        model = build()
+    model.fit(x, y, batch_size=5, verbose=0)
+    assert all(weights.min() >= 0 for weights in clusters.values(model.weights[:2]))
+    with synchronous.scope():
+        model = build()
+    with pytest.raises(ks.errors.InvalidArgumentError, match="cut into 2 parts"):
+        model.fit(x, y, batch_size=5, verbose=0)
+
+
+def test_loss_scales_are_refused(asynchronous) -> None:
+    with asynchronous.scope():
+        model = clusters.two_inputs(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        )
+    x, y = clusters.clicks(16)
+    with pytest.raises(ks.errors.InvalidArgumentError, match="mixed_bfloat16"):
+        model.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_variables_are_cut_and_described(synchronous) -> None:
+    with synchronous.scope():
+        variable = keras.Variable(np.arange(10.0).reshape(5, 2), name="table")
+    first = synchronous.registry.describe(variable).parts[0].server
+    place = f"2 parts on ps:{first} [0:3], ps:{1 - first} [3:5]"
+    assert place in repr(variable)
+    np.testing.assert_array_equal(variable[3:, 1], [7.0, 9.0])
+    np.testing.assert_array_equal(variable[[4, 0]], [[8.0, 9.0], [0.0, 1.0]])
+    variable.assign_add(np.ones((5, 2)))
+    np.testing.assert_array_equal(variable.numpy()[4], [9.0, 10.0])
+    with pytest.raises(ks.errors.InvalidArgumentError, match="outside of the strategy"):
+        synchronous.registry.describe(keras.Variable(1.0))
+
+
+def test_saved_weights_open_without_a_strategy(synchronous, tmp_path) -> None:
+    with synchronous.scope():
+        model = clusters.two_inputs("adam")
+    x, y = clusters.clicks(16)
+    model.fit(x, y, batch_size=8, verbose=0)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    alone = keras.saving.load_model(path)
+    for ours, theirs in zip(
+        clusters.values(model.weights), clusters.values(alone.weights), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    assert len(alone.optimizer.variables) == len(model.optimizer.variables)
+
+
+def test_asynchronous_training_learns_and_counts_each_step_once(asynchronous) -> None:
+    with asynchronous.scope():
+        model = clusters.two_inputs(keras.optimizers.Adam(0.02))
+    x, y = clusters.clicks(192)
+    seen = []
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append((batch, logs["loss"]))
+    )
+    history = model.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=3,
+        verbose=0,
+        callbacks=[callback],
+        validation_data=(x, y),
+    ).history
+    assert [batch for batch, _ in seen] == list(range(24)) * 3
+    assert history["loss"][-1] < 0.7 * history["loss"][0]
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 72
+    clusters.wait_until_whole(asynchronous)
+    status = ks.ClusterCoordinator(asynchronous).status()
+    workers = len(asynchronous.cluster.dispatcher.workers)
+    assert status.workers_alive == workers and "worker 1" in str(status)
+
+
+def test_only_touched_rows_travel(asynchronous) -> None:
+    def bytes_per_step(rows: int) -> float:
+        with asynchronous.scope():
+            model = clusters.two_inputs(keras.optimizers.Adagrad(0.1), ids=rows)
+        x, y = clusters.clicks(96)
+        coordinator = ks.ClusterCoordinator(asynchronous)
+        before = coordinator.status()
+        model.fit(x, y, batch_size=8, verbose=0)
+        after = coordinator.status()
+        total = (
+            after.bytes_per_step * after.steps - before.bytes_per_step * before.steps
+        )
+        return total / (after.steps - before.steps)
+
+    small, large = bytes_per_step(40), bytes_per_step(40_000)
+    assert large < 1.5 * small
+    assert large < 40_000 * 4 * 4 / 10
+
+
+def test_a_step_that_raises_reaches_the_caller_and_fit_works_again(
+    asynchronous,
+) -> None:
+    with asynchronous.scope():
+        model = clusters.two_inputs("sgd")
+    x, y = clusters.clicks(16)
+    wrong = [x[0], x[1] + 1000]
+    with pytest.raises(ks.errors.InvalidArgumentError, match="was looked up, which"):
+        model.fit(wrong, y, batch_size=8, verbose=0)
+    model.fit(x, y, batch_size=8, verbose=0)

@@ -1,0 +1,125 @@
+"""Partitioners and placement: tables of cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.variables.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    number_of_parts,
+    split_rows,
+)
+from keras_strategies.variables.placement import Part, RoundRobin
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "sizes"),
+    [
+        (13, 5, [3, 3, 3, 2, 2]),
+        (10, 1, [10]),
+        (3, 3, [1, 1, 1]),
+        (12, 4, [3, 3, 3, 3]),
+        (0, 1, [0]),
+    ],
+)
+def test_rows_are_split_div(rows, parts, sizes) -> None:
+    ranges = split_rows(rows, parts)
+    assert [stop - start for start, stop in ranges] == sizes
+    assert [start for start, _ in ranges[1:]] == [stop for _, stop in ranges[:-1]]
+    assert ranges[0][0] == 0 and ranges[-1][1] == rows
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "dtype", "expected"),
+    [
+        (FixedShardsPartitioner(2), (10, 3), "float32", (2, 1)),
+        (FixedShardsPartitioner(4), (3, 2), "float32", (3, 1)),
+        (FixedShardsPartitioner(4), (), "float32", ()),
+        # Rows of 16 bytes.
+        (MinSizePartitioner(64, max_shards=10), (24, 4), "float32", (6, 1)),
+        (MinSizePartitioner(64, max_shards=3), (24, 4), "float32", (3, 1)),
+        (MinSizePartitioner(65, max_shards=10), (24, 4), "float32", (4, 1)),
+        (MinSizePartitioner(10**6, max_shards=10), (24, 4), "float32", (1, 1)),
+        (MinSizePartitioner(), (10**6, 8), "float32", (1, 1)),
+        (MinSizePartitioner(32, 10, bytes_per_string=8), (16,), "string", (4,)),
+        (MaxSizePartitioner(64), (24, 4), "float32", (6, 1)),
+        (MaxSizePartitioner(79), (24, 4), "float32", (6, 1)),
+        (MaxSizePartitioner(80), (24, 4), "float32", (5, 1)),
+        (MaxSizePartitioner(8), (24, 4), "float32", (24, 1)),
+        (MaxSizePartitioner(64, max_shards=2), (24, 4), "float32", (2, 1)),
+        (MaxSizePartitioner(64), (24, 4), "bfloat16", (3, 1)),
+        (MaxSizePartitioner(10**6), (24, 4), "float32", (1, 1)),
+    ],
+)
+def test_partitioners(partitioner, shape, dtype, expected) -> None:
+    assert partitioner(shape, dtype) == expected
+    if shape:
+        assert number_of_parts(partitioner, shape, dtype) == expected[0]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 24, 100])
+@pytest.mark.parametrize("limit", [1, 16, 40, 64, 100, 10_000])
+def test_no_part_is_smaller_or_larger_than_its_limit(rows, limit) -> None:
+    shape, row = (rows, 4), 16
+    (least, _) = MinSizePartitioner(limit, max_shards=50)(shape, "float32")
+    sizes = [(stop - start) * row for start, stop in split_rows(rows, least)]
+    assert least == 1 or min(sizes) >= limit
+    (most, _) = MaxSizePartitioner(limit)(shape, "float32")
+    sizes = [(stop - start) * row for start, stop in split_rows(rows, most)]
+    assert max(sizes) <= max(limit, row)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FixedShardsPartitioner(0), "`num_shards` is a number, 1 or more"),
+        (lambda: MinSizePartitioner(0), "`min_shard_bytes` is a number"),
+        (lambda: MinSizePartitioner(8, max_shards=-1), "`max_shards` is a number"),
+        (lambda: MaxSizePartitioner(8.5), "Received: max_shard_bytes=8.5"),
+        (lambda: MaxSizePartitioner(8, max_shards=0), "`max_shards` is a number"),
+        (lambda: FixedShardsPartitioner(2)((4, 4), "float32", axis=1), "first axis"),
+    ],
+)
+def test_numbers_that_cannot_be(make, message) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ((2,), "one number of parts, 1 or more, for each axis"),
+        ((1, 2), "along their first axis only"),
+        ((0, 1), "one number of parts"),
+        (3, "one number of parts"),
+        ((9, 1), "has only 4 rows"),
+    ],
+)
+def test_callables_are_checked(returned, message) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        number_of_parts(lambda shape, dtype: returned, (4, 8), "float32")
+
+
+def test_a_callable_may_choose_by_shape() -> None:
+    def partitioner(shape, dtype):
+        return (2 if shape[0] > 10 else 1, *(1 for _ in shape[1:]))
+
+    assert number_of_parts(partitioner, (4, 8), "float32") == 1
+    assert number_of_parts(partitioner, (40, 8), "float32") == 2
+    assert number_of_parts(partitioner, (), "float32") == 1
+
+
+def test_parts_go_round_the_servers() -> None:
+    places = RoundRobin(2, FixedShardsPartitioner(3))
+    assert places.place((4, 8), "float32") == (
+        Part(0, 0, 2),
+        Part(1, 2, 3),
+        Part(0, 3, 4),
+    )
+    assert places.place((), "float32") == (Part(1, 0, 1),)
+    assert [RoundRobin(3).place((9,), "float32")[0].server for _ in range(2)] == [0, 0]
+    whole = RoundRobin(3)
+    assert [whole.place((9,), "float32")[0].server for _ in range(4)] == [0, 1, 2, 0]

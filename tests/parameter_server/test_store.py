@@ -1,0 +1,177 @@
+"""One parameter server, in this process: updates that count once, and its files."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.coordinator import server as server_module
+from keras_strategies.coordinator.roster import Roster
+from keras_strategies.coordinator.server import ParameterServer, Step
+
+KEY = (0, 0)
+
+
+def begun(folder=None, owner: str = "me") -> ParameterServer:
+    server = ParameterServer(0, None if folder is None else str(folder))
+    server.handle(("begin", owner))
+    return server
+
+
+def read(server: ParameterServer, key=KEY) -> list[float]:
+    return server.handle(("read", (key, 0, 100))).tolist()
+
+
+def adding(closure: int, number: int, done: int = 0) -> tuple[str, Step, str]:
+    adds = ((KEY, np.ones(2, "float32")),)
+    return "step", Step(update=(closure, number), done=done, adds=adds), "me"
+
+
+def test_a_step_counts_once_also_after_a_restart(tmp_path) -> None:
+    server = begun(tmp_path)
+    server.handle(("create", [(KEY, np.zeros(2, "float32"))]))
+    for _ in range(2):
+        pulled = server.handle(adding(5, 0))
+    assert read(server) == [1.0, 1.0] and pulled.version == 1
+    server.handle(("snapshot", None))
+
+    server = ParameterServer(0, str(tmp_path))
+    assert server.is_restored
+    server.handle(("begin", "me"))
+    server.handle(adding(5, 0))
+    assert read(server) == [1.0, 1.0]
+    server.handle(adding(5, 1))
+    server.handle(adding(7, 0, done=6))
+    # Closures below 6 are done; what still arrives of them has been made.
+    server.handle(adding(5, 2))
+    assert read(server) == [3.0, 3.0]
+
+
+def test_an_addition_counts_once(tmp_path) -> None:
+    server = begun(tmp_path)
+    server.handle(("create", [(KEY, np.zeros(2, "float32"))]))
+    one = np.ones(2, "float32")
+    for sender, number in (("a", 0), ("a", 0), ("b", 0), ("a", 1)):
+        server.handle(("add", (KEY, one, sender, number)))
+    assert read(server) == [3.0, 3.0]
+
+
+def test_what_began_after_a_snapshot_is_there_again(tmp_path) -> None:
+    server = begun(tmp_path)
+    first = np.array([1.5, 2.5], ml_dtypes.bfloat16)
+    server.handle(("create", [(KEY, first)]))
+    server.handle(("snapshot", None))
+    server.handle(("create", [((1, 4), np.arange(3.0))]))
+    server.handle(("create", [((2, 0), np.array(True))]))
+    # The process died while it wrote the last of them.
+    (journal,) = tmp_path.glob("*.journal")
+    journal.write_bytes(journal.read_bytes()[:-3])
+
+    again = ParameterServer(0, str(tmp_path))
+    assert again.is_restored
+    assert again.handle(("read", (KEY, 0, 2))).dtype == first.dtype
+    assert read(again) == [1.5, 2.5]
+    assert read(again, (1, 4)) == [0.0, 1.0, 2.0]
+    with pytest.raises(ks.errors.PeerError, match="has no part"):
+        read(again, (2, 0))
+    # The next snapshot has all of it.
+    again.handle(("add", ((1, 4), np.ones(3), "a", 0)))
+    again.handle(("snapshot", None))
+    assert not list(tmp_path.glob("*.journal"))
+    assert read(ParameterServer(0, str(tmp_path)), (1, 4)) == [1.0, 2.0, 3.0]
+
+
+def test_another_coordinators_server_begins_anew(tmp_path) -> None:
+    server = begun(tmp_path)
+    server.handle(("create", [(KEY, np.zeros(2, "float32"))]))
+    server.handle(("snapshot", None))
+    server = ParameterServer(0, str(tmp_path))
+    server.handle(("begin", "you"))
+    with pytest.raises(ks.errors.PeerError, match="belongs to another coordinator"):
+        server.handle(adding(0, 0))
+    with pytest.raises(ks.errors.PeerError, match="holds 0 parts"):
+        read(server)
+    server.handle(("create", [(KEY, np.full(2, 7.0))]))
+    assert read(server) == [7.0, 7.0]
+    assert not list(tmp_path.glob("*.snapshot"))
+
+
+def test_a_snapshot_that_is_cut_off_is_said(tmp_path) -> None:
+    server = begun(tmp_path)
+    server.handle(("create", [(KEY, np.zeros(200))]))
+    path = tmp_path / "ps-0.snapshot"
+    server.handle(("snapshot", None))
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ks.errors.PeerError, match=r"ps-0.snapshot is cut off"):
+        ParameterServer(0, str(tmp_path))
+
+
+def test_snapshots_begin_before_the_interval_is_over(tmp_path, monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(server_module.time, "monotonic", lambda: now[0])
+    server = ParameterServer(0, str(tmp_path), interval=10.0)
+    server.handle(("begin", "me"))
+    server.handle(("create", [(KEY, np.zeros(2, "float32"))]))
+    path = tmp_path / "ps-0.snapshot"
+    now[0] = 106.0
+    server.idle()
+    assert not path.exists()
+    now[0] = 107.5
+    server.idle()
+    assert path.exists()
+    assert server.idle_seconds == 1.0
+
+
+def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
+    monkeypatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(
+        "keras_strategies.coordinator.roster.time.monotonic", lambda: now[0]
+    )
+    sent, lost, broken = [], [], []
+    roster = Roster(
+        2,
+        1,
+        starts=lambda *name: name,
+        silence=8.0,
+        can_restore=False,
+        name="me",
+        send=lambda receiver, message: sent.append(message),
+        lost=lambda worker, reason: lost.append((worker.index, reason)),
+        broken=broken.append,
+        changed=lambda: None,
+    )
+    roster.handle("manager", b"m", 1)
+    for index in (0, 1):
+        roster.handle("hello", b"w%d" % index, (index, 0, 50 + index))
+    assert sent == [("welcome", "me")] * 2
+    assert roster.missing() == ["parameter server 0"]
+    roster.handle("server", b"s", (0, 0, 60, False))
+    now[0] += 30
+    roster.look_for_silence()
+    assert not lost
+
+    def pass_time(seconds: float) -> None:
+        until = now[0] + seconds
+        while now[0] < until:
+            now[0] += 1
+            roster.handle("beat", b"b", (0, 0))
+            roster.handle("beat", b"b", (("ps", 0), 0))
+            roster.look_for_silence()
+
+    pass_time(7)
+    assert not lost
+    pass_time(3)
+    assert lost == [(1, "it gave no sign of life for 8 seconds")]
+    assert ("kill", ("worker", 1, 0, 51)) in sent
+    assert ("start", ("worker", 1, 1)) in sent
+    # An old process's sign is not the new one's.
+    roster.handle("hello", b"old", (1, 0, 51))
+    assert not roster.workers[1].is_alive
+    roster.handle("ended", b"m", ("ps", 0, 0, "it was killed"))
+    (error,) = broken
+    assert isinstance(error, ks.errors.ServerLostError)
+    assert "Parameter server 0 died: it was killed" in str(error)
