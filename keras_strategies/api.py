@@ -50,6 +50,7 @@ from keras_strategies.training.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,
 )
+from keras_strategies.training.sidecar import Evaluation, SidecarEvaluator
 from keras_strategies.training.steps import function, value_and_grad
 from keras_strategies.types import (
     AutoShardPolicy,
@@ -78,6 +79,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "Evaluation",
     "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
@@ -98,6 +100,7 @@ __all__ = [
     "RemoteValue",
     "ReplicaContext",
     "Server",
+    "SidecarEvaluator",
     "Status",
     "Strategy",
     "StrategyExtended",

@@ -138,3 +138,16 @@ def test_mnist_example_trains_without_a_network() -> None:
     accuracy = re.search(r"test accuracy: ([\d.]+)", output)
     assert accuracy is not None, output
     assert float(accuracy[1]) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_recommender_finds_the_tastes_that_it_was_not_told() -> None:
+    output = run("recommender.py")
+    auc = re.search(r"never shown: ([\d.]+)", output)
+    liked = re.search(r"users like (\d+)%", output)
+    assert auc is not None and liked is not None, output
+    assert float(auc[1]) > 0.9
+    assert int(liked[1]) > 90
+    # Three epochs of 200 steps, each done once; ten for the test, five to recommend.
+    assert "\n615 steps done, 0 under way, 0 queued" in output

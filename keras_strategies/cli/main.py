@@ -127,7 +127,10 @@ def _parser() -> argparse.ArgumentParser:
         "its end is the end of all",
     )
     launch.add_argument(
-        "--evaluator", action="store_true", help="an evaluator beside the cluster"
+        "--evaluator",
+        action="store_true",
+        help="an evaluator beside the cluster; when the others are done it gets "
+        "SIGTERM, and --grace-seconds for the last checkpoint",
     )
     launch.add_argument(
         "--devices-per-worker",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keras_strategies.cluster import tf_config
-from keras_strategies.cluster.environment import DEVICES_PER_WORKER
+from keras_strategies.cluster.environment import DEVICES_PER_WORKER, SECRET
 from keras_strategies.cluster.local import free_addresses
 from keras_strategies.errors import InvalidArgumentError
 
@@ -80,10 +81,12 @@ class LocalCluster:
     def decisive(self) -> frozenset[Task]:
         """The tasks whose end is the end of the cluster.
 
-        Parameter servers, and workers that get their work from a chief, run until
-        they are told to end.
+        Parameter servers, workers that get their work from a chief, and an evaluator,
+        which waits for the next checkpoint, run until they are told to end.
         """
-        serving = {"ps", "worker"} if self.ps and self.chief else {"ps"}
+        serving = {"ps", "evaluator"}
+        if self.ps and self.chief:
+            serving.add("worker")
         return frozenset(task for task in self.tasks if task.job not in serving)
 
     @property
@@ -111,9 +114,11 @@ class LocalCluster:
         # Processes side by side share the cores instead of competing for them.
         threads = max(1, _cores() // len(self.tasks))
         devices = self._devices(visible_gpus(outer))
+        secret = {SECRET: secrets.token_hex()} if self.ps else {}
         return {
             task: {
                 THREADS: str(threads),
+                **secret,
                 **outer,
                 "PYTHONUNBUFFERED": "1",
                 tf_config.VARIABLE: json.dumps(

@@ -12,6 +12,9 @@ from keras_strategies.cluster.resolver import ClusterResolver
 #: launcher sets it for `--devices-per-worker`.
 DEVICES_PER_WORKER = "KS_DEVICES_PER_WORKER"
 
+#: What all tasks of a cluster with parameter servers have been given, and nobody else.
+SECRET = "KS_CLUSTER_SECRET"
+
 
 def find_cluster() -> ClusterResolver | None:
     """The resolver for what is set in the environment.

@@ -20,11 +20,13 @@ from keras_strategies.coordinator.beats import start_beating
 from keras_strategies.coordinator.dispatch import Dispatcher
 from keras_strategies.coordinator.execution import Execution, WorkerReceiver
 from keras_strategies.coordinator.processes import (
+    LEAST_STORE_BYTES,
     Manager,
     Start,
     environment,
     private_folder,
 )
+from keras_strategies.coordinator.ray_channel import STORE_BYTES
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.states import LocalVariables
 from keras_strategies.coordinator.transport import Connection, Keys, Service
@@ -44,6 +46,7 @@ class ClusterOptions:
     timeout_seconds: float = 120.0
     silence_seconds: float = 30.0
     start_seconds: float = 180.0
+    channel: str = "zeromq"
 
 
 class Cluster:
@@ -106,7 +109,10 @@ class Cluster:
                 count = options.workers + options.servers
                 threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
                 self._manager = Manager(
-                    self._service.address, environment(threads), count
+                    self._service.address,
+                    environment(threads),
+                    count,
+                    STORE_BYTES if options.channel == "ray" else LEAST_STORE_BYTES,
                 )
                 self.dispatcher.start_all()
             self.dispatcher.wait_ready(options.start_seconds)
@@ -138,6 +144,7 @@ class Cluster:
             common |= {
                 "addresses": self._addresses,
                 "timeout": self.options.timeout_seconds,
+                "channel": self.options.channel,
             }
         return Start(kind, index, incarnation, entry, common)
 
@@ -220,6 +227,7 @@ def worker_process(
     timeout: float,
     make_strategy: Callable[[Worker], Any],
     patience: float = math.inf,
+    channel: str = "zeromq",
 ) -> None:
     """A worker's process.
 
@@ -232,10 +240,11 @@ def worker_process(
         timeout: float, seconds that a server may take to answer.
         make_strategy: makes what `ks.get_strategy()` returns in closures.
         patience: float, seconds that the coordinator may be gone.
+        channel: str, what carries steps.
     """
     engine = get_engine()
     receiver = WorkerReceiver(engine)
-    servers = Servers(addresses, keys, timeout)
+    servers = Servers(addresses, keys, timeout, channel=channel)
     connection = Connection(control, keys, "the coordinator")
     worker = Worker(
         index, connection, Execution(servers, receiver, engine), incarnation, patience

@@ -158,18 +158,15 @@ class Execution:
         lookups = program.lookups(batch)
         described = self.receiver.describe
         ids: list[tuple[Any, np.ndarray]] = []
+        positions: list[Any] = [None] * len(lookups)
         for table in program.variables.tables:
             rows = described(table).shape[0]
-            wanted = [_checked(i, rows, table) for t, i in lookups if t is table]
-            found = np.unique(np.concatenate(wanted)) if wanted else np.empty(0, int)
+            asked = [i for i, (t, _) in enumerate(lookups) if t is table]
+            wanted = [_checked(lookups[i][1], rows, table) for i in asked]
+            found, places = _unique(wanted)
             ids.append((table, found))
-        by_table = {id(table): found for table, found in ids}
-        positions = [
-            np.searchsorted(
-                by_table[id(table)], _wrapped(i, described(table).shape[0])
-            ).astype(np.int32)
-            for table, i in lookups
-        ]
+            for i, where in zip(asked, places, strict=True):
+                positions[i] = where.reshape(lookups[i][1].shape)
         whole: dict[int, list[tuple[Any, int, int]]] = {}
         for variable in program.variables.others:
             about = described(variable)
@@ -354,6 +351,18 @@ def _cut(about: Described, ids: np.ndarray) -> list[tuple[Any, int, int]]:
     lows = [0, *bounds.tolist()]
     highs = [*bounds.tolist(), len(ids)]
     return list(zip(about.parts, lows, highs, strict=True))
+
+
+def _unique(
+    wanted: Sequence[np.ndarray],
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Sorted ids without repeats, and where each of the wanted ones is in them."""
+    if not wanted:
+        return np.empty(0, np.int64), []
+    joined = wanted[0] if len(wanted) == 1 else np.concatenate(wanted)
+    found, where = np.unique(joined, return_inverse=True)
+    ends = np.cumsum([len(each) for each in wanted])[:-1]
+    return found, np.split(where.astype(np.int32), ends)
 
 
 def _wrapped(ids: np.ndarray, rows: int) -> np.ndarray:

@@ -28,10 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keras_strategies.coordinator.ray_channel import actor_name
 from keras_strategies.coordinator.transport import Connection
 
 #: Seconds after which a manager that does not end is killed.
 _END_SECONDS = 20.0
+#: Bytes of Ray's object store where it carries nothing; it wants no fewer.
+LEAST_STORE_BYTES = 80 << 20
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,13 @@ class Setup:
         control: str, the coordinator's address.
         folder: str, for Ray's files.
         cpus: int, what Ray is told that there are.
+        store_bytes: int, bytes of Ray's object store.
     """
 
     control: str
     folder: str
     cpus: int
+    store_bytes: int
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,16 @@ class Manager:
         control: str, where the coordinator listens.
         environment: dict, for the manager and all that it starts.
         cpus: int, how many processes Ray is to allow for.
+        store_bytes: int, bytes of Ray's object store.
     """
 
-    def __init__(self, control: str, environment: dict[str, str], cpus: int):
+    def __init__(
+        self,
+        control: str,
+        environment: dict[str, str],
+        cpus: int,
+        store_bytes: int = LEAST_STORE_BYTES,
+    ):
         self._folder = tempfile.TemporaryDirectory(prefix="ks-ray-")
         token = secrets.token_hex(32)
         self._process = subprocess.Popen(
@@ -98,7 +110,7 @@ class Manager:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        setup = Setup(control, self._folder.name, cpus)
+        setup = Setup(control, self._folder.name, cpus, store_bytes)
         self._process.stdin.write(pickle.dumps(setup))
         self._process.stdin.flush()
 
@@ -153,7 +165,7 @@ def _start_ray(setup: Setup) -> Any:
         num_cpus=setup.cpus,
         include_dashboard=False,
         logging_level=logging.ERROR,
-        object_store_memory=80 << 20,
+        object_store_memory=setup.store_bytes,
         _node_ip_address="127.0.0.1",
         _temp_dir=setup.folder,
     )
@@ -173,7 +185,9 @@ def _manage(ray: Any, connection: Connection, gone: threading.Event) -> None:
         if message is not None:
             _, (kind, value) = message
             if kind == "start":
-                actor = host.options(name=None).remote()
+                is_server = value.kind == "ps"
+                name = actor_name(value.index, value.incarnation) if is_server else None
+                actor = host.options(name=name).remote()
                 ended = actor.run.remote(value.entry, value.arguments)
                 running[ended] = (value, actor, 0)
             elif kind == "kill":
@@ -213,6 +227,13 @@ class _Host:
     def run(self, entry: str, arguments: dict[str, Any]) -> None:
         module, function = entry.split(":")
         getattr(importlib.import_module(module), function)(**arguments)
+
+    def request(self, message: Any) -> tuple[str, Any]:
+        """A request to a parameter server, while `run` goes on."""
+        # Ray sends this class by value; the handler is that of the process it runs in.
+        from keras_strategies.coordinator.ray_channel import HANDLER
+
+        return HANDLER(message)
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from keras_strategies.cluster.environment import SECRET
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.spec import (
     ClusterSpec,
@@ -16,8 +17,6 @@ from keras_strategies.coordinator.cluster import server_process
 from keras_strategies.coordinator.transport import Keys
 from keras_strategies.errors import ClusterError, InvalidArgumentError
 
-#: What all tasks of a cluster have been given, and nobody else.
-SECRET = "KS_CLUSTER_SECRET"
 _LEAST_CHARACTERS = 16
 
 
@@ -90,7 +89,8 @@ class Server:
         if job_name not in ("worker", "ps"):
             raise ClusterError(
                 "A Server is a 'worker' or a 'ps'. Received: "
-                f"job_name={job_name!r}. The chief makes the strategy instead."
+                f"job_name={job_name!r}. The chief makes the strategy instead, and an "
+                "evaluator calls ks.SidecarEvaluator(...).start()."
             )
         self._job = job_name
         self._index = int(task_index or 0)

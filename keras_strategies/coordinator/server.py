@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.coordinator.ray_channel import HANDLER
 from keras_strategies.coordinator.snapshots import Snapshots
 from keras_strategies.coordinator.store import Key, Store, UpdateId
-from keras_strategies.coordinator.transport import Keys, Service, serve
+from keras_strategies.coordinator.transport import Keys, Service, answer, serve
 from keras_strategies.coordinator.updates import Updater
 from keras_strategies.errors import PeerError
 
@@ -256,14 +258,26 @@ def main(
         ready: called with the server when it listens.
     """
     server = ParameterServer(index, snapshots, interval)
+    # Ray's requests come on threads of its own.
+    lock = threading.Lock()
+
+    def handle(message: Any) -> Any:
+        with lock:
+            return server.handle(message)
+
+    def idle() -> None:
+        with lock:
+            server.idle()
+
+    HANDLER.serve(lambda message: answer(handle, message))
     service = Service(address, keys)
     try:
         ready(server)
         serve(
             service,
-            server.handle,
+            handle,
             lambda: server.is_stopped,
-            server.idle,
+            idle,
             server.idle_seconds,
         )
     finally:

@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.coordinator.channel import Channel
 from keras_strategies.coordinator.pickling import Described
 from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.transport import Connection, Keys
-from keras_strategies.errors import WorkerError
+from keras_strategies.errors import InvalidArgumentError, WorkerError
+
+#: What may carry the steps of workers.
+CHANNELS = ("zeromq", "ray")
 
 _CHUNK_BYTES = 32 << 20
 
@@ -26,6 +30,7 @@ class Servers:
         keys: `Keys` for TCP.
         timeout: float, seconds that a server may take to answer, a restart included.
         owner: str, the coordinator's name; of another one's steps, none is made.
+        channel: str, what carries requests, one of `CHANNELS`.
     """
 
     def __init__(
@@ -34,11 +39,11 @@ class Servers:
         keys: Keys | None,
         timeout: float,
         owner: str | None = None,
+        channel: str = "zeromq",
     ):
         self.owner = owner
         self._connections = [
-            Connection(address, keys, f"parameter server {i}")
-            for i, address in enumerate(addresses)
+            _connected(channel, i, address, keys) for i, address in enumerate(addresses)
         ]
         self._timeout = timeout
         self._is_closed = False
@@ -177,6 +182,28 @@ class Servers:
             self._is_closed = True
             for connection in self._connections:
                 connection.close()
+
+
+def check_channel(channel: str, is_local: bool) -> None:
+    """Refuses what cannot carry steps."""
+    if channel not in CHANNELS:
+        raise InvalidArgumentError(
+            f"`channel` is one of {', '.join(map(repr, CHANNELS))}. "
+            f"Received: {channel!r}"
+        )
+    if channel == "ray" and not is_local:
+        raise InvalidArgumentError(
+            "`channel='ray'` is for clusters that the strategy starts on this machine. "
+            "`ks.Server`s at named addresses have no Ray; leave `channel` out."
+        )
+
+
+def _connected(channel: str, index: int, address: str, keys: Keys | None) -> Channel:
+    if channel == "ray":
+        from keras_strategies.coordinator.ray_channel import RayChannel
+
+        return RayChannel(index)
+    return Connection(address, keys, f"parameter server {index}")
 
 
 def _row_bytes(described: Described) -> int:

@@ -80,9 +80,19 @@ class Store:
                 f"{len(self.arrays)} parts."
             ) from None
 
+    def own(self, key: Key) -> np.ndarray:
+        """The array of a part, to be changed in place.
+
+        After an update it may be a framework's memory, which is read-only.
+        """
+        array = self.get(key)
+        if not array.flags.writeable:
+            array = self.arrays[key] = np.array(array)
+        return array
+
     def write(self, key: Key, value: np.ndarray, start: int = 0) -> None:
         """Sets consecutive rows of a part, or all of a scalar."""
-        array = self.get(key)
+        array = self.own(key)
         if array.ndim == 0:
             array[...] = value
         else:
@@ -90,7 +100,7 @@ class Store:
 
     def add(self, key: Key, delta: np.ndarray) -> None:
         """Adds to a part."""
-        array = self.get(key)
+        array = self.own(key)
         if array.dtype == bool:
             array[...] = delta
         else:
@@ -110,6 +120,23 @@ def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
     """An array with zeros below it."""
     if len(array) == rows:
         return array
-    padded = np.zeros((rows, *array.shape[1:]), array.dtype)
+    padded = np.empty((rows, *array.shape[1:]), array.dtype)
     padded[: len(array)] = array
+    padded[len(array) :] = 0
     return padded
+
+
+def put_rows(array: np.ndarray, ids: np.ndarray, rows: np.ndarray) -> None:
+    """Sets some rows of an array.
+
+    NumPy sets rows number by number; taken for one item each, they are copied as
+    wholes, which takes a fifth of the time.
+    """
+    rows = np.ascontiguousarray(rows, array.dtype)
+    if not array.size or not len(ids) or not array.flags.c_contiguous:
+        array[ids] = rows
+        return
+    item = np.dtype((np.void, array.nbytes // len(array)))
+    array.reshape(len(array), -1).view(item)[:, 0][ids] = rows.reshape(
+        len(ids), -1
+    ).view(item)[:, 0]

@@ -4,7 +4,8 @@ Processes on one machine use Unix sockets in a folder that only their user may e
 between machines it is TCP, authenticated and encrypted by CurveZMQ with keys that all
 processes of the cluster, and no others, have been given. Everything has a deadline.
 
-`Service` and `Connection` are all that the rest of the package knows of it.
+`Service` and `Connection` are all that the rest of the package knows of it; workers may
+have another `Channel` to the servers (`ray_channel`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keras_strategies.coordinator.channel import Channel
 from keras_strategies.coordinator.messages import nbytes, pack, unpack
 from keras_strategies.errors import ClusterTimeoutError, PeerError
 
@@ -177,7 +179,7 @@ class Service:
             self._context.term()
 
 
-class Connection:
+class Connection(Channel):
     """Sends requests to a service, and matches the replies. For one thread.
 
     Args:
@@ -267,10 +269,6 @@ class Connection:
             raise value if isinstance(value, Exception) else PeerError(str(value))
         return value
 
-    def request(self, message: Any, timeout: float) -> Any:
-        """Sends a request and waits for its reply (see `finish`)."""
-        return self.finish(self.begin(message), timeout)
-
     def receive(self, timeout: float) -> Any:
         """The next message, whatever it is; None after `timeout` seconds."""
         ready = dict(self._poller.poll(max(0, int(timeout * 1000))))
@@ -345,14 +343,18 @@ def serve(
         received = service.receive(max(0.0, due - time.monotonic()))
         if received is not None:
             sender, (number, message) = received
-            try:
-                reply: Any = ("ok", handle(message))
-            except Exception as error:
-                reply = ("error", _portable(error))
-            service.send(sender, (number, reply))
+            service.send(sender, (number, answer(handle, message)))
         if time.monotonic() >= due:
             idle()
             due = time.monotonic() + every
+
+
+def answer(handle: Callable[[Any], Any], message: Any) -> tuple[str, Any]:
+    """What a request comes to: `("ok", reply)`, or `("error", exception)`."""
+    try:
+        return "ok", handle(message)
+    except Exception as error:
+        return "error", _portable(error)
 
 
 def _portable(error: Exception) -> Exception:

@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import Engine, bucket
-from keras_strategies.coordinator.store import Key, Store, pad_rows
+from keras_strategies.coordinator.store import Key, Store, pad_rows, put_rows
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class Updater:
                 [gradient for _, gradient in group],
             )
             for key, value in zip(keys, values, strict=True):
-                self._put(key, value)
+                store.arrays[key] = value
             for own, own_values in zip(slots, kept, strict=True):
                 for key, value in zip(own, own_values, strict=True):
-                    self._put(key, value)
+                    store.arrays[key] = value
         for key, ids, gradients in rows:
             if len(ids):
                 after = self._apply_rows(key, ids, gradients, scalars)
@@ -182,8 +182,8 @@ class Updater:
         self, key: Key, ids: np.ndarray, gradients: np.ndarray, scalars: Any
     ) -> list[np.ndarray]:
         number, start = key
-        table = self._store.get(key)
-        slots = [self._store.get((s, start)) for s in self.spec.slots[number]]
+        table = self._store.own(key)
+        slots = [self._store.own((s, start)) for s in self.spec.slots[number]]
         count = bucket(len(ids)) if self._engine.pads_rows else len(ids)
 
         def gathered(array: np.ndarray) -> np.ndarray:
@@ -200,9 +200,8 @@ class Updater:
             [[gathered(slot) for slot in slots]],
             [pad_rows(gradients, count)],
         )
-        table[ids] = values[: len(ids)]
-        for slot, new in zip(slots, kept, strict=True):
-            slot[ids] = new[: len(ids)]
+        for array, new in zip([table, *slots], [values, *kept], strict=True):
+            put_rows(array, ids, new[: len(ids)])
         return after
 
     def _as_dense(
@@ -220,15 +219,6 @@ class Updater:
             value + 1 if self.spec.templates[number] is step else value
             for number, value in zip(self.spec.scalars, scalars, strict=True)
         ]
-
-    def _put(self, key: Key, value: np.ndarray) -> None:
-        if value is not self._store.arrays[key]:
-            if not value.flags.writeable:
-                # Views of a framework's memory may not be written to in place.
-                target = self._store.arrays[key]
-                np.copyto(target, value)
-            else:
-                self._store.arrays[key] = value
 
 
 def _without_repeats(

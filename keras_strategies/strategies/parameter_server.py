@@ -23,6 +23,7 @@ from keras_strategies.coordinator.cluster import (
 )
 from keras_strategies.coordinator.registry import Registry
 from keras_strategies.coordinator.remote import cluster_keys
+from keras_strategies.coordinator.servers import check_channel
 from keras_strategies.coordinator.worker import Worker
 from keras_strategies.devices import Device
 from keras_strategies.errors import InvalidArgumentError
@@ -68,6 +69,8 @@ class ParameterServerStrategy(Strategy):
         silence_seconds: float, seconds without a sign of life after which a process is
             killed and replaced.
         start_seconds: float, seconds in which the cluster must have started.
+        channel: str, what carries the steps of a local cluster: `"zeromq"`, or `"ray"`,
+            which is slower (benchmarks/parameter_server.py).
 
     Raises:
         ValueError: for a cluster that cannot be: without a worker or a server, with two
@@ -96,6 +99,7 @@ class ParameterServerStrategy(Strategy):
         timeout_seconds: float = 120.0,
         silence_seconds: float = 30.0,
         start_seconds: float = 180.0,
+        channel: str = "zeromq",
     ):
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
@@ -124,6 +128,7 @@ class ParameterServerStrategy(Strategy):
         resolver = cluster_resolver or find_cluster() or LocalClusterResolver()
         spec = resolver.cluster_spec()
         check_parameter_server_cluster(spec)
+        check_channel(channel, isinstance(resolver, LocalClusterResolver))
         self._resolver = resolver
         self._coordinator: Any = None
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
@@ -140,6 +145,7 @@ class ParameterServerStrategy(Strategy):
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
             start_seconds=start_seconds,
+            channel=channel,
         )
         self._cluster = _cluster(resolver, options)
         self._finalizer = weakref.finalize(self, self._cluster.close)
@@ -249,7 +255,8 @@ def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> Cluster:
         raise InvalidArgumentError(
             "ParameterServerStrategy is made by the coordinator, the task 'chief'; "
             f"this process is {resolver.task_type!r} {resolver.task_id}. In workers "
-            "and parameter servers call `ks.Server(...).join()` instead."
+            "and parameter servers call `ks.Server(...).join()` instead, in an "
+            "evaluator `ks.SidecarEvaluator(...).start()`."
         )
     spec = resolver.cluster_spec()
     servers = [f"tcp://{spec.task_address('ps', i)}" for i in spec.task_indices("ps")]

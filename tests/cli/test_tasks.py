@@ -29,7 +29,7 @@ def names(found) -> list[str]:
         (LocalCluster(1, ps=1, chief=True), ["chief 0"], ["worker 0"]),
         (
             LocalCluster(1, ps=1, chief=True, evaluator=True),
-            ["chief 0", "evaluator 0"],
+            ["chief 0"],
             ["evaluator 0", "worker 0"],
         ),
     ],

@@ -23,6 +23,8 @@ from keras_strategies.backends.parameter_server import (
     regularized_scope,
 )
 
+# NumPy has these from `ml_dtypes`, or as objects.
+_WITHOUT_BUFFER = (tf.bfloat16, tf.string)
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
@@ -218,7 +220,12 @@ def _key(signature: Any) -> Any:
 
 
 def _numpy(value: Any) -> Any:
-    return value.numpy() if isinstance(value, tf.Tensor) else value
+    """An array on the memory of an eager tensor, where NumPy knows its dtype."""
+    if not isinstance(value, tf.Tensor):
+        return value
+    if value.dtype in _WITHOUT_BUFFER:
+        return value.numpy()
+    return np.asarray(memoryview(value))
 
 
 class TensorFlowEngine(Engine):

@@ -108,8 +108,8 @@ class TorchProgram(Program):
             (table, expected), where = next(places, ((None, np.empty(0)), None))
             if table is not x or not np.array_equal(ids, expected):
                 raise OtherLookupsError
-            window = x.value
-            return window[torch.from_numpy(np.asarray(where, np.int64))]
+            # Its gradient adds up rows in one pass, which that of an index does not.
+            return torch.nn.functional.embedding(torch.from_numpy(where), x.value)
 
         variables = [*self.variables.tables, *self.variables.others]
         self._clear_gradients()
@@ -191,9 +191,46 @@ def _tensors(batch: Any) -> Any:
 
 
 def _numpy(value: Any) -> Any:
+    """An array on the memory of a tensor, where NumPy knows its dtype."""
     if isinstance(value, torch.Tensor):
-        return keras.ops.convert_to_numpy(value)
+        if value.dtype == torch.bfloat16:
+            return keras.ops.convert_to_numpy(value)
+        return value.detach().cpu().numpy()
     return value if value is None else np.asarray(value)
+
+
+class _Writable:
+    """Says that the memory of an array may be written to.
+
+    Messages are read-only to NumPy, which Torch does not know. They are nobody else's:
+    what is written into one is lost with it.
+    """
+
+    def __init__(self, array: np.ndarray):
+        about = array.__array_interface__
+        self._array = array
+        self.__array_interface__ = {**about, "data": (about["data"][0], False)}
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor on the memory of an array, where Torch knows its dtype."""
+    if str(array.dtype) == "bfloat16" or not array.flags.c_contiguous:
+        tensor: torch.Tensor = keras.ops.convert_to_tensor(array)
+        return tensor
+    if not array.flags.writeable:
+        array = np.asarray(_Writable(array))
+    return torch.from_numpy(array)
+
+
+def _array_again(array: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
+    """The array whose memory a tensor was made on, if it still is on it.
+
+    Another array on it would hold the tensor, and that this one, update after update.
+    """
+    if tensor.data_ptr() == array.__array_interface__["data"][0]:
+        return array
+    found: np.ndarray = _numpy(tensor)
+    return found
 
 
 class TorchEngine(Engine):
@@ -217,7 +254,7 @@ class TorchEngine(Engine):
         return made
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        tensor = keras.ops.convert_to_tensor(value, dtype=variable._dtype)
+        tensor = keras.ops.convert_to_tensor(_tensor(value), dtype=variable._dtype)
         trains = variable.trainable and tensor.is_floating_point()
         raw = keras_compat.raw_value(variable)
         # Torch remembers the shape of what a gradient was once asked for.
@@ -242,24 +279,19 @@ class TorchEngine(Engine):
 
     def compile_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def run(scalars: Any, values: Any, slots: Any, gradients: Any) -> Any:
+            given = keras.tree.map_structure(
+                lambda a: None if a is None else _tensor(a),
+                (scalars, values, slots, gradients),
+            )
             with torch.no_grad():
-                found = update(*map(_shared, (scalars, values, slots, gradients)))
-            return keras.tree.map_structure(_numpy, list(found))
+                found = update(*given)
+            new_scalars, *others = found
+            return (
+                keras.tree.map_structure(_numpy, new_scalars),
+                *keras.tree.map_structure(_array_again, [values, slots], others),
+            )
 
         return run
-
-
-def _shared(arrays: Any) -> Any:
-    """Tensors on the memory of arrays."""
-
-    def share(array: Any) -> Any:
-        if array is None:
-            return None
-        if not array.flags.writeable or str(array.dtype) == "bfloat16":
-            return keras.ops.convert_to_tensor(array)
-        return torch.from_numpy(array)
-
-    return keras.tree.map_structure(share, arrays)
 
 
 ENGINE = TorchEngine()

@@ -1,0 +1,43 @@
+"""How rows are found and put."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from keras_strategies.coordinator.execution import _unique
+from keras_strategies.coordinator.store import Store, put_rows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(10,), (10, 3), (10, 2, 3), (10, 0)])
+def test_rows_are_put_as_numpy_does(dtype, shape) -> None:
+    random = np.random.default_rng(0)
+    array = random.normal(size=shape).astype(dtype)
+    ids = np.array([1, 4, 9])
+    rows = random.normal(size=(3, *shape[1:])).astype(dtype)
+    expected = array.copy()
+    expected[ids] = rows
+    put_rows(array, ids, rows)
+    np.testing.assert_array_equal(array, expected)
+    put_rows(array, ids[:0], rows[:0])
+    np.testing.assert_array_equal(array, expected)
+
+
+def test_read_only_memory_of_a_framework_is_left_alone() -> None:
+    store = Store()
+    store.create((0, 0), np.zeros(3))
+    of_a_framework = np.arange(3.0)
+    of_a_framework.flags.writeable = False
+    store.arrays[0, 0] = of_a_framework
+    store.add((0, 0), np.ones(3))
+    store.write((0, 0), np.full(1, 9.0), 2)
+    assert store.get((0, 0)).tolist() == [1.0, 2.0, 9.0]
+    assert of_a_framework.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_ids_of_several_lookups_are_joined() -> None:
+    found, places = _unique([np.array([5, 3, 5]), np.array([], int), np.array([9, 3])])
+    assert found.tolist() == [3, 5, 9]
+    assert [each.tolist() for each in places] == [[1, 0, 1], [], [2, 0]]

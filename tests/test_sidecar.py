@@ -1,0 +1,201 @@
+"""`SidecarEvaluator`: beside training, in a process and as a cluster's task."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from harness.processes import launch, write_script
+
+import keras_strategies as ks
+
+SECONDS = 60.0
+
+
+def model():
+    keras.utils.set_random_seed(0)
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    made.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
+    return made
+
+
+def data(seed):
+    x = np.random.default_rng(seed).normal(size=(32, 4)).astype("float32")
+    return x, x.sum(axis=1, keepdims=True)
+
+
+# For scripts, which have the same model and data.
+MODEL = f"""
+import keras
+import numpy as np
+import keras_strategies as ks
+
+{inspect.getsource(model)}
+
+{inspect.getsource(data)}
+"""
+
+
+def train(folder: Path, pattern: str, epochs: int = 3) -> list[dict[str, float]]:
+    """Trains with a checkpoint for each epoch; what each came to on other data."""
+    folder.mkdir(exist_ok=True)
+    found = []
+    made = model()
+
+    class Evaluate(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None) -> None:
+            found.append(made.evaluate(*data(1), verbose=0, return_dict=True))
+
+    save = keras.callbacks.ModelCheckpoint(
+        str(folder / pattern), save_weights_only=pattern.endswith("weights.h5")
+    )
+    made.fit(*data(0), batch_size=8, epochs=epochs, callbacks=[save, Evaluate()])
+    return found
+
+
+@pytest.mark.parametrize("pattern", ["{epoch}.keras", "{epoch}.weights.h5"])
+def test_each_checkpoint_gives_what_training_saw(tmp_path, pattern) -> None:
+    expected = train(tmp_path, pattern)
+    steps = []
+
+    class Steps(keras.callbacks.Callback):
+        def on_test_end(self, logs=None) -> None:
+            steps.append(int(self.model.optimizer.iterations.numpy()))
+
+    evaluator = ks.SidecarEvaluator(
+        model(), data(1), tmp_path, max_evaluations=3, callbacks=[Steps()]
+    )
+    found = evaluator.start()
+    assert [Path(e.path).name for e in found] == [
+        pattern.format(epoch=i) for i in (1, 2, 3)
+    ]
+    assert [e.step for e in found] == steps == [4, 8, 12]
+    for evaluation, logs in zip(found, expected, strict=True):
+        assert evaluation.logs == pytest.approx(logs, rel=1e-5)
+
+
+def test_a_file_that_is_written_again_is_evaluated_again(tmp_path) -> None:
+    evaluator = ks.SidecarEvaluator(
+        model(), data(1), tmp_path / "later", timeout_seconds=SECONDS
+    )
+    thread = threading.Thread(target=evaluator.start)
+    thread.start()
+    try:
+        trained = model()
+        (tmp_path / "later").mkdir()
+        for i in range(2):
+            trained.fit(*data(0), verbose=0)
+            # As a strategy saves: whole, or not at all.
+            trained.save(tmp_path / "part.keras")
+            (tmp_path / "part.keras").rename(tmp_path / "later" / "model.keras")
+            until = time.monotonic() + SECONDS
+            while len(evaluator.evaluations) <= i and time.monotonic() < until:
+                time.sleep(0.02)
+    finally:
+        evaluator.stop()
+        thread.join(SECONDS)
+    assert [e.step for e in evaluator.evaluations] == [1, 2]
+
+
+def test_what_is_no_checkpoint_of_the_model_is_an_error(tmp_path) -> None:
+    broken = tmp_path / "1.weights.h5"
+    broken.write_bytes(b"not a checkpoint")
+    os.utime(broken, (1.0, 1.0))
+    evaluator = ks.SidecarEvaluator(model(), data(1), tmp_path)
+    with pytest.raises(ks.errors.CheckpointError, match=r"1\.weights\.h5 cannot be"):
+        evaluator.start()
+
+
+def test_nothing_comes(tmp_path) -> None:
+    evaluator = ks.SidecarEvaluator(model(), data(1), tmp_path, timeout_seconds=0.1)
+    with pytest.raises(ks.errors.ClusterTimeoutError, match="0 evaluations"):
+        evaluator.start()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": keras.Sequential([keras.layers.Dense(1)])}, "compiled and built"),
+        ({"max_evaluations": 0}, "max_evaluations"),
+        ({"timeout_seconds": 0}, "timeout_seconds"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path, changed, message) -> None:
+    arguments = {"model": model(), "data": data(1), "checkpoint_dir": tmp_path}
+    with pytest.raises(ks.errors.InvalidArgumentError, match=message):
+        ks.SidecarEvaluator(**{**arguments, **changed})
+
+
+CLUSTER = (
+    MODEL
+    + """
+resolver = ks.cluster_resolver.TFConfigClusterResolver()
+if resolver.task_type == "evaluator":
+    evaluator = ks.SidecarEvaluator(model(), data(1), here / "saved")
+    found = evaluator.start()
+    (here / "found.json").write_text(json.dumps([[e.step, e.logs] for e in found]))
+elif resolver.task_type in ("worker", "ps"):
+    ks.Server(resolver).join()
+else:
+    strategy = ks.ParameterServerStrategy(resolver, max_staleness=0)
+    with strategy.scope():
+        made = model()
+    save = keras.callbacks.ModelCheckpoint(str(here / "saved" / "{epoch}.keras"))
+    (here / "saved").mkdir()
+    made.fit(*data(0), batch_size=8, epochs=3, callbacks=[save], shuffle=False)
+    logs = made.evaluate(*data(1), return_dict=True)
+    (here / "logs.json").write_text(json.dumps(logs))
+    strategy.close()
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_launchers_evaluator_sees_every_checkpoint(tmp_path) -> None:
+    script = write_script(tmp_path, CLUSTER)
+    process = launch(
+        *("--workers", "1", "--ps", "1", "--chief", "--evaluator"),
+        *("--grace-seconds", "60", script),
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [step for step, _ in found] == [4, 8, 12]
+    # What training evaluated itself in the end.
+    last = json.loads((tmp_path / "logs.json").read_text())
+    assert found[-1][1] == pytest.approx(last, rel=1e-4)
+    assert "[evaluator 0] 3.keras at step 12: " in process.stderr
+
+
+@pytest.mark.multiprocess
+def test_a_signal_lets_it_finish(tmp_path) -> None:
+    train(tmp_path, "{epoch}.weights.h5", epochs=2)
+    text = f"""
+evaluator = ks.SidecarEvaluator(model(), data(1), {str(tmp_path)!r})
+print("ready", flush=True)
+print(len(evaluator.start()), "evaluations")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", MODEL + text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("2.weights.h5 at step 8: "):
+                break
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, errors
+    assert output.splitlines() == ["ready", "2 evaluations"]
