@@ -1,0 +1,234 @@
+"""Parameter servers: ours on each backend against TensorFlow's own with `tf_keras`.
+
+Two workers and one server, each a process, and the coordinator share this machine's
+cores. Both sides train the same models on the same arrays in memory; every number is
+the median over launches of the steps per second of all workers together, after an epoch
+that warms up. Launches of both sides take turns. Ratios above 1 mean that ours is
+faster than the better way of TensorFlow's.
+
+It needs `tf_keras` of TensorFlow's version (`pip install --no-deps tf_keras==2.21.0`),
+since `tf.distribute.ParameterServerStrategy` cannot train a model of Keras 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from measuring import BACKENDS
+
+HERE = Path(__file__).parent
+PEER = "tf.distribute"
+#: How many times TensorFlow's better way we want to be.
+TARGETS = {
+    "sparse": {"jax": 2.5, "torch": 2.5, "tensorflow": 2.0},
+    "dense": dict.fromkeys(BACKENDS, 1.3),
+}
+CURVES = {
+    "ours": "curve-ours",
+    "tf.distribute": "curve-tensorflow",
+    "one device": "curve-one-device",
+}
+Results = dict[str, Any]
+
+
+def run(script: str, *arguments: str, backend: str) -> Any:
+    """Runs a script of this folder, which prints JSON at its end."""
+    process = subprocess.run(
+        [sys.executable, str(HERE / script), *arguments],
+        env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def speed(options: argparse.Namespace) -> Results:
+    """Steps per second, of every launch."""
+    sides = [(PEER, "tensorflow"), *((name, name) for name in options.backends)]
+    found: Results = {model: {} for model in options.models}
+    for number in range(options.rounds):
+        for model in options.models:
+            for side, backend in sides:
+                say(f"launch {number + 1} of {options.rounds}: {model}, {side}")
+                kind = "tensorflow" if side == PEER else "ours"
+                launch = run(
+                    "parameter_server_contestants.py", kind, model, backend=backend
+                )
+                say(str(launch))
+                for way, value in launch.items():
+                    found[model].setdefault(side, {}).setdefault(way, []).append(value)
+    return found
+
+
+def part(name: str) -> Any:
+    """A part that is measured on JAX alone: it is not about the backend."""
+
+    def measure(options: argparse.Namespace) -> Any:
+        say(name)
+        return run("parameter_server_parts.py", name, backend=options.backends[0])
+
+    return measure
+
+
+def curves(options: argparse.Namespace) -> Results:
+    found = {}
+    for name, script in CURVES.items():
+        say(f"loss of {name}")
+        backend = "tensorflow" if name == PEER else options.backends[0]
+        found[name] = run("parameter_server_parts.py", script, backend=backend)
+    return found
+
+
+def faults(options: argparse.Namespace) -> Results:
+    return {
+        backend: run("parameter_server_parts.py", "faults", backend=backend)
+        for backend in options.backends
+    }
+
+
+PARTS = {
+    "speed": speed,
+    "channels": part("channels"),
+    "bytes": part("bytes"),
+    "scaling": part("scaling"),
+    "curves": curves,
+    "faults": faults,
+}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# --- What a person reads ------------------------------------------------------
+
+
+def medians(found: dict[str, list[float]]) -> dict[str, float]:
+    return {way: statistics.median(values) for way, values in found.items()}
+
+
+def speed_table(found: Results) -> str:
+    lines = [
+        "| model | side | steps/s | 10 steps per call | own loop | ratio | target |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, sides in found.items():
+        best_of_peer = max(medians(sides[PEER]).values())
+        for side, launches in sides.items():
+            values = medians(launches)
+            ways = ("fit, 1 per call", "fit, 10 per call", "coordinator")
+            cells = [f"{values[way]:.1f}" if way in values else "" for way in ways]
+            if side != PEER:
+                ratio = f"{max(values.values()) / best_of_peer:.2f}"
+                cells += [ratio, f"{TARGETS[model][side]:.1f}"]
+            else:
+                cells += ["", ""]
+            lines.append("| " + " | ".join([model, side, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def pairs_table(found: dict[str, float], what: str, unit: str) -> str:
+    lines = [f"| {what} | {unit} |", "|---|---|"]
+    lines += [f"| {name} | {value:,.1f} |" for name, value in found.items()]
+    return "\n".join(lines)
+
+
+def faults_table(found: Results) -> str:
+    lines = [
+        "| fault | " + " | ".join(found) + " |",
+        "|---|" + "---|" * len(found),
+    ]
+    for name in next(iter(found.values())):
+        cells = [
+            f"{each[name]['seconds']:.1f} s, {each[name]['lost']:.0f} steps lost"
+            for each in found.values()
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tables(results: Results) -> str:
+    found = [f"All processes together on {results['cores']} cores."]
+    if "speed" in results:
+        found.append(speed_table(results["speed"]))
+    if "channels" in results:
+        found.append(pairs_table(results["channels"], "channel", "steps/s"))
+    if "bytes" in results:
+        found.append(pairs_table(results["bytes"], "rows of the table", "bytes/step"))
+    if "scaling" in results:
+        found.append(pairs_table(results["scaling"], "cluster", "steps/s"))
+    if "faults" in results:
+        found.append(faults_table(results["faults"]))
+    return "\n\n".join(found)
+
+
+def plot(results: Results, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7))
+    (speeds, moved), (scaled, losses) = axes
+    for i, (model, sides) in enumerate(results.get("speed", {}).items()):
+        best = {side: max(medians(ways).values()) for side, ways in sides.items()}
+        ratios = [value / best[PEER] for value in best.values()]
+        places = [j + 0.4 * i for j in range(len(best))]
+        speeds.bar(places, ratios, 0.38, label=model)
+        speeds.set_xticks([j + 0.2 for j in range(len(best))], list(best))
+    speeds.axhline(1, color="black", linewidth=0.8)
+    speeds.set_title("speed, TensorFlow's better way = 1")
+    if results.get("bytes"):
+        rows = [int(name) for name in results["bytes"]]
+        moved.loglog(rows, list(results["bytes"].values()), "o-", label="a step moves")
+        moved.loglog(rows, [r * 64 * 4 for r in rows], ":", label="the table has")
+        moved.set_xlabel("rows of the table")
+    moved.set_title("bytes")
+    scaling = results.get("scaling", {})
+    scaled.bar([name.replace(", ", "\n") for name in scaling], list(scaling.values()))
+    scaled.tick_params(axis="x", labelsize=7)
+    scaled.set_title(f"steps/s of the sparse model, {results['cores']} cores in all")
+    for name, values in results.get("curves", {}).items():
+        losses.plot(range(1, len(values) + 1), values, label=name)
+    losses.set_xlabel("epoch")
+    losses.set_title("loss")
+    for axis in (speeds, moved, losses):
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--backends", type=names, default=list(BACKENDS))
+    parser.add_argument("--models", type=names, default=list(TARGETS))
+    parser.add_argument("--parts", type=names, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=5, help="launches of each")
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    options.output.mkdir(exist_ok=True)
+    path = options.output / "parameter_server.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results["cores"] = len(os.sched_getaffinity(0))
+    for name in options.parts:
+        found = PARTS[name](options)
+        # Models and backends that were left out keep what they had.
+        results[name] = {**results.get(name, {}), **found}
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, options.output / "parameter_server.png")
+    print(tables(results))
+
+
+if __name__ == "__main__":
+    main()
