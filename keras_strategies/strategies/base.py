@@ -549,8 +549,8 @@ class Strategy:
         checkpoint was saved.
 
         Args:
-            model: a built `keras.Model` of this strategy with the same variables, and
-                its optimizer built.
+            model: a built `keras.Model` of this strategy with the same variables. Its
+                optimizer is built, if it is not yet.
             directory: path to the directory.
 
         Returns:
@@ -562,6 +562,7 @@ class Strategy:
         """
         self._check_owns(model, "load")
         with self.scope():
+            keras_compat.build_optimizer(model)
             return self._trainer.load_sharded(model, Path(directory))
 
     def _check_owns(self, model: Any, what: str) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -29,10 +29,15 @@ class Parts:
         workers: the workers over whose devices variables are cut.
     """
 
+    # The last one that was made in this process. A variable that was made outside of
+    # any scope, as slots can be, is gathered through it: the workers are the same.
+    last: ClassVar[weakref.ref[Parts] | None] = None
+
     def __init__(self, workers: JaxWorkers):
         self._workers = workers
         # What has been gathered, by variable, while a model is being saved.
         self._known: dict[int, Any] = {}
+        Parts.last = weakref.ref(self)
 
     def read(self, variable: Any, array: jax.Array) -> Any:
         """A variable's whole value, a NumPy array.
@@ -158,6 +163,8 @@ def reader(parts_of: Callable[[Any], Parts | None]) -> Callable[[Any, Any], Any]
         if isinstance(array, jax.core.Tracer) or not is_cut(array):
             return None
         parts = parts_of(variable)
+        if parts is None and Parts.last is not None:
+            parts = Parts.last()
         return assembled(array) if parts is None else parts.read(variable, array)
 
     return read
