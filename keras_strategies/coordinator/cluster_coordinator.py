@@ -41,6 +41,10 @@ class RemoteValue:
         self._value, self._error = value, error
         self._known.set()
 
+    def is_known(self) -> bool:
+        """Whether there is a value, or an error."""
+        return self._known.is_set()
+
     def fetch(self, timeout: float | None = None) -> Any:
         """Waits for the value.
 

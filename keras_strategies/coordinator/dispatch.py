@@ -121,6 +121,21 @@ class Dispatcher:
             self.queue.append(Pending(task, result, local))
         self._service.wake()
 
+    def wait_for_room(self, is_known: Callable[[], bool]) -> bool:
+        """Waits until a closure is done, or until nothing is queued for workers.
+
+        Args:
+            is_known: says whether the closure is done.
+
+        Returns:
+            Whether it is done.
+        """
+        with self.condition:
+            self.condition.wait_for(
+                lambda: is_known() or not self.queue or self._is_broken()
+            )
+        return is_known()
+
     def wait_until_done(self, timeout: float | None = None) -> None:
         """Waits for all closures; raises the first error."""
         with self.condition:

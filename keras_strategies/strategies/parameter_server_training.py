@@ -25,6 +25,8 @@ from keras_strategies.input.sharding import check_batch
 
 #: Closures for each worker that are scheduled ahead of their callbacks.
 _WINDOW = 3
+#: The same, while the callbacks wait for a worker that is slower than others.
+_FAR_WINDOW = 64
 
 
 class ModelTraining:
@@ -314,9 +316,15 @@ class ModelTraining:
                 value = self._schedule(model, kind, group)
                 under_way.append((final, value))
                 window = _WINDOW * len(dispatcher.workers)
+                far = _FAR_WINDOW * len(dispatcher.workers)
                 if strategy.max_staleness is not None:
-                    window = min(window, strategy.max_staleness + 1)
+                    window = far = min(window, strategy.max_staleness + 1)
                 while len(under_way) >= window and not is_stopped():
+                    if len(under_way) < far and not dispatcher.wait_for_room(
+                        under_way[0][1].is_known
+                    ):
+                        # A slow worker has the first one; the others go on.
+                        break
                     finish_first()
                 if is_stopped():
                     break

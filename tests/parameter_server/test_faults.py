@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import keras
@@ -99,6 +100,36 @@ def test_a_stopped_worker_is_replaced(recovered, coordinator, total) -> None:
     silence = recovered.cluster.options.silence_seconds
     assert time.monotonic() - began < silence + 20
     clusters.wait_until(lambda: not psutil.pid_exists(pid), "the stopped one is gone")
+
+
+def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
+    """Callbacks wait for its step, other workers do not."""
+    x, y = clusters.clicks(rows=2400)
+    with recovered.scope():
+        model = clusters.two_inputs("sgd")
+    model.fit(x, y, batch_size=8, verbose=0)
+    other = recovered.cluster.dispatcher.workers[1]
+    ended, timers, meanwhile = [], [], []
+
+    def end(batch, logs):
+        ended.append(batch)
+        if batch == 10:
+            pid = clusters.kill(recovered, "worker", 0, signal.SIGSTOP)
+            before = other.steps
+
+            def go_on():
+                meanwhile.append(other.steps - before)
+                os.kill(pid, signal.SIGCONT)
+
+            timers.append(threading.Timer(2.0, go_on))
+            timers[0].start()
+
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[watch])
+    timers[0].join()
+    assert meanwhile[0] > 20
+    assert ended == list(range(300))
+    assert int(model.optimizer.iterations.numpy()) == 600
 
 
 def test_a_function_that_kills_its_workers_is_given_up(coordinator) -> None:
