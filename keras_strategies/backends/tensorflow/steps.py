@@ -141,7 +141,7 @@ def _warn_of_jit_compile(model: Any) -> None:
         f"Model {model.name!r} was compiled with `jit_compile=True`. XLA compiles "
         "programs for one device and this one is for several, so it runs without "
         "XLA; its results are the same. Use ks.OneDeviceStrategy for an XLA program.",
-        stacklevel=9,  # The line that calls `fit`, `evaluate` or `predict`.
+        stacklevel=11,  # The line that calls `fit`, `evaluate` or `predict`.
     )
 
 
