@@ -117,6 +117,8 @@ class Engine(abc.ABC):
 
     #: Whether programs are compiled for exact shapes, so that row counts are padded.
     pads_rows = False
+    #: Whether compiled updates write into the arrays that they are given.
+    updates_in_place = False
 
     def install(self) -> None:  # noqa: B027
         """Hooks what Keras does differently on this backend; may be called again."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+import numpy as np
+
 
 class Channel(abc.ABC):
     """Requests to one service, and the replies to them. For one thread.
@@ -21,8 +23,15 @@ class Channel(abc.ABC):
     received_bytes: int
 
     @abc.abstractmethod
-    def begin(self, message: Any) -> int:
-        """Sends a request without waiting; the number to ask for its reply with."""
+    def begin(self, message: Any, takes_turns: bool = False) -> int:
+        """Sends a request without waiting; the number to ask for its reply with.
+
+        Args:
+            message: anything that pickle takes.
+            takes_turns: bool, whether what this reply brings will have been read when
+                the request after the next one is sent, so that its memory may be
+                written to then.
+        """
 
     @abc.abstractmethod
     def finish(self, number: int, timeout: float) -> Any:
@@ -40,6 +49,10 @@ class Channel(abc.ABC):
     def request(self, message: Any, timeout: float) -> Any:
         """Sends a request and waits for its reply (see `finish`)."""
         return self.finish(self.begin(message), timeout)
+
+    def is_lent(self, array: np.ndarray) -> bool:
+        """Whether an array lies in memory that later replies are written to."""
+        return False
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Closure:
         self.numbers = numbers
         self.local: dict[int, np.ndarray] = {}
         self.steps = 0
-        #: Updates of others that its steps have missed: in all, and at most.
+        #: Updates that its steps have missed: in all, and at most.
         self.staleness = (0, 0)
         self._next_update = 0
         self._cache: dict[int, np.ndarray] = {}
@@ -119,7 +119,7 @@ class Closure:
     ) -> None:
         """Counts the updates between the pull and the push of a step."""
         missed = [
-            answer.version - pulled[server].version - 1
+            answer.pushed - pulled[server].version - 1
             for server, answer in pushed.items()
             if server in pulled
         ]

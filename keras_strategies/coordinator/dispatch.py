@@ -308,6 +308,7 @@ class Dispatcher:
             pending.task,
             local={n: self._local.get(n) for n in pending.local},
             done=min(self._unfinished),
+            may_be_stale=self.max_staleness is None,
         )
         worker.in_flight.append(pending)
         self._to_send.append((worker.sender, ("task", task)))

@@ -19,7 +19,7 @@ from keras_strategies.backends.parameter_server import (
 from keras_strategies.coordinator.pickling import Described, Receiver
 from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.servers import Servers
-from keras_strategies.coordinator.store import UpdateId, pad_rows
+from keras_strategies.coordinator.store import UpdateId, empty_aligned, pad_rows
 from keras_strategies.errors import InvalidArgumentError
 
 
@@ -181,8 +181,11 @@ class Execution:
             about = described(table)
             for part, low, high in _cut(about, found):
                 if low < high:
+                    key = (about.number, part.start)
+                    # Of several parts, the worker pads what they are put together to.
+                    count = self._padded(found) if len(about.parts) == 1 else high - low
                     rows_of.setdefault(part.server, []).append(
-                        ((about.number, part.start), found[low:high] - part.start)
+                        (key, found[low:high] - part.start, count)
                     )
         pulls = {
             server: Step(
@@ -195,6 +198,10 @@ class Execution:
             for server in {*whole, *rows_of}
         }
         return Plan(ids, positions, pulls, whole)
+
+    def _padded(self, ids: np.ndarray) -> int:
+        """How many rows a window has."""
+        return bucket(len(ids)) if self.engine.pads_rows else len(ids)
 
     def fill(self, program: Program, plan: Plan, pulled: dict[int, Pulled]) -> None:
         """Gives the variables what has been pulled."""
@@ -215,7 +222,7 @@ class Execution:
         answers = {server: iter(pulled[server].rows) for server in pulled}
         for table, found in plan.ids:
             about = described(table)
-            count = bucket(len(found)) if engine.pads_rows else len(found)
+            count = self._padded(found)
             pieces = [
                 next(answers[part.server])
                 for part, low, high in _cut(about, found)
@@ -225,7 +232,8 @@ class Execution:
                 rows = pad_rows(pieces[0], count)
             else:
                 dtype = pieces[0].dtype if pieces else np.dtype("float32")
-                rows = np.zeros((count, *about.shape[1:]), dtype)
+                rows = empty_aligned((count, *about.shape[1:]), dtype)
+                rows[len(found) :] = 0
                 if pieces:
                     np.concatenate(pieces, out=rows[: len(found)])
             engine.set_value(table, rows)
@@ -257,8 +265,9 @@ class Execution:
                     found = ids[id(variable)]
                     for part, low, high in _cut(about, found):
                         key = (about.number, part.start)
+                        own = gradient[low:high] if len(about.parts) > 1 else gradient
                         rows[part.server].append(
-                            (key, found[low:high] - part.start, gradient[low:high])
+                            (key, found[low:high] - part.start, own)
                         )
                     continue
                 for part in about.parts:
@@ -325,8 +334,8 @@ class Execution:
         )
 
 
-def merge(push: Step | None, pull: Step | None) -> Step:
-    """One message of what to push and what to pull."""
+def merge(push: Step | None, pull: Step | None, worker: int | None) -> Step:
+    """One message of what to push and what to pull; `worker` as in `Step`."""
     if push is None:
         assert pull is not None
         return pull
@@ -340,6 +349,7 @@ def merge(push: Step | None, pull: Step | None) -> Step:
         writes=push.writes,
         pull=pull.pull,
         pull_rows=pull.pull_rows,
+        worker=worker,
     )
 
 

@@ -16,6 +16,9 @@ from typing import Any
 
 Buffer = Any
 
+#: Arrays of fewer bytes are in the header: a part of its own costs more than the copy.
+_SMALL_BYTES = 4096
+
 
 def pack(message: Any) -> list[Buffer]:
     """The parts of a message: a header, then the memory of its arrays.
@@ -24,9 +27,17 @@ def pack(message: Any) -> list[Buffer]:
         message: anything that pickle takes. Arrays have to be contiguous to travel
             without a copy, and unchanged until the message has been sent.
     """
-    arrays: list[pickle.PickleBuffer] = []
-    header = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
-    return [header, *(array.raw() for array in arrays)]
+    arrays: list[memoryview] = []
+
+    def goes_inside(buffer: pickle.PickleBuffer) -> bool:
+        memory = buffer.raw()
+        if memory.nbytes < _SMALL_BYTES:
+            return True
+        arrays.append(memory)
+        return False
+
+    header = pickle.dumps(message, protocol=5, buffer_callback=goes_inside)
+    return [header, *arrays]
 
 
 def unpack(parts: Sequence[Buffer]) -> Any:

@@ -250,6 +250,9 @@ def environment(threads: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     found.setdefault("OMP_NUM_THREADS", str(threads))
+    # The threads of XLA's programs on CPUs, and TensorFlow's.
+    for name in ("NPROC", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        found.setdefault(name, str(threads))
     found.pop("TF_CONFIG", None)
     return found
 

@@ -46,7 +46,7 @@ class RayChannel(Channel):
         self.received_bytes = 0
         self.sent_bytes = 0
 
-    def begin(self, message: Any) -> int:
+    def begin(self, message: Any, takes_turns: bool = False) -> int:
         number = next(self._numbers)
         self.sent_bytes += nbytes(pack(message))
         self._waiting[number] = (message, self._call(message))

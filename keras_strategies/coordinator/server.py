@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pickle
 import threading
@@ -38,7 +39,10 @@ class Step:
         rows: triples of a part, rows and their gradients.
         adds: pairs of a part and what to add to it.
         pull: parts to send whole.
-        pull_rows: pairs of a part and rows to send.
+        pull_rows: triples of a part, rows to send, and how many rows the reply is to
+            have, with zeros below those.
+        worker: int, whose push may be made after the reply, so that the worker goes on
+            meanwhile; its next step then misses this one. None to push first.
     """
 
     update: UpdateId | None = None
@@ -47,16 +51,25 @@ class Step:
     adds: tuple[tuple[Key, np.ndarray], ...] = ()
     writes: tuple[tuple[Key, np.ndarray], ...] = ()
     pull: tuple[Key, ...] = ()
-    pull_rows: tuple[tuple[Key, np.ndarray], ...] = ()
+    pull_rows: tuple[tuple[Key, np.ndarray, int], ...] = ()
+    worker: int | None = None
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a server sends back: parts, rows, and the number of updates so far."""
+    """What a server sends back.
+
+    Args:
+        dense: parts.
+        rows: rows of parts.
+        version: int, the updates that are in these values.
+        pushed: int, the updates up to the one that was pushed, some yet to be made.
+    """
 
     dense: list[np.ndarray]
     rows: list[np.ndarray]
     version: int
+    pushed: int
 
 
 class ParameterServer:
@@ -76,6 +89,11 @@ class ParameterServer:
         self._store = Store()
         self._updaters: dict[int, Updater] = {}
         self._optimizers: dict[int, bytes] = {}
+        # Pushes whose replies have been sent, and what came of one that failed so.
+        self._late: collections.deque[Step] = collections.deque()
+        self._failure: Exception | None = None
+        # Optimizers that have worked before, so that errors are not expected.
+        self._proved: set[int] = set()
         # Whose variables these are: another coordinator has others.
         self._owner: str | None = None
         self._snapshots = Snapshots(snapshots, index) if snapshots else None
@@ -107,6 +125,8 @@ class ParameterServer:
     def handle(self, message: tuple[Any, ...]) -> Any:
         """Does what a request says: a method's name, its argument, and who asks."""
         name, argument, *owner = message
+        if name != "step":
+            self.finish()
         if owner and self._owner is not None and owner[0] != self._owner:
             raise PeerError(
                 f"Parameter server {self._index} belongs to another coordinator now."
@@ -115,23 +135,65 @@ class ParameterServer:
         return method(argument)
 
     def on_step(self, step: Step) -> Pulled:
-        """Pushes, if this update has not been made, then pulls."""
+        """Pushes, if this update has not been made, and pulls."""
+        if step.worker is None:
+            self.finish()
+        while any(late.worker == step.worker for late in self._late):
+            self.finish_one()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         store = self._store
         store.applied.forget_below(step.done)
-        if step.update is not None and store.applied.is_new(step.update):
-            for number, dense, rows in step.optimizers:
-                self._updater(number).apply(dense, rows)
-            for key, delta in step.adds:
-                store.add(key, delta)
-            for key, value in step.writes:
-                store.write(key, value)
+        is_new = step.update is not None and store.applied.is_new(step.update)
+        numbers = {number for number, _, _ in step.optimizers}
+        if is_new and step.worker is not None and numbers <= self._proved:
+            assert step.update is not None
             store.applied.add(step.update)
-            store.version += 1
-        return Pulled(
-            [store.get(key) for key in step.pull],
-            [store.rows(key, ids) for key, ids in step.pull_rows],
-            store.version,
-        )
+            self._late.append(step)
+        elif is_new:
+            self._push(step)
+            self._proved |= numbers
+        return self._pulled(step)
+
+    @property
+    def has_late(self) -> bool:
+        """Whether there are updates to be made whose replies have been sent."""
+        return bool(self._late)
+
+    def finish_one(self) -> None:
+        """Makes an update whose reply has been sent, the oldest one."""
+        try:
+            self._push(self._late.popleft())
+        except Exception as error:
+            # The next step of any worker brings it to the coordinator.
+            self._failure = error
+
+    def finish(self) -> None:
+        """Makes all updates whose replies have been sent."""
+        while self._late:
+            self.finish_one()
+
+    def _push(self, step: Step) -> None:
+        store = self._store
+        for number, dense, rows in step.optimizers:
+            self._updater(number).apply(dense, rows)
+        for key, delta in step.adds:
+            store.add(key, delta)
+        for key, value in step.writes:
+            store.write(key, value)
+        assert step.update is not None
+        store.applied.add(step.update)
+        store.version += 1
+
+    def _pulled(self, step: Step) -> Pulled:
+        store = self._store
+        dense = [store.get(key) for key in step.pull]
+        if self._late and self._engine.updates_in_place:
+            # The reply is still on its way when the update begins.
+            dense = [np.array(array) for array in dense]
+        rows = [store.rows(key, ids, count) for key, ids, count in step.pull_rows]
+        return Pulled(dense, rows, store.version, store.version + len(self._late))
 
     def on_begin(self, owner: str) -> None:
         """Says whose server this is; of somebody else's, nothing is kept."""
@@ -142,6 +204,7 @@ class ParameterServer:
         if self._owner is not None:
             self._store = Store()
             self._updaters, self._optimizers = {}, {}
+            self._proved, self._failure = set(), None
         self._owner = owner
         self._note("owner", owner)
 
@@ -265,11 +328,24 @@ def main(
         with lock:
             return server.handle(message)
 
+    def work() -> bool:
+        with lock:
+            if server.has_late:
+                server.finish_one()
+            return server.has_late
+
     def idle() -> None:
         with lock:
+            server.finish()
             server.idle()
 
-    HANDLER.serve(lambda message: answer(handle, message))
+    def answer_whole(message: Any) -> tuple[str, Any]:
+        with lock:
+            reply = answer(server.handle, message)
+            server.finish()
+        return reply
+
+    HANDLER.serve(answer_whole)
     service = Service(address, keys)
     try:
         ready(server)
@@ -279,6 +355,7 @@ def main(
             lambda: server.is_stopped,
             idle,
             server.idle_seconds,
+            work,
         )
     finally:
         service.close()

@@ -85,9 +85,15 @@ class Servers:
         """Sends each server its part of a step; the numbers of the requests."""
         with self._lock:
             return {
-                server: self._connections[server].begin(("step", step, self.owner))
+                server: self._connections[server].begin(
+                    ("step", step, self.owner), takes_turns=True
+                )
                 for server, step in steps.items()
             }
+
+    def is_lent(self, array: np.ndarray) -> bool:
+        """Whether an array lies in a server's memory, which is written to again."""
+        return any(connection.is_lent(array) for connection in self._connections)
 
     def finish_steps(self, numbers: dict[int, int]) -> dict[int, Pulled]:
         """What the servers answer."""
@@ -172,7 +178,8 @@ class Servers:
             here = (ids >= part.start) & (ids < part.stop)
             if here.any():
                 key = (described.number, part.start)
-                step = Step(pull_rows=((key, ids[here] - part.start),))
+                own = ids[here] - part.start
+                step = Step(pull_rows=((key, own, len(own)),))
                 found[here] = self.ask(part.server, "step", step).rows[0]
         return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from keras_strategies.errors import PeerError
 Key = tuple[int, int]
 #: An update's name: the closure's number, and the number of the update in it.
 UpdateId = tuple[int, int]
+
+#: Bytes at a multiple of which XLA wants arrays to begin.
+_ALIGNMENT = 64
 
 
 @dataclass
@@ -106,9 +111,9 @@ class Store:
         else:
             array += delta
 
-    def rows(self, key: Key, ids: np.ndarray) -> np.ndarray:
+    def rows(self, key: Key, ids: np.ndarray, count: int) -> np.ndarray:
         """Copies of some rows of a part, in the order of the ids."""
-        return self.get(key).take(ids, axis=0, mode="clip")
+        return take_rows(self.get(key), ids, count)
 
     @property
     def nbytes(self) -> int:
@@ -116,11 +121,34 @@ class Store:
         return sum(array.nbytes for array in self.arrays.values())
 
 
+def take_rows(array: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
+    """Copies of some rows of an array, with zeros below them.
+
+    Args:
+        array: `(n, ...)`.
+        ids: integers, `(m,)`, from 0 to n - 1.
+        count: int, the rows of the result, at least m.
+    """
+    found = empty_aligned((count, *array.shape[1:]), array.dtype)
+    # NumPy takes into a given array without a copy in this mode only.
+    array.take(ids, axis=0, out=found[: len(ids)], mode="clip")
+    found[len(ids) :] = 0
+    return found
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """An array that XLA takes as it is; one at another address it would copy first."""
+    size = dtype.itemsize * math.prod(shape)
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
-    """An array with zeros below it."""
-    if len(array) == rows:
-        return array
-    padded = np.empty((rows, *array.shape[1:]), array.dtype)
+    """An array with so many rows: zeros below it, or without what is below them."""
+    if len(array) >= rows:
+        return array[:rows]
+    padded = empty_aligned((rows, *array.shape[1:]), array.dtype)
     padded[: len(array)] = array
     padded[len(array) :] = 0
     return padded

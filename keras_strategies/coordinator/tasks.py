@@ -40,6 +40,7 @@ class Task:
         local: dict from the numbers of variables that no server has to their values.
         done: int, all closures below this number are done.
         generation: int, of the arguments.
+        may_be_stale: bool, whether the worker's next step may miss this one's update.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Task:
     local: dict[int, np.ndarray] = field(default_factory=dict)
     done: int = 0
     generation: int = 0
+    may_be_stale: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Outcome:
         seconds: float, how long it took.
         steps: int, how many steps it made.
         traffic: bytes that the worker has sent to servers and received, so far.
-        staleness: updates of others that its steps have missed, in all and at most.
+        staleness: updates that its steps have missed, in all and at most.
     """
 
     number: int

@@ -13,18 +13,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from keras_strategies.coordinator import shared_memory
 from keras_strategies.coordinator.channel import Channel
 from keras_strategies.coordinator.messages import nbytes, pack, unpack
+from keras_strategies.coordinator.shared_memory import Borrower, Lender
 from keras_strategies.errors import ClusterTimeoutError, PeerError
 
 # Below so many bytes a copy costs less than keeping track of the memory.
 _COPY_BYTES = 65536
+#: Ends a message whose arrays are lent; no array of a message is empty.
+_LENT = b""
 #: Milliseconds that a socket may go on sending when it is closed.
 _LINGER_MS = 500
 
@@ -108,6 +116,8 @@ class Service:
         self.address = address
         self.received_bytes = 0
         self.sent_bytes = 0
+        # By peer: those that lend, and those that have asked for loans.
+        self._peers: dict[bytes, _Loans] = {}
         # Other threads wake the loop through this pair.
         name = f"inproc://wake-{id(self)}"
         self._wake_in = self._context.socket(zmq.PULL)
@@ -115,6 +125,9 @@ class Service:
         self._wake_name = name
         self._wake_lock = threading.Lock()
         self._wake_out: Any = None
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_in, zmq.POLLIN)
 
     def _authenticate(self, keys: Keys) -> None:
         from zmq.auth.thread import ThreadAuthenticator
@@ -145,10 +158,7 @@ class Service:
             timeout: float, seconds; None to wait for as long as it takes.
         """
         milliseconds = None if timeout is None else max(0, int(timeout * 1000))
-        poller = self._zmq.Poller()
-        poller.register(self._socket, self._zmq.POLLIN)
-        poller.register(self._wake_in, self._zmq.POLLIN)
-        ready = dict(poller.poll(milliseconds))
+        ready = dict(self._poller.poll(milliseconds))
         if self._wake_in in ready:
             with contextlib.suppress(self._zmq.Again):
                 while True:
@@ -157,13 +167,38 @@ class Service:
             return None
         sender, *frames = self._socket.recv_multipart(copy=False)
         buffers = [frame.buffer for frame in frames]
+        name = sender.bytes
+        if _is_lent(buffers):
+            try:
+                buffers = self._loans(name).read(buffers)
+            except OSError:
+                return None  # It is gone, and waits for nothing.
         self.received_bytes += nbytes(buffers)
-        return sender.bytes, unpack(buffers)
+        return name, unpack(buffers)
 
-    def send(self, receiver: bytes, message: Any) -> None:
-        """Sends a message to a peer; one that is gone gets nothing."""
+    def _loans(self, peer: bytes) -> _Loans:
+        if peer not in self._peers:
+            for gone in [n for n, loans in self._peers.items() if not loans.is_alive]:
+                self._peers.pop(gone).close()
+            self._peers[peer] = _Loans()
+        return self._peers[peer]
+
+    def send(self, receiver: bytes, message: Any, loan: int | None = None) -> None:
+        """Sends a message to a peer; one that is gone gets nothing.
+
+        Args:
+            receiver: bytes, the peer.
+            message: anything that pickle takes.
+            loan: int, the number of the request that this answers, if the peer will
+                have read the arrays before it sends the one after the next.
+        """
         parts = pack(message)
         self.sent_bytes += nbytes(parts)
+        if loan is not None:
+            loans = self._loans(receiver)
+            # It had read all replies but this one and the last when it asked.
+            loans.lender.answered(loan - 1)
+            parts = loans.lend(parts, loan)
         self._socket.send(receiver, self._zmq.SNDMORE)
         _send(self._socket, parts)
 
@@ -177,6 +212,41 @@ class Service:
             self._wake_in.close()
             self._socket.close()
             self._context.term()
+        for loans in self._peers.values():
+            loans.close()
+
+
+def _is_lent(buffers: Sequence[Any]) -> bool:
+    return len(buffers) == 3 and not len(buffers[2])
+
+
+class _Loans:
+    """What two processes of one machine lend each other, on one side."""
+
+    def __init__(self) -> None:
+        self.lender = Lender()
+        self.borrower = Borrower()
+        self._pid: int | None = None
+
+    def lend(self, parts: list[Any], number: int) -> list[Any]:
+        """A message whose arrays, if they are large, are lent and not sent."""
+        if nbytes(parts[1:]) < shared_memory.LEAST_BYTES:
+            return parts
+        return [parts[0], pickle.dumps(self.lender.lend(parts[1:], number)), _LENT]
+
+    def read(self, buffers: Sequence[Any]) -> list[Any]:
+        """The parts of a message as they were before `lend`."""
+        lent = pickle.loads(buffers[1])
+        self._pid = lent.pid
+        return [buffers[0], *self.borrower.borrow(lent)]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the other process is there, as far as is known."""
+        return self._pid is None or os.path.exists(f"/proc/{self._pid}")
+
+    def close(self) -> None:
+        self.lender.close()
 
 
 class Connection(Channel):
@@ -221,12 +291,19 @@ class Connection(Channel):
         self._waiting: dict[int, list[Any]] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
+        can_lend = address.startswith("ipc://") and shared_memory.IS_AVAILABLE
+        self._loans = _Loans() if can_lend else None
 
-    def begin(self, message: Any) -> int:
-        """Sends a request without waiting; the number to ask for its reply with."""
+    def begin(self, message: Any, takes_turns: bool = False) -> int:
         number = next(self._numbers)
-        self._waiting[number] = parts = pack((number, message))
-        self._send(parts)
+        lends = takes_turns and self._loans is not None
+        parts = pack((number, message, lends))
+        self.sent_bytes += nbytes(parts)
+        if lends:
+            assert self._loans is not None
+            parts = self._loans.lend(parts, number)
+        self._waiting[number] = parts
+        _send(self._socket, parts)
         return number
 
     def post(self, message: Any) -> None:
@@ -261,6 +338,8 @@ class Connection(Channel):
                     "busy; `timeout_seconds` of the strategy changes the wait."
                 )
             found, reply = message
+            if self._loans is not None:
+                self._loans.lender.answered(found)
             # Of a request that was sent twice, one reply is enough.
             if self._waiting.pop(found, None) is not None:
                 self._replies[found] = reply
@@ -278,8 +357,16 @@ class Connection(Channel):
             return None
         frames = self._socket.recv_multipart(copy=False)
         buffers = [frame.buffer for frame in frames]
+        if self._loans is not None and _is_lent(buffers):
+            try:
+                buffers = self._loans.read(buffers)
+            except OSError:
+                return None  # It has died since; what it is asked again, it answers.
         self.received_bytes += nbytes(buffers)
         return unpack(buffers)
+
+    def is_lent(self, array: np.ndarray) -> bool:
+        return self._loans is not None and self._loans.borrower.has(array)
 
     def _watch(self) -> None:
         """Sends again what a service that has been started anew did not answer.
@@ -296,7 +383,7 @@ class Connection(Channel):
                 self.lost_since = None
                 self.returns += 1
                 for parts in self._waiting.values():
-                    self._send(parts)
+                    _send(self._socket, parts)
 
     def is_lost_for(self, seconds: float) -> bool:
         """Whether the service was there, and has been gone for so long."""
@@ -309,6 +396,8 @@ class Connection(Channel):
         self._monitor.close()
         self._socket.close()
         self._context.term()
+        if self._loans is not None:
+            self._loans.close()
 
 
 def _send(socket: Any, parts: Sequence[Any]) -> None:
@@ -327,6 +416,7 @@ def serve(
     until: Callable[[], bool],
     idle: Callable[[], None] = lambda: None,
     every: float = 0.2,
+    work: Callable[[], bool] = lambda: False,
 ) -> None:
     """Answers requests one after the other until `until()`.
 
@@ -337,13 +427,21 @@ def serve(
         until: callable, asked after each request.
         idle: callable, called at least every so many seconds.
         every: float, seconds.
+        work: callable, called while no request waits and it has returned True, or
+            has not been called since the last reply.
     """
+    has_work = False
     due = time.monotonic() + every
     while not until():
-        received = service.receive(max(0.0, due - time.monotonic()))
+        wait = 0.0 if has_work else max(0.0, due - time.monotonic())
+        received = service.receive(wait)
         if received is not None:
-            sender, (number, message) = received
-            service.send(sender, (number, answer(handle, message)))
+            sender, (number, message, lends) = received
+            reply = answer(handle, message)
+            service.send(sender, (number, reply), number if lends else None)
+            has_work = True
+        elif has_work:
+            has_work = work()
         if time.monotonic() >= due:
             idle()
             due = time.monotonic() + every

@@ -16,7 +16,13 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import Engine, bucket
-from keras_strategies.coordinator.store import Key, Store, pad_rows, put_rows
+from keras_strategies.coordinator.store import (
+    Key,
+    Store,
+    pad_rows,
+    put_rows,
+    take_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,8 @@ class Updater:
         Args:
             dense: pairs of a part and its gradient.
             rows: for each part of a table, the touched rows, sorted and each once,
-                counted from the part's first, and their gradients, `(n, ...)`.
+                counted from the part's first, and their gradients, `(n, ...)`, with
+                or without zeros below them.
         """
         store, spec = self._store, self.spec
         scalars = [store.get((number, 0)) for number in spec.scalars]
@@ -186,18 +193,11 @@ class Updater:
         slots = [self._store.own((s, start)) for s in self.spec.slots[number]]
         count = bucket(len(ids)) if self._engine.pads_rows else len(ids)
 
-        def gathered(array: np.ndarray) -> np.ndarray:
-            if count == len(ids):
-                return array.take(ids, axis=0)
-            out = np.zeros((count, *array.shape[1:]), array.dtype)
-            array.take(ids, axis=0, out=out[: len(ids)], mode="clip")
-            return out
-
         after: list[np.ndarray]
         after, [values], [kept] = self._program((number,))(
             [np.array(s) for s in scalars],
-            [gathered(table)],
-            [[gathered(slot) for slot in slots]],
+            [take_rows(table, ids, count)],
+            [[take_rows(slot, ids, count) for slot in slots]],
             [pad_rows(gradients, count)],
         )
         for array, new in zip([table, *slots], [values, *kept], strict=True):
@@ -208,7 +208,7 @@ class Updater:
         self, key: Key, ids: np.ndarray, gradients: np.ndarray
     ) -> tuple[Key, np.ndarray]:
         whole = np.zeros_like(self._store.get(key))
-        whole[ids] = gradients
+        whole[ids] = gradients[: len(ids)]
         return key, whole
 
     def _count_only(self, scalars: list[np.ndarray]) -> list[np.ndarray]:

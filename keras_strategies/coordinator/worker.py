@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import (
@@ -276,7 +277,8 @@ class Worker:
         task, index, program = following
         next_plan = execution.plan(program, task.arguments[index])
         servers = {*pushes, *next_plan.pulls}
-        steps = {s: merge(pushes.get(s), next_plan.pulls.get(s)) for s in servers}
+        late = self.index if closure.task.may_be_stale else None
+        steps = {s: merge(pushes.get(s), next_plan.pulls.get(s), late) for s in servers}
         found = execution.servers.finish_steps(execution.servers.begin_steps(steps))
         closure.note_staleness(pulled, {i: found[i] for i in pushes})
         self._prepared = (task, index, next_plan, found)
@@ -336,6 +338,18 @@ class Worker:
     ) -> StepResult:
         """Runs a program on what was pulled."""
         closure.steps += 1
+        result = self._run(program, plan, pulled, batch)
+        # A program may return a variable as it is.
+        result.outputs = keras.tree.map_structure(self._own, result.outputs)
+        return result
+
+    def _own(self, value: Any) -> Any:
+        """A value that stays as it is when the servers are asked again."""
+        if isinstance(value, np.ndarray) and self.execution.servers.is_lent(value):
+            return np.array(value)
+        return value
+
+    def _run(self, program: Program, plan: Plan, pulled: Any, batch: Any) -> StepResult:
         with self.inside_program():
             self.execution.fill(program, plan, pulled)
             try:

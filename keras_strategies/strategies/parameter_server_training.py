@@ -254,7 +254,8 @@ class ModelTraining:
     def predict_on_batch(self, model: Any, x: Any) -> Any:
         """As `keras.Model.predict_on_batch`."""
         batch = _on_host((x,))
-        (outputs,) = self._schedule(model, "predict", [batch]).fetch()
+        definition = self._coordinator.model_definition(model, "predict")
+        (outputs,) = self._schedule(definition, [batch]).fetch()
         return outputs
 
     def _on_batch(
@@ -264,7 +265,8 @@ class ModelTraining:
         keras_compat.symbolic_build(model, batch)
         # Each call tells of its own batch.
         model.reset_metrics()
-        logs = self._schedule(model, kind, [batch]).fetch()
+        definition = self._coordinator.model_definition(model, kind)
+        logs = self._schedule(definition, [batch]).fetch()
         logs = _python_numbers(keras_compat.metrics_or_logs(model, logs))
         return logs if return_dict else keras_compat.logs_in_order(model, logs)
 
@@ -278,11 +280,12 @@ class ModelTraining:
             break
         epoch_iterator.reset()
 
-    def _schedule(self, model: Any, kind: str, batches: list[Any]) -> RemoteValue:
-        coordinator = self._coordinator
-        number, local = coordinator.model_definition(model, kind)
+    def _schedule(
+        self, definition: tuple[int, tuple[int, ...]], batches: list[Any]
+    ) -> RemoteValue:
+        number, local = definition
         value = RemoteValue()
-        dispatcher = coordinator.strategy.cluster.dispatcher
+        dispatcher = self._coordinator.strategy.cluster.dispatcher
         dispatcher.schedule(number, batches, 0, value.set, local)
         return value
 
@@ -300,6 +303,8 @@ class ModelTraining:
         dispatcher = strategy.cluster.dispatcher
         under_way: collections.deque[tuple[int, RemoteValue]] = collections.deque()
         last: Any = {}
+        # As Keras does, layers are looked at when training begins.
+        definition: tuple[int, tuple[int, ...]] | None = None
 
         def finish_first() -> None:
             nonlocal last
@@ -313,7 +318,9 @@ class ModelTraining:
                 group = list(_take(batches, model.steps_per_execution))
                 if not group:
                     break
-                value = self._schedule(model, kind, group)
+                if definition is None:
+                    definition = self._coordinator.model_definition(model, kind)
+                value = self._schedule(definition, group)
                 under_way.append((final, value))
                 window = _WINDOW * len(dispatcher.workers)
                 far = _FAR_WINDOW * len(dispatcher.workers)

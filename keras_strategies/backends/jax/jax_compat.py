@@ -189,3 +189,15 @@ def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool
     read = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}
     own = jaxpr.invars[: len(values)]
     return list(found[: len(values)]), [id(variable) in read for variable in own]
+
+
+def passed_on(fn: Any, batch: Any) -> list[int | None]:
+    """Which leaf of its argument each result of a function is, None for a new value.
+
+    JAX 0.10: variables of a jaxpr that goes in and comes out are the same objects.
+    """
+    import jax
+
+    jaxpr = jax.make_jaxpr(fn)(batch).jaxpr
+    leaves = {id(variable): i for i, variable in enumerate(jaxpr.invars)}
+    return [leaves.get(id(variable)) for variable in jaxpr.outvars]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.jax.jax_compat import used_inputs
+from keras_strategies.backends.jax.jax_compat import passed_on, used_inputs
 from keras_strategies.backends.parameter_server import (
     Applied,
     Body,
@@ -42,14 +42,22 @@ class JaxProgram(Program):
         key = (structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
         if key not in self._ids:
             self._ids[key] = self._find_lookups(batch)
-        tables, program = self._ids[key]
+        tables, places, program = self._ids[key]
         if not tables:
             return []
-        found = program(batch)
+        if None not in places:
+            found = [leaves[place] for place in places]
+        else:
+            found = program(batch)
         return list(zip(tables, map(np.asarray, found), strict=True))
 
-    def _find_lookups(self, batch: Any) -> tuple[list[Any], Any]:
-        """Traces the step with whole tables, and keeps what leads to the ids."""
+    def _find_lookups(self, batch: Any) -> tuple[list[Any], list[int | None], Any]:
+        """Traces the step with whole tables, and keeps what leads to the ids.
+
+        Returns:
+            The table of each lookup, the number of the batch's leaf that its ids are,
+            None where they are computed, and a program of a batch that returns ids.
+        """
         while True:
             variables = [*self.variables.tables, *self.variables.others]
             tables = list(self.variables.tables)
@@ -99,7 +107,7 @@ class JaxProgram(Program):
             def ids_of(batch: Any, trace: Any = trace, specs: Any = specs) -> Any:
                 return trace([jnp.zeros(s.shape, s.dtype) for s in specs], batch)[0]
 
-            return list(found), jax.jit(ids_of)
+            return list(found), passed_on(ids_of, batch), jax.jit(ids_of)
 
     # The step
 
@@ -191,7 +199,8 @@ class JaxEngine(Engine):
         return JaxProgram(body, variables, gradients)
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        keras_compat.set_raw_value(variable, jnp.asarray(value))
+        # Programs take arrays of NumPy as they are.
+        keras_compat.set_raw_value(variable, value)
 
     def get_value(self, variable: Any) -> np.ndarray:
         return np.asarray(keras_compat.raw_value(variable))

@@ -236,6 +236,8 @@ def _array_again(array: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
 class TorchEngine(Engine):
     """Tensors share the memory of arrays; updates are in place."""
 
+    updates_in_place = True
+
     def install(self) -> None:
         keras_compat.hook_torch_layers()
 
