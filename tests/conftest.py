@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -18,6 +19,9 @@ from harness.strategies import STRATEGIES, StrategyCase
 import keras_strategies as ks
 
 keras.config.disable_traceback_filtering()
+# What has been imported stays: no search for garbage has to go through it.
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,8 @@
 """Run every test suite, each in a process of its own, and add up the results.
 
-Keras reads KERAS_BACKEND once per process, so each backend needs its own pytest. What
-does not depend on a backend runs once, as the suite "common".
+Keras reads KERAS_BACKEND once per process, so each backend needs its own pytest. It has
+several, one for each kind of tests, so that all cores have work to the end. What does
+not depend on a backend runs once, as the suite "common".
 
 KS_BACKENDS  backends to test, separated by commas (default: all three)
 KS_FAST      1 leaves out the tests marked slow
@@ -29,6 +30,28 @@ COMMON = (
     "tests/cli",
     "tests/cluster",
     "tests/packaging",
+)
+# Each of these is a suite of its own for each backend, and so is what is left.
+KINDS = {
+    "exactness": ("tests/test_exactness.py",),
+    "workers": ("tests/multi_worker",),
+    "examples": (
+        "tests/test_examples.py",
+        "tests/test_notebooks.py",
+        "tests/custom_loops/test_examples.py",
+        "tests/model_parallel/test_example.py",
+    ),
+    "servers": ("tests/parameter_server", "tests/test_sidecar.py"),
+}
+# XLA spends most of a test's time on machine code that runs for milliseconds. So it
+# generates plain code here; what JAX and XLA make of a program before that, how it is
+# cut and which collectives it has, is the same. Only where numbers are compared with
+# those of one device, compiled alike: all else is compiled as for people.
+PLAIN_KINDS = ("exactness", "workers")
+PLAIN_CODE = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_use_fusion_emitters=false",
 )
 
 
@@ -58,6 +81,7 @@ class Suite:
     name: str
     backend: str
     paths: tuple[str, ...]
+    compiles_plainly: bool = False
 
     @property
     def log(self) -> Path:
@@ -87,11 +111,19 @@ class Result:
 
 
 def suites(settings: Settings) -> list[Suite]:
-    ignored = tuple(f"--ignore={path}" for path in COMMON)
-    found = [
-        Suite(backend, backend, ("tests", *ignored)) for backend in settings.backends
+    """All suites, roughly the longest first: a short one is to be the last to end."""
+    others = [*COMMON, *(path for paths in KINDS.values() for path in paths)]
+    rest = ("tests", *(f"--ignore={path}" for path in others))
+    backends = settings.backends
+    return [
+        *(Suite(backend, backend, rest) for backend in reversed(backends)),
+        Suite("common", backends[0], COMMON),
+        *(
+            Suite(f"{backend}-{kind}", backend, paths, kind in PLAIN_KINDS)
+            for kind, paths in KINDS.items()
+            for backend in backends
+        ),
     ]
-    return [*found, Suite("common", settings.backends[0], COMMON)]
 
 
 def command(suite: Suite, settings: Settings) -> list[str]:
@@ -104,6 +136,9 @@ def command(suite: Suite, settings: Settings) -> list[str]:
 def environment(suite: Suite, settings: Settings) -> dict[str, str]:
     # Suites that run side by side share the cores instead of competing for them.
     threads = max(1, (os.cpu_count() or 1) // settings.jobs)
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    flags += PLAIN_CODE if suite.compiles_plainly else ()
+    path = [str(ROOT / "tests" / "harness" / "lean"), os.environ.get("PYTHONPATH")]
     return {
         "OMP_NUM_THREADS": str(threads),
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -113,6 +148,8 @@ def environment(suite: Suite, settings: Settings) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         **os.environ,
         "KERAS_BACKEND": suite.backend,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "XLA_FLAGS": " ".join(flags).strip(),
     }
 
 

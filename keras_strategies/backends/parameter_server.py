@@ -123,9 +123,10 @@ class Engine(abc.ABC):
     def install(self) -> None:  # noqa: B027
         """Hooks what Keras does differently on this backend; may be called again."""
 
-    @abc.abstractmethod
     def model_body(self, model: Any, kind: str) -> Body:
         """Keras's step of a model, for `kind` "train", "test" or "predict"."""
+        step: Body = getattr(model, f"{kind}_step")
+        return step
 
     @abc.abstractmethod
     def program(self, body: Body, variables: Variables, gradients: bool) -> Program:

@@ -225,7 +225,7 @@ def portable_error(error: Exception, index: int) -> Exception:
         copy = cloudpickle.loads(cloudpickle.dumps(error))
         if type(copy) is not type(error):
             raise TypeError
-    except Exception:
+    except Exception:  # Pickling runs the exception's own code: anything may fail.
         copy = RuntimeError(f"{type(error).__name__}: {error}")
     copy.add_note(f"Raised on worker {index}:\n{text}")
     result: Exception = copy

@@ -158,6 +158,7 @@ class Cluster:
         if self._manager is not None:
             self._manager.close()
         elif self.servers is not None:
+            # Whatever they answer, or that they are gone: the rest is closed, too.
             with contextlib.suppress(Exception):
                 everyone = range(self.options.servers)
                 self.servers.ask_all("stop", dict.fromkeys(everyone))

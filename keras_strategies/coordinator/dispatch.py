@@ -250,6 +250,8 @@ class Dispatcher:
                 to_send, self._to_send = self._to_send, collections.deque()
                 is_closed = self._is_closed
             for receiver, message in to_send:
+                # What is wrong with one peer must not end the thread that serves all.
+                # One that is gone is noticed by its silence.
                 with contextlib.suppress(Exception):
                     self._service.send(receiver, (0, message))
             if is_closed:

@@ -200,7 +200,7 @@ def _manage(ray: Any, connection: Connection, gone: threading.Event) -> None:
             try:
                 ray.get(reference)
                 reason = "it ended"
-            except Exception as error:
+            except Exception as error:  # What the process raised, or Ray when it died.
                 reason = str(error).strip().splitlines()[0][:500]
                 cause = getattr(error, "cause", None)
                 if cause is not None:

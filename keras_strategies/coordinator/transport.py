@@ -451,7 +451,7 @@ def answer(handle: Callable[[Any], Any], message: Any) -> tuple[str, Any]:
     """What a request comes to: `("ok", reply)`, or `("error", exception)`."""
     try:
         return "ok", handle(message)
-    except Exception as error:
+    except Exception as error:  # Whatever it is, it is raised where it was asked for.
         return "error", _portable(error)
 
 
@@ -463,7 +463,7 @@ def _portable(error: Exception) -> Exception:
     text = "".join(traceback.format_exception(error))
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # Pickling runs the exception's own code: anything may fail.
         copy = PeerError(f"{type(error).__name__}: {error}")
     copy.add_note(f"Raised in another process:\n{text}")
     return copy  # type: ignore[no-any-return]

@@ -170,7 +170,7 @@ class Worker:
                 self.execution.servers.traffic,
                 closure.staleness,
             )
-        except Exception as error:
+        except Exception as error:  # The user's: the coordinator raises it.
             outcome = Outcome(task.number, error=portable_error(error, self.index))
             self._prepared = None
         finally:
@@ -178,7 +178,7 @@ class Worker:
             self.in_program = True
         try:
             self._post("outcome", outcome)
-        except Exception as error:
+        except Exception as error:  # Pickling runs the user's code: anything may fail.
             failed = Outcome(task.number, error=portable_error(error, self.index))
             self._post("outcome", failed)
 

@@ -12,6 +12,7 @@ import textwrap
 import keras
 import numpy as np
 import pytest
+from harness.forker import Forker
 from harness.worker_pool import WorkerPool
 
 import keras_strategies as ks
@@ -27,9 +28,10 @@ LIMIT = 80.0
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = WorkerPool(2)
-    yield pool
-    pool.close()
+    with Forker() as forker:
+        pool = WorkerPool(forker, 2)
+        yield pool
+        pool.close()
 
 
 # Collectives.

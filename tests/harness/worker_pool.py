@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing.connection as connections
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +16,7 @@ from typing import Any
 
 import cloudpickle
 
+from harness.forker import Forked, Forker
 from keras_strategies.cluster.local import free_addresses
 
 START_SECONDS = 120.0
@@ -28,22 +29,21 @@ class WorkerPool:
     """Workers of one cluster, which make the same calls one after the other.
 
     Args:
+        forker: what starts them.
         workers: int, how many processes.
         devices: int, virtual CPU devices of each.
     """
 
-    def __init__(self, workers: int, devices: int = 1):
+    def __init__(self, forker: Forker, workers: int, devices: int = 1):
         self.replicas = workers * devices
         self._key = os.urandom(16)
         self._folder = tempfile.TemporaryDirectory()
-        self._log = Path(self._folder.name) / "log"
         addresses = free_addresses(workers)
         with connections.Listener(("127.0.0.1", 0), authkey=self._key) as listener:
-            with self._log.open("wb") as log:
-                self._processes = [
-                    self._start(i, devices, addresses, listener.address, log)
-                    for i in range(workers)
-                ]
+            self._processes = [
+                self._start(forker, i, devices, addresses, listener.address)
+                for i in range(workers)
+            ]
             listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
             try:
                 # All of them, before any is waited for: they wait for one another.
@@ -55,22 +55,16 @@ class WorkerPool:
         self._lines = [line for _, line in sorted(found, key=lambda pair: pair[0])]
 
     def _start(
-        self, index: int, devices: int, addresses: list[str], home: Any, log: Any
-    ) -> subprocess.Popen[bytes]:
+        self, forker: Forker, index: int, devices: int, addresses: list[str], home: Any
+    ) -> Forked:
         task = {"type": "worker", "index": index}
         config = {"cluster": {"worker": addresses}, "task": task}
-        arguments = [home[0], str(home[1]), self._key.hex(), str(index), str(devices)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "harness.worker_pool", *arguments],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "TF_CONFIG": json.dumps(config),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+        return forker.start(
+            Path(self._folder.name) / f"worker{index}.log",
+            __file__,
+            *(home[0], str(home[1]), self._key.hex(), str(index), str(devices)),
+            TF_CONFIG=json.dumps(config),
+            OMP_NUM_THREADS="1",
         )
 
     def _accept(self, listener: connections.Listener) -> Any:
@@ -126,18 +120,16 @@ class WorkerPool:
         return found
 
     def log(self) -> str:
-        """The end of what the workers have printed."""
-        return self._log.read_text(errors="replace")[-6000:]
+        """The end of what each worker has printed."""
+        return "\n".join(process.text()[-3000:] for process in self._processes)
 
     def close(self) -> None:
         for line in getattr(self, "_lines", []):
             line.close()
         for process in self._processes:
-            try:
+            with contextlib.suppress(AssertionError):
                 process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
         self._folder.cleanup()
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from harness.forker import Forker
 from harness.worker_pool import WorkerPool
 
 CLUSTERS = {"two": (2, 1), "three": (3, 1), "two_by_two": (2, 2)}
 
 
 @pytest.fixture(scope="session")
-def cluster(request) -> Iterator[WorkerPool]:
+def forker() -> Iterator[Forker]:
+    """Starts scripts in processes that have imported Keras already."""
+    with Forker() as forker:
+        yield forker
+
+
+@pytest.fixture(scope="session")
+def cluster(request, forker) -> Iterator[WorkerPool]:
     """The cluster that a test names, by `indirect` parametrization."""
-    pool = WorkerPool(*CLUSTERS[request.param])
+    pool = WorkerPool(forker, *CLUSTERS[request.param])
     yield pool
     pool.close()
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import keras
 import pytest
 from harness.faults import LIMIT, FaultCase, Outcome, run_fault
 from harness.faulty import EPOCHS, STEPS, TIMEOUT
-from harness.forker import Forker
 from harness.processes import assert_gone
 
 BACKEND = keras.backend.backend()
@@ -37,12 +35,6 @@ HOW = {
     "raise": "ValueError: bad rows in file 3.",
     "exit": "SystemExit: 0.",
 }
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
 
 
 def check(case: FaultCase, outcomes: list[Outcome]) -> list[str]:

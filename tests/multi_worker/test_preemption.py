@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import Forked, Forker
 from harness.processes import assert_gone, wait_until
 from harness.training import SGD_TOLERANCE, assert_same
 
@@ -84,44 +83,39 @@ if index == 0:
 SHUFFLE = keras.backend.backend() != "tensorflow"
 
 
-def start(folder: Path, kind: str, workers: int) -> list[subprocess.Popen[str]]:
+def start(forker: Forker, folder: Path, kind: str, workers: int) -> list[Forked]:
     script = folder / "script.py"
     script.write_text(SCRIPT.replace("SHUFFLE", str(SHUFFLE)))
     addresses = free_addresses(workers)
     started = []
     for index in range(workers):
         (folder / f"steps{index}").unlink(missing_ok=True)
+        log = folder / f"{kind}{index}.log"
+        log.with_suffix(".end").unlink(missing_ok=True)
         task = {"type": "worker", "index": index}
         config = {"cluster": {"worker": addresses}, "task": task}
         started.append(
-            subprocess.Popen(
-                [sys.executable, str(script), str(folder), kind, str(workers)],
-                env={
-                    **os.environ,
-                    "TF_CONFIG": json.dumps(config),
-                    "OMP_NUM_THREADS": "1",
-                },
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+            forker.start(
+                log,
+                str(script),
+                *(str(folder), kind, str(workers)),
+                TF_CONFIG=json.dumps(config),
+                OMP_NUM_THREADS="1",
             )
         )
     return started
 
 
-def finish(processes: list[subprocess.Popen[str]], code: int) -> list[str]:
-    texts = []
+def finish(processes: list[Forked], code: int) -> list[str]:
     try:
         for process in processes:
-            _, text = process.communicate(timeout=120)
-            assert process.returncode == code, text[-3000:]
-            texts.append(text)
+            found, _ = process.wait(120)
+            assert found == code, process.text()[-3000:]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     assert_gone([process.pid for process in processes])
-    return texts
+    return [process.text() for process in processes]
 
 
 def results(folder: Path, kind: str) -> dict[str, np.ndarray]:
@@ -130,24 +124,26 @@ def results(folder: Path, kind: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("fit", 2), ("fit", 1), ("loop", 2)])
-def test_preempted_training_takes_the_steps_that_were_left(kind, workers, tmp_path):
-    processes = start(tmp_path, kind, workers)
+def test_preempted_training_takes_the_steps_that_were_left(
+    kind, workers, forker, tmp_path
+):
+    processes = start(forker, tmp_path, kind, workers)
     # Amid the second epoch, on the worker that is not the chief if there are two.
     file = tmp_path / f"steps{workers - 1}"
     wait_until(lambda: file.exists() and int(file.read_text() or 0) >= 8, "8 steps")
-    processes[-1].send_signal(signal.SIGTERM)
+    os.kill(processes[-1].pid, signal.SIGTERM)
     texts = finish(processes, RESTART_EXIT_CODE)
     assert "Training was saved in" in texts[0]
     taken = [int((tmp_path / f"steps{i}").read_text()) for i in range(workers)]
     assert len(set(taken)) == 1 and 8 <= taken[0] < 36
-    finish(start(tmp_path, kind, workers), 0)
+    finish(start(forker, tmp_path, kind, workers), 0)
     assert not list(tmp_path.glob("backup/*.part*"))
     found = results(tmp_path, kind)
     assert found["iterations"] == 36
     if kind == "loop":
         return
     assert not list(tmp_path.glob("backup/*")), "what is finished is not resumed"
-    finish(start(tmp_path, "whole", 1), 0)
+    finish(start(forker, tmp_path, "whole", 1), 0)
     assert_same(results(tmp_path, "whole"), found, SGD_TOLERANCE, "after the restart")
 
 

@@ -17,17 +17,17 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends.jax import jax_compat
 from keras_strategies.backends.jax.arguments import Packed
 from keras_strategies.backends.jax.closures import Same, code_of, function_key
+from keras_strategies.backends.jax.layout import Layout
 from keras_strategies.backends.jax.replica_scope import ReplicaScope
-from keras_strategies.backends.jax.state import (
+from keras_strategies.backends.jax.scopes import (
     AllReplicasNeededError,
     Given,
-    Layout,
-    Program,
     ProgramScope,
     TraceScope,
     check_sees_all,
     is_stacked,
 )
+from keras_strategies.backends.jax.state import Program
 from keras_strategies.backends.jax.together import pack_with
 from keras_strategies.backends.jax.workers import JaxWorkers
 from keras_strategies.backends.run_scope import RunScope

@@ -14,6 +14,7 @@ from jax import numpy as jnp
 from keras_strategies import context
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.jax.arguments import Columns
+from keras_strategies.backends.jax.cells import Cell, LocalCell, VariableCell
 from keras_strategies.backends.jax.reductions import all_reduce_over, check_axis
 from keras_strategies.backends.jax.replica_scope import (
     MergeScope,
@@ -23,14 +24,7 @@ from keras_strategies.backends.jax.replica_scope import (
     one_value,
     with_seed_offset,
 )
-from keras_strategies.backends.jax.state import (
-    Cell,
-    LocalCell,
-    ProgramScope,
-    TraceScope,
-    VariableCell,
-    is_stacked,
-)
+from keras_strategies.backends.jax.scopes import ProgramScope, TraceScope, is_stacked
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
     PerReplica,

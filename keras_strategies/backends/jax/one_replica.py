@@ -9,9 +9,7 @@ import keras
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import Communicator
-from keras_strategies.backends.jax.state import (
-    TraceScope,
-)
+from keras_strategies.backends.jax.scopes import TraceScope
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
     map_structure,

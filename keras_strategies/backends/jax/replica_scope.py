@@ -13,9 +13,7 @@ from jax import numpy as jnp
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.base import Communicator
-from keras_strategies.backends.jax.state import (
-    Given,
-)
+from keras_strategies.backends.jax.scopes import Given
 from keras_strategies.backends.run_scope import LocalValues, RunScope
 
 

@@ -22,18 +22,17 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.jax.arguments import Columns
+from keras_strategies.backends.jax.cells import Cell, LocalStacks
 from keras_strategies.backends.jax.closures import function_key
 from keras_strategies.backends.jax.devices import jax_device
 from keras_strategies.backends.jax.in_shards import Sharded
-from keras_strategies.backends.jax.side_by_side import SideBySide
-from keras_strategies.backends.jax.state import (
-    Cell,
-    Layout,
-    LocalStacks,
+from keras_strategies.backends.jax.layout import Layout
+from keras_strategies.backends.jax.scopes import (
     ProgramScope,
     TraceScope,
     check_sees_all,
 )
+from keras_strategies.backends.jax.side_by_side import SideBySide
 from keras_strategies.errors import ContextError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.jax.arguments import Columns
+from keras_strategies.backends.jax.cells import LocalCell, VariableCell
 from keras_strategies.backends.jax.lockstep import meet, run_in_lockstep
 from keras_strategies.backends.jax.reductions import check_axis, reduce_parts
 from keras_strategies.backends.jax.replica_scope import (
@@ -23,11 +24,7 @@ from keras_strategies.backends.jax.replica_scope import (
     one_value,
     with_seed_offset,
 )
-from keras_strategies.backends.jax.state import (
-    LocalCell,
-    TraceScope,
-    VariableCell,
-)
+from keras_strategies.backends.jax.scopes import TraceScope
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
     flatten,

@@ -14,6 +14,7 @@ import jax
 from keras_strategies import keras_compat
 from keras_strategies.backends.base import StepCost, TrainerAdapter, VariableCopy
 from keras_strategies.backends.jax import checkpoints, planning, steps
+from keras_strategies.backends.jax.cells import LocalStacks
 from keras_strategies.backends.jax.devices import (
     default_device,
     device_of,
@@ -22,12 +23,12 @@ from keras_strategies.backends.jax.devices import (
 from keras_strategies.backends.jax.distribution import StrategyDistribution
 from keras_strategies.backends.jax.function import RunPrograms, in_trace
 from keras_strategies.backends.jax.input import BatchPlacer, DevicePlacer, MeshPlacer
+from keras_strategies.backends.jax.layout import Layout
 from keras_strategies.backends.jax.one_replica import run_alone
 from keras_strategies.backends.jax.parts import Parts, put_variable, reader
 from keras_strategies.backends.jax.placing import is_spread
 from keras_strategies.backends.jax.replica_scope import current_replica_scope
 from keras_strategies.backends.jax.run import JaxRun
-from keras_strategies.backends.jax.state import Layout, LocalStacks
 from keras_strategies.backends.jax.workers import JaxWorkers
 from keras_strategies.devices import Device
 from keras_strategies.errors import ModelScopeError

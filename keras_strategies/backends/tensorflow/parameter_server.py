@@ -231,10 +231,6 @@ def _numpy(value: Any) -> Any:
 class TensorFlowEngine(Engine):
     """Windows are variables whose first axis is open."""
 
-    def model_body(self, model: Any, kind: str) -> Body:
-        step: Body = getattr(model, f"{kind}_step")
-        return step
-
     def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
         return TensorFlowProgram(body, variables, gradients)
 

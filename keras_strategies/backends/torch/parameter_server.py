@@ -241,10 +241,6 @@ class TorchEngine(Engine):
     def install(self) -> None:
         keras_compat.hook_torch_layers()
 
-    def model_body(self, model: Any, kind: str) -> Body:
-        step: Body = getattr(model, f"{kind}_step")
-        return step
-
     def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
         return TorchProgram(body, variables, gradients)
 
