@@ -23,7 +23,7 @@ from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.errors import BackendError, OutOfRangeError, WorkerError
 from keras_strategies.input.workers import Share
-from keras_strategies.layouts import VariableMesh
+from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import map_structure
 
@@ -363,6 +363,13 @@ class TrainerAdapter(abc.ABC):
         """The devices that will keep a weight, or a slot, metric or counter."""
         return self.placement.keepers
 
+    def axes(self, variable: Any) -> Axes:
+        """The axes of the mesh that a variable is cut along; `()` where it is whole."""
+        if self.placement.mesh is None:
+            return ()
+        layout = keras_compat.layout_of(variable)
+        return () if layout is None else tuple(layout.axes)
+
     def lay_out(self, variables: Sequence[Any]) -> None:  # noqa: B027
         """Gives variables that have no values the layouts that they would have."""
 
@@ -488,6 +495,17 @@ class Backend(abc.ABC):
     def cpu_device_count(self) -> int:
         """CPU devices there are, or will be; must not fix the devices if possible."""
         return sum(device.kind == "cpu" for device in self.local_devices())
+
+    def mesh_devices(
+        self, devices: tuple[Device, ...], is_chosen: bool
+    ) -> tuple[Device, ...]:
+        """This process's devices of a mesh, for `ModelParallelStrategy`.
+
+        Args:
+            devices: those that were named, or all there are.
+            is_chosen: bool, whether they were named.
+        """
+        return devices
 
     # Data
 

@@ -126,6 +126,10 @@ from keras_strategies.keras_compat.tensorflow import (
     hook_tensorflow,
     is_in_optimizer,
 )
+from keras_strategies.keras_compat.torch import (
+    distribution_class,
+    hook_torch_dtensors,
+)
 from keras_strategies.keras_compat.training import (
     callback_list,
     check_compiled,
@@ -166,6 +170,7 @@ __all__ = [
     "clip_gradients",
     "container_state",
     "current_stateless_scope",
+    "distribution_class",
     "element_spec",
     "epoch_iterator",
     "fill_container",
@@ -181,6 +186,7 @@ __all__ = [
     "hook_slots",
     "hook_tensorflow",
     "hook_tensorflow_input",
+    "hook_torch_dtensors",
     "hook_torch_input",
     "hook_torch_layers",
     "host_made_variable",

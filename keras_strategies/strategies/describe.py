@@ -6,7 +6,6 @@ import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.strategies.picture import draw
@@ -144,13 +143,15 @@ def describe(strategy: Strategy, model: Any) -> Description:
         shape = "x".join(str(n) for n in variable.shape) or "scalar"
         where = ", ".join(copy.device for copy in copies)
         if mesh is not None:
-            where = layout_text(_axes(variable), len(variable.shape))
+            where = layout_text(strategy.trainer.axes(variable), len(variable.shape))
         rows.append(
             (variable.path, shape, variable.dtype, where, " / ".join(sorted(sizes)))
         )
     layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
     if mesh is not None:
-        layouts = tuple((v.path, tuple(v.shape), _axes(v)) for v in model.variables)
+        layouts = tuple(
+            (v.path, tuple(v.shape), strategy.trainer.axes(v)) for v in model.variables
+        )
     homes = set(totals)
     visited = [str(d) for d in strategy.placement.replicas if str(d) not in homes]
     count = strategy.num_replicas_in_sync
@@ -159,11 +160,6 @@ def describe(strategy: Strategy, model: Any) -> Description:
         f"model {model.name!r}"
     )
     return Description(title, tuple(rows), totals, tuple(visited), mesh, layouts)
-
-
-def _axes(variable: Any) -> Axes:
-    layout = keras_compat.layout_of(variable)
-    return () if layout is None else tuple(layout.axes)
 
 
 def all_variables(model: Any) -> list[Any]:

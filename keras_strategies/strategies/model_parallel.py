@@ -40,7 +40,9 @@ class ModelParallelStrategy(Strategy):
     The devices are a grid, data x model. Batches are split along the data axis;
     variables, gradients and optimizer slots are cut along the model axis, the data
     axis, or both. A step is one program for all devices, into which XLA puts what
-    they have to tell each other; it computes what one device computes.
+    they have to tell each other; it computes what one device computes. On Torch, with
+    Keras 3.16 or newer, each device is that of a process of its own, and DTensors take
+    the place of XLA.
 
     Args:
         layout_map: how variables are cut. `"auto"`: large embeddings, attention and
@@ -71,7 +73,8 @@ class ModelParallelStrategy(Strategy):
         ValueError: for devices that do not exist or that `model_parallel` does not
             divide, for a layout map that is none, and, when a variable is made, for
             one that its layout does not fit.
-        RuntimeError: on backends that cannot cut variables.
+        RuntimeError: on backends that cannot cut variables: TensorFlow, and Torch
+            with a Keras before 3.16 or with several devices in one process.
 
     Example:
 
@@ -106,6 +109,7 @@ class ModelParallelStrategy(Strategy):
         self._cluster_resolver = resolver
         given = getattr(layout_map, "device_mesh", None)
         own = _devices(backend, devices, None if workers is not None else given)
+        own = backend.mesh_devices(own, devices is not None)
         every = [own] if workers is None else _of_all_workers(workers, own)
         found = tuple(device for each in every for device in each)
         shape, axes = _grid(layout_map, given, len(found), model_parallel)

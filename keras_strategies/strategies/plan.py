@@ -246,7 +246,7 @@ def _variables(strategy: Strategy, model: Any) -> tuple[PlannedVariable, ...]:
         for variable in variables:
             if id(variable) in found:
                 continue
-            axes = _axes(strategy, variable)
+            axes = strategy.trainer.axes(variable)
             shape = tuple(variable.shape)
             mesh = strategy.placement.mesh
             part = mesh.shard_shape(shape, axes) if mesh else shape
@@ -261,10 +261,3 @@ def _variables(strategy: Strategy, model: Any) -> tuple[PlannedVariable, ...]:
                 tuple(str(device) for device in devices),
             )
     return tuple(found.values())
-
-
-def _axes(strategy: Strategy, variable: Any) -> Axes:
-    if strategy.placement.mesh is None:
-        return ()
-    layout = keras_compat.layout_of(variable)
-    return () if layout is None else tuple(layout.axes)

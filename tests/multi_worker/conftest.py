@@ -8,7 +8,7 @@ import pytest
 from harness.forker import Forker
 from harness.worker_pool import WorkerPool
 
-CLUSTERS = {"two": (2, 1), "three": (3, 1), "two_by_two": (2, 2)}
+CLUSTERS = {"two": (2, 1), "three": (3, 1), "four": (4, 1), "two_by_two": (2, 2)}
 
 
 @pytest.fixture(scope="session")

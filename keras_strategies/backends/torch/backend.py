@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -140,15 +141,30 @@ class TorchBackend(Backend):
                 "with this version: ks.MirroredStrategy and, for slots that are too "
                 "large for the accelerators, ks.CentralStorageStrategy."
             )
+
+    def mesh_devices(
+        self, devices: tuple[Device, ...], is_chosen: bool
+    ) -> tuple[Device, ...]:
+        rank = os.environ.get("LOCAL_RANK", "")
+        if not is_chosen and devices[0].kind != "cpu" and rank.isdigit():
+            # Torchrun's number of this process on its machine.
+            devices = devices[int(rank) :][:1] or devices
+        if len(devices) == 1:
+            return devices
         raise BackendError(
-            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', where this "
-            f"package does not cut variables. Keras {version} can, as DTensors of "
-            "torch.distributed, in a process for each device; what it lacks is batches "
-            "that do not divide over the processes. Use "
-            "`keras.distribution.ModelParallel` in the processes that torchrun starts, "
-            "with batches that divide, or set KERAS_BACKEND=jax; a model that is saved "
-            "there opens here."
+            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', where each "
+            "device of the grid is that of a process of its own, as Keras "
+            f"{keras.version()} and torch.distributed cut variables. This process was "
+            f"given {len(devices)}: {', '.join(map(str, devices))}. Start one for "
+            f"each: `keras-strategies launch --workers {len(devices)} "
+            "--devices-per-worker 1 script.py`, or torchrun, and leave `devices` out "
+            "or name one; or set KERAS_BACKEND=jax, where one process has them all."
         )
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
+        if strategy.placement.mesh is not None:
+            # torch.distributed.tensor takes a second to import.
+            from keras_strategies.backends.torch.sharded import ShardedTrainer
+
+            return ShardedTrainer(strategy)
         return TorchTrainer(strategy)

@@ -63,7 +63,7 @@ class TorchTrainer(TrainerAdapter):
         if getattr(model, name) is not None and not force:
             return
         if model.steps_per_execution > 1:
-            function = _several_steps(model, kind)
+            function = several_steps(model, kind)
         else:
             make(force)
             function = getattr(model, name)
@@ -155,7 +155,7 @@ def _named(tensor: torch.Tensor, expected: Device) -> Device:
     return expected if found.kind == expected.kind == "cpu" else found
 
 
-def _several_steps(model: Any, kind: str) -> Callable[[list[Any]], Any]:
+def several_steps(model: Any, kind: str) -> Callable[[list[Any]], Any]:
     """`steps_per_execution` steps on a list of batches.
 
     Keras 3.15 refuses more than one step on Torch; eagerly it is a loop, whose

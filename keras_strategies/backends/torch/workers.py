@@ -14,6 +14,7 @@ import torch.distributed as dist
 from keras_strategies.backends.base import Workers
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -28,6 +29,8 @@ _OPERATIONS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
+# Gloo on an interface of our choice, as torch's default process group knows it.
+_GLOO = "keras_strategies_gloo"
 # Gloo's names for what it cannot reduce or move.
 _CARRIERS = {torch.bool: torch.uint8}
 
@@ -45,6 +48,8 @@ class TorchWorkers(Workers):
         self._timeout = datetime.timedelta(seconds=group.timeout)
         self._store = _store(group, self._timeout)
         self._groups: dict[str, Any] = {}
+        # The engines below torch's default process group, where there is one.
+        self._default: list[Any] = []
         group.on_loss(lambda loss: self._abort())
 
     def _engine(self, device: torch.device) -> Any:
@@ -66,11 +71,62 @@ class TorchWorkers(Workers):
 
     def _abort(self) -> None:
         """Ends the wait for a worker that does not answer."""
-        for engine in self._groups.values():
+        for engine in (*self._groups.values(), *self._default):
             engine.abort()
 
     def close(self) -> None:
         self._groups.clear()
+        if self._default:
+            self._default.clear()
+            dist.destroy_process_group()
+
+    def start_default_group(self) -> None:
+        """Makes torch's default process group of these workers, if there is none.
+
+        `torch.distributed.tensor` finds processes through it, and through the groups
+        that it makes of some of them.
+
+        Raises:
+            ClusterError: if there is one of other processes.
+        """
+        index, count = self.group.index, self.group.count
+        if dist.is_initialized():
+            found = dist.get_rank(), dist.get_world_size()
+            if found != (index, count):
+                raise ClusterError(
+                    f"Torch's default process group has this process as {found[0]} of "
+                    f"{found[1]}, but the cluster has it as worker {index} of {count}. "
+                    "Let the strategy make the group: leave "
+                    "`torch.distributed.init_process_group` out."
+                )
+            return
+
+        def gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
+            # On the interface that the cluster names, and on no other.
+            engine = _gloo(store, rank, size, self._timeout, self.group.own_host)
+            self._default.append(engine)
+            return engine
+
+        if _GLOO not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_GLOO, gloo, devices=["cpu"])
+        backend = f"cpu:{_GLOO}"
+        if torch.cuda.is_available():
+            backend += ",cuda:nccl"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default", self._store),
+            rank=index,
+            world_size=count,
+            timeout=self._timeout,
+        )
+
+    def cause(self, error: BaseException) -> BaseException:
+        if self._default and isinstance(error, RuntimeError):
+            # What is exchanged between parts of variables fails like this.
+            loss = self.group.loss(wait=min(self.group.timeout, 5.0))
+            if loss is not None:
+                return WorkerError(self.group.describe(loss))
+        return error
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         try:

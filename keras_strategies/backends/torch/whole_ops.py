@@ -1,0 +1,205 @@
+"""Operations that DTensors have no rule for, or a wrong one.
+
+What an operation computes from whole tensors, every process can compute; so an
+operation without a rule is no error but costs time. Those that treat each row by
+itself keep to a process's rows. Random numbers are drawn for the whole tensor in
+every process, from generators that are alike, so that they are those of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+_aten = torch.ops.aten
+# What torch says of it.
+_NO_RULE = "Sharding propagation failed"
+# Every tensor among their arguments and results has the batch as its first axis.
+_BY_ROWS = frozenset(
+    overload
+    for packet in (
+        _aten.avg_pool2d,
+        _aten.avg_pool2d_backward,
+        _aten.avg_pool3d,
+        _aten.avg_pool3d_backward,
+        _aten._adaptive_avg_pool2d,
+        _aten._adaptive_avg_pool2d_backward,
+        _aten._adaptive_avg_pool3d,
+        _aten._adaptive_avg_pool3d_backward,
+        _aten.max_pool2d_with_indices,
+        _aten.max_pool2d_with_indices_backward,
+        _aten.max_pool3d_with_indices,
+        _aten.max_pool3d_with_indices_backward,
+        _aten.upsample_bilinear2d,
+        _aten.upsample_bilinear2d_backward,
+        _aten.upsample_nearest2d,
+        _aten.upsample_nearest2d_backward,
+    )
+    for overload in (packet.default,)
+)
+
+
+class WholeOps(TorchDispatchMode):
+    """Computes on whole tensors what DTensors cannot compute on parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+        self._without_rule: set[Any] = set()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """As `with`, any number of times."""
+        self._depth += 1
+        try:
+            if self._depth > 1:
+                yield
+            else:
+                with self:
+                    yield
+        finally:
+            self._depth -= 1
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(issubclass(kind, DTensor) for kind in types):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(_even, (args, kwargs))
+        if func is _aten.convolution.default:
+            return _convolution(args)
+        if func is _aten.convolution_backward.default:
+            return _convolution_backward(args)
+        if func in _BY_ROWS:
+            return _by_rows(func, args, kwargs)
+        if func in self._without_rule or torch.Tag.nondeterministic_seeded in func.tags:
+            return _whole(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:
+            self._without_rule.add(func)
+        except RuntimeError as error:
+            # A rule that does not cover how these tensors are cut.
+            if _NO_RULE not in str(error):
+                raise
+        return _whole(func, args, kwargs)
+
+
+def _even(value: Any) -> Any:
+    """A tensor whose parts are equal; torch's views of others go wrong."""
+    if not isinstance(value, DTensor):
+        return value
+    parts: dict[int, int] = {}
+    for i, placement in enumerate(value.placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            parts[dim] = parts.get(dim, 1) * value.device_mesh.size(i)
+    uneven = [dim for dim, count in parts.items() if value.shape[dim] % count]
+    if not uneven:
+        return value
+    placements = [
+        Replicate() if isinstance(p, Shard) and p.dim in uneven else p
+        for p in value.placements
+    ]
+    return value.redistribute(value.device_mesh, placements)
+
+
+def _mesh(args: Any) -> Any:
+    leaves = tree_flatten(args)[0]
+    return next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
+
+
+def _local(value: Any, mesh: Any, placements: Any) -> Any:
+    """A process's part of a tensor, a DTensor or one that every process has."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        whole = [Replicate()] * mesh.ndim
+        value = DTensor.from_local(value, mesh, whole, run_check=False)
+    if value.placements != tuple(placements):
+        value = value.redistribute(mesh, placements)
+    return value.to_local()
+
+
+def _joined(value: Any, mesh: Any, placements: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return DTensor.from_local(value, mesh, placements, run_check=False)
+
+
+def _whole(func: Any, args: Any, kwargs: Any) -> Any:
+    mesh = _mesh((args, kwargs))
+    placements = [Replicate()] * mesh.ndim
+    locals_: Any = tree_map(lambda leaf: _local(leaf, mesh, placements), list(args))
+    named = {key: _local(value, mesh, placements) for key, value in kwargs.items()}
+    written = [
+        i
+        for i, argument in enumerate(func._schema.arguments[: len(args)])
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    for i in written:
+        locals_[i] = locals_[i].clone()
+    result = func(*locals_, **named)
+    for i in written:
+        if isinstance(args[i], DTensor):
+            args[i].copy_(_joined(locals_[i], mesh, placements))
+        else:
+            args[i].copy_(locals_[i])
+    if written:
+        return args[written[0]]
+    return tree_map(lambda leaf: _joined(leaf, mesh, placements), result)
+
+
+def _row_placements(value: Any, mesh: Any) -> list[Any]:
+    """By rows along the axes where a tensor is, whole along the others."""
+    if not isinstance(value, DTensor):
+        return [Replicate()] * mesh.ndim
+    return [p if p == Shard(0) else Replicate() for p in value.placements]
+
+
+def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    mesh = _mesh((args, kwargs))
+    placements = _row_placements(args[0], mesh)
+    own, named = tree_map(
+        lambda leaf: _local(leaf, mesh, placements), (list(args), kwargs)
+    )
+    result = func(*own, **named)
+    return tree_map(lambda leaf: _joined(leaf, mesh, placements), result)
+
+
+# DTensor's own rule exchanges the edges of images between all processes, whatever the
+# images are cut along. Here rows stay where they are, and kernels are gathered.
+
+
+def _convolution(args: Any) -> Any:
+    mesh = _mesh(args)
+    rows = _row_placements(args[0], mesh)
+    whole = [Replicate()] * mesh.ndim
+    images = _local(args[0], mesh, rows)
+    kernel, bias = (_local(value, mesh, whole) for value in args[1:3])
+    result = _aten.convolution.default(images, kernel, bias, *args[3:])
+    return _joined(result, mesh, rows)
+
+
+def _convolution_backward(args: Any) -> Any:
+    mesh = _mesh(args)
+    rows = _row_placements(args[1], mesh)
+    whole = [Replicate()] * mesh.ndim
+    gradient, images = (_local(value, mesh, rows) for value in args[:2])
+    kernel = _local(args[2], mesh, whole)
+    of_images, of_kernel, of_bias = _aten.convolution_backward.default(
+        gradient, images, kernel, *args[3:]
+    )
+    sums = [Partial() if p == Shard(0) else p for p in rows]
+    return (
+        _joined(of_images, mesh, rows),
+        _joined(of_kernel, mesh, sums),
+        _joined(of_bias, mesh, sums),
+    )

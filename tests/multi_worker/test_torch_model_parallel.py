@@ -1,0 +1,382 @@
+"""`ModelParallelStrategy` on Torch: Keras 3.16's DTensors, a process per device."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+from harness import data, models
+from harness.training import (
+    ADAM_TOLERANCE,
+    Case,
+    alone,
+    as_arrays,
+    assert_same,
+    compiled,
+    fit_evaluate_predict,
+    state_of,
+)
+from harness.worker_pool import WorkerPool
+
+import keras_strategies as ks
+
+TORCH = keras.backend.backend() == "torch"
+CUTS = tuple(int(part) for part in keras.version().split(".")[:2]) >= (3, 16)
+# With an older Keras there is an error, which `tests/model_parallel` looks at.
+pytestmark = pytest.mark.skipif(
+    not (TORCH and CUTS), reason="only Torch with Keras 3.16 has DTensors"
+)
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "dense_weights_23",
+            rows=23,
+            sample_weight=True,
+            metrics=lambda: ["accuracy"],
+        ),
+        Case("size_3", rows=3),
+        Case("conv_bn_25", model=models.conv, data=data.images, rows=25),
+        Case(
+            "transformer_adam",
+            model=models.transformer,
+            data=data.tokens,
+            rows=23,
+            optimizer=lambda: keras.optimizers.Adam(0.01),
+            tolerance=ADAM_TOLERANCE,
+        ),
+        Case("embedding_lstm_mask", model=models.lstm, data=data.tokens, rows=25),
+        Case(
+            "embedding_adagrad",
+            model=models.gru_tagger,
+            data=data.tagged,
+            metrics=lambda: ["accuracy"],
+            optimizer=lambda: keras.optimizers.Adagrad(0.1),
+            rows=23,
+        ),
+        Case(
+            "clipped_averaged",
+            optimizer=lambda: keras.optimizers.SGD(
+                0.1, momentum=0.9, global_clipnorm=0.1, use_ema=True
+            ),
+        ),
+        Case(
+            "accumulation",
+            rows=25,
+            optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+        ),
+        Case(
+            "steps_per_execution",
+            rows=39,
+            compile={"steps_per_execution": 3},
+            metrics=lambda: ["accuracy"],
+        ),
+        Case("regularized", model=models.regularized),
+        Case(
+            "mixed_bfloat16",
+            policy="mixed_bfloat16",
+            optimizer=lambda: keras.optimizers.SGD(0.1),
+            # Eight bits of mantissa, and gradients near zero that are added in parts.
+            tolerance=2**-5,
+        ),
+    )
+}
+# How variables are cut, and the devices along the model axis.
+GRIDS = {
+    "model_1x2": ("auto", 2, "two"),
+    "model_2x1": ("auto", 1, "two"),
+    "fsdp_2": ("fsdp", 1, "two"),
+    "model_2x2": ("auto", 2, "four"),
+    "fsdp_2x2": ("fsdp", 2, "four"),
+}
+
+
+def _parameters():
+    for name, grid in GRIDS.items():
+        for i, case in enumerate(CASES):
+            fast = grid[2] == "two" and (i - list(GRIDS).index(name)) % 3 == 0
+            fast = fast or (case == "transformer_adam" and name == "model_2x2")
+            marks = [] if fast else [pytest.mark.slow]
+            yield pytest.param(case, *grid, marks=marks, id=f"{case}-{name}")
+
+
+def cut(layout_map="fsdp", width=1):
+    """The grid of the one device of each worker."""
+    return ks.ModelParallelStrategy(layout_map, ["cpu:0"], width, min_shard_bytes=0)
+
+
+def train_cut(strategy, name, layout_map, width):
+    from torch.distributed.tensor import DTensor
+
+    case = CASES[name]
+    own = cut(layout_map, width)
+    with own.scope():
+        model = compiled(case)
+    results = fit_evaluate_predict(case, model, case.make_data())
+    results |= state_of(model)
+    parts = sum(isinstance(weight.value, DTensor) for weight in model.weights)
+    return as_arrays(results), parts
+
+
+@pytest.mark.parametrize(
+    ("name", "layout_map", "width", "cluster"),
+    list(_parameters()),
+    indirect=["cluster"],
+    scope="session",
+)
+def test_same_as_one_device(cluster, name, layout_map, width):
+    case = CASES[name]
+    found = cluster(train_cut, name, layout_map, width)
+    for index, (results, parts) in enumerate(found):
+        assert_same(alone(case), results, case.tolerance, f"worker {index}")
+        is_cut = layout_map == "fsdp" or width > 1
+        assert (parts > 1) == is_cut
+
+
+def network(strategy, units=16):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(units, "tanh"),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(4),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=(22, n)).astype("float32") for n in (8, 4))
+
+
+def fit(model, callbacks=None):
+    x, y = rows()
+    history = model.fit(
+        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks
+    )
+    return history.history["loss"]
+
+
+def test_each_process_keeps_its_parts(cluster):
+    def program(strategy):
+        own = cut()
+        model = network(own)
+        fit(model)
+        kernel = model.weights[0]
+        slots = [v for v in model.optimizer.variables if "dense_kernel" in v.path]
+        slots = slots or [v for v in model.optimizer.variables if v.shape == (8, 16)]
+        shapes = [tuple(v.value.to_local().shape) for v in (kernel, *slots)]
+        gathered = kernel.numpy()
+        description = own.describe(model)
+        variables = [*model.variables, *model.optimizer.variables]
+        whole = sum(
+            int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in variables
+        )
+        return shapes, gathered, str(description), description.totals, whole, repr(own)
+
+    found = cluster(program)
+    for index, (shapes, gathered, text, totals, whole, name) in enumerate(found):
+        assert shapes == [(8, 8)] * 3
+        np.testing.assert_array_equal(gathered, found[0][1])
+        assert "(-, batch)" in text
+        assert name == (
+            "<ModelParallelStrategy 'fsdp', 2 batch x 1 model, on cpu:0, worker "
+            f"{index} of 2>"
+        )
+        # All but the dropout's seed, counters and metrics is in two parts.
+        assert whole / 2 <= totals["cpu:0"] < whole / 2 + 200
+
+
+def test_random_numbers_are_those_of_one_device(cluster):
+    """Rows have the masks that they have where one device draws all of them."""
+    expected = fit(network(ks.get_strategy()))
+    for layout_map, width in (("fsdp", 1), ("auto", 2)):
+
+        def program(strategy, layout_map=layout_map, width=width):
+            return fit(network(cut(layout_map, width)))
+
+        for losses in cluster(program):
+            np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_a_train_step_of_the_users(cluster):
+    class Penalized(keras.Model):
+        """Gradients of inputs, and a loss that Keras does not know."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(8, "tanh")
+            self.last = keras.layers.Dense(4)
+
+        def call(self, x):
+            return self.last(self.dense(x))
+
+        def train_step(self, batch):
+            import torch
+
+            x, y = batch[:2]
+            x = x.detach().requires_grad_()
+            self.zero_grad()
+            outputs = self(x)
+            loss = ((outputs - y) ** 2).max(axis=0).values.sum()
+            (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+            loss.backward()
+            gradients = [v.value.grad for v in self.trainable_weights]
+            with torch.no_grad():
+                self.optimizer.apply(gradients, self.trainable_weights)
+            return {"loss": loss.detach(), "slope": slope.abs().sum()}
+
+    def train(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = Penalized()
+            model(np.zeros((1, 8), "float32"))
+            model.compile(keras.optimizers.SGD(0.01))
+        x, y = rows()
+        logs = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        logs["one"] = [model.train_on_batch(x[:7], y[:7], return_dict=True)["loss"]]
+        logs["weights"] = model.get_weights()
+        return logs
+
+    expected = train(ks.get_strategy())
+    for layout_map, width in (("fsdp", 1), ("auto", 2)):
+
+        def program(strategy, layout_map=layout_map, width=width):
+            return train(cut(layout_map, width))
+
+        for found in cluster(program):
+            weights = zip(found.pop("weights"), expected["weights"], strict=True)
+            for one, other in weights:
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+            for key, values in found.items():
+                np.testing.assert_allclose(values, expected[key], rtol=1e-5)
+
+
+def test_the_ordinary_file_goes_on_anywhere(cluster, tmp_path):
+    def program(strategy, folder):
+        model = network(cut())
+        first = fit(
+            model, [keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras")]
+        )
+        own = cut("auto", 2)
+        with own.scope():
+            other = keras.models.load_model(f"{folder}/2.keras")
+        return first, model.get_weights(), fit(model), fit(other)
+
+    found = cluster(program, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.keras", "2.keras"]
+    here = keras.models.load_model(tmp_path / "2.keras")
+    weights = here.get_weights()
+    for _, own, on, other in found:
+        for one, two in zip(weights, own, strict=True):
+            np.testing.assert_array_equal(one, two)
+        assert on != other  # Dropout goes on from the process's random numbers,
+        assert np.isfinite(other).all()
+    x, y = rows()
+    scores = [here.evaluate(x, y, verbose=0)]
+
+    def score(strategy, folder):
+        with cut("auto", 2).scope():
+            model = keras.models.load_model(f"{folder}/2.keras")
+        return model.evaluate(x, y, verbose=0)
+
+    scores += cluster(score, str(tmp_path))
+    np.testing.assert_allclose(scores, scores[0], rtol=1e-5)
+
+
+def test_a_plan_says_what_then_is(cluster):
+    def program(strategy):
+        own = cut()
+
+        def build():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16)])
+            model.compile("adam", "mse")
+            return model
+
+        plan = own.plan(build, ((8, 8), (8, 16)))
+        with own.scope():
+            model = build()
+        x = np.zeros((8, 8))
+        model.fit(x, np.zeros((8, 16)), batch_size=8, verbose=0)
+        kinds = ("weight", "slot", "metric")
+        planned = sum(plan.bytes_per_device(kind)["cpu:0"] for kind in kinds)
+        return planned, own.describe(model).totals["cpu:0"], plan.sent, str(plan)
+
+    for planned, found, sent, text in cluster(program):
+        assert planned == found
+        assert sent > 0
+        assert "reduce-scatter of gradients" in text
+
+
+def test_what_cannot_be(cluster, tmp_path):
+    def program(strategy, folder):
+        own = cut()
+        with pytest.raises(RuntimeError, match="Use `fit` with a `train_step`"):
+            own.run(lambda: 0)
+        with pytest.raises(RuntimeError, match="a process of its own"):
+            ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"])
+        model = network(own)
+        with pytest.raises(RuntimeError, match="KERAS_BACKEND=jax"):
+            own.save_sharded(model, folder)
+        with pytest.raises(ValueError, match="BackupAndRestore was given"):
+            fit(model, [keras.callbacks.BackupAndRestore(folder)])
+        return True
+
+    assert cluster(program, str(tmp_path)) == [True, True]
+
+
+def test_an_error_in_one_process_is_named_in_the_others(cluster):
+    def program(strategy):
+        index = strategy.workers.group.index
+
+        class Failing(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if index == 1 and batch == 1:
+                    raise OSError("the disk is full")
+
+        fit(network(cut()), [Failing()])
+
+    (one, _), (other, _) = cluster.outcomes(program)
+    assert "the disk is full" in other
+    assert "Worker 1" in one
+    assert "the disk is full" in one
+
+
+def test_a_process_that_is_killed_is_named(tmp_path):
+    def program(strategy, path):
+        index = strategy.workers.group.index
+
+        class Killed(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if index == 1 and batch == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            fit(network(cut()), [Killed()])
+        except ks.errors.WorkerError as error:
+            with open(path, "w") as file:
+                file.write(str(error))
+
+    pool = WorkerPool(2)
+    try:
+        with pytest.raises(AssertionError, match="Worker 1 died"):
+            pool.outcomes(program, str(tmp_path / "error"))
+    finally:
+        pool.close()
+    text = (tmp_path / "error").read_text()
+    assert "Worker 1" in text
+    assert "was lost" in text
+
+
+def test_a_process_alone_is_told_how_to_start():
+    with pytest.raises(RuntimeError, match="no cluster around it") as caught:
+        ks.ModelParallelStrategy("fsdp", ["cpu:0"])
+    assert "keras-strategies launch --workers N" in str(caught.value)
