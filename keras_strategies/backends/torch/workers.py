@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from keras_strategies.backends.base import Workers
+from keras_strategies.backends.gloo_threads import gloo_threads
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packs import pack_indices
 from keras_strategies.types import (
@@ -204,10 +205,11 @@ def _gloo(
     store: Any, index: int, count: int, timeout: datetime.timedelta, host: str
 ) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     options._threads = 2
-    return dist.ProcessGroupGloo(store, index, count, options)
+    with gloo_threads():
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        return dist.ProcessGroupGloo(store, index, count, options)
 
 
 def _nccl(store: Any, index: int, count: int, timeout: datetime.timedelta) -> Any:
