@@ -117,6 +117,8 @@ def serve(kind: str, workload: Workload) -> None:
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
+    if kind == "peer_batch":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     backend = os.environ["KERAS_BACKEND"]
     if backend == "tensorflow":
         import tensorflow as tf
@@ -278,6 +280,7 @@ def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float]:
         "one": Cluster(backend, "ours", workload, 1),
         "two": Cluster(backend, "ours", workload, 2),
         "peer": Cluster(backend, "peer", workload, 2),
+        "peer_batch": Cluster(backend, "peer_batch", workload, 2),
     }
     for name, cluster in list(contestants.items()):
         try:

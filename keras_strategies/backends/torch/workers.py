@@ -94,7 +94,7 @@ class TorchWorkers(Workers):
 
     def packs(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """Indices of tensors that travel together, in their order."""
-        kinds = [f"{tensor.dtype} {tensor.device}" for tensor in tensors]
+        kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
         sizes = [tensor.nbytes for tensor in tensors]
         limit = self.options.bytes_per_pack or DEFAULT_PACK
         return pack_indices(kinds, sizes, bytes_per_pack=limit)
@@ -153,18 +153,23 @@ class Pack:
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._like = [(tensor.shape, tensor.numel()) for tensor in tensors]
-        self._dtype = kind = tensors[0].dtype
-        self.flat = torch.cat(
-            [t.detach().reshape(-1).to(_CARRIERS.get(kind, kind)) for t in tensors]
-        )
+        self._dtype = tensors[0].dtype
+        carrier = _CARRIERS.get(self._dtype)
+        with torch.no_grad():
+            flat = [tensor.reshape(-1) for tensor in tensors]
+            if carrier is not None:
+                flat = [tensor.to(carrier) for tensor in flat]
+            self.flat = torch.cat(flat)
 
     def tensors(self) -> list[torch.Tensor]:
         """What has become of the tensors: views of the flat one."""
         parts = self.flat.split([size for _, size in self._like])
-        return [
-            part.view(shape).to(self._dtype)
-            for part, (shape, _) in zip(parts, self._like, strict=True)
+        found = [
+            part.view(shape) for part, (shape, _) in zip(parts, self._like, strict=True)
         ]
+        if self.flat.dtype != self._dtype:
+            found = [part.to(self._dtype) for part in found]
+        return found
 
 
 def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
