@@ -285,17 +285,19 @@ def table(results: dict[str, Any]) -> str:
             ]
             kinds = ("peer", "peer_batch") if backend in WITH_GLOO else ("peer",)
             for kind in kinds:
-                if found := ms.get(kind):
+                found = ms.get(kind)
+                if found:
                     cells += [f"{found:.1f} ms", f"{found / ms['two']:.2f}"]
                 else:
-                    cells += [f"over {START_SECONDS} s for an epoch", ""]
+                    cells += ["did not start" if kind in ms else "not measured", ""]
             cells[5] = f"{PEERS[backend]}, {cells[5]}"
             cells += [""] * (9 - len(cells))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float]:
+def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float | None]:
+    """Milliseconds per step of each; None for what did not come through an epoch."""
     kinds = {"one": ("ours", 1), "two": ("ours", 2), "peer": ("peer", 2)}
     if backend in WITH_GLOO:
         kinds["peer_batch"] = ("peer_batch", 2)
@@ -310,7 +312,7 @@ def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float]:
                 print(error, file=sys.stderr)
             else:
                 contestants[name] = cluster
-    return measure(contestants, rounds)
+    return dict.fromkeys(kinds) | measure(contestants, rounds)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -328,7 +330,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
         keys = [key for key in labels if any(key in ms for ms in models.values())]
         width = 0.8 / len(keys)
         for i, key in enumerate(keys):
-            speed = [ms["one"] / ms.get(key, float("nan")) for ms in models.values()]
+            speed = [
+                ms["one"] / (ms.get(key) or float("nan")) for ms in models.values()
+            ]
             shift = (i - (len(keys) - 1) / 2) * width
             places = [j + shift for j in range(len(models))]
             label = labels[key].format(PEERS[backend])
