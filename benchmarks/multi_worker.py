@@ -7,7 +7,11 @@ process of its own that is pinned to one core:
 - two of them, with `Model.fit`;
 - the peer's two processes: on JAX Keras's `DataParallel` over `jax.distributed`, on
   Torch `DistributedDataParallel` written by hand, on TensorFlow a loop written by hand
-  over `tf.distribute.MultiWorkerMirroredStrategy`, which cannot `fit` Keras 3 models.
+  over `tf.distribute.MultiWorkerMirroredStrategy`, which cannot `fit` Keras 3 models;
+- where the peer moves data with Gloo, the same two processes as `SCHED_BATCH`, as by
+  `chrt --batch 0 python ...`: what our workers do for Gloo's threads only, which on a
+  core that is shared with them costs a scheduler's tick for most messages
+  (`keras_strategies/backends/gloo_threads.py`).
 
 Every number is the median over rounds of the milliseconds per step of worker 0, after
 one epoch that warms up. Ratios above 1 mean that ours is faster.
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -36,12 +41,16 @@ PEERS = {
     "torch": "DDP",
     "tensorflow": "tf.distribute",
 }
+# Backends whose peer moves data with Gloo.
+WITH_GLOO = ("jax", "torch")
+# Seconds in which a cluster has to come through its first epoch.
+START_SECONDS = 60
 
 
 class Cluster:
     """Processes that train together, an epoch each time that this is called."""
 
-    def __init__(self, backend: str, kind: str, workload: Workload, workers: int):
+    def __init__(self, backend: str, kind: str, workers: int, workload: Workload):
         from keras_strategies.cluster.local import free_addresses
 
         addresses = free_addresses(workers)
@@ -62,10 +71,16 @@ class Cluster:
 
     def wait(self) -> None:
         """Until all are ready to train."""
+        until = time.monotonic() + START_SECONDS
         for process in self._processes:
-            if process.stdout.readline().strip() != "ready":
-                self.close()
-                raise RuntimeError(f"{self._name} did not start.")
+            left = max(0.0, until - time.monotonic())
+            is_there, _, _ = select.select([process.stdout], [], [], left)
+            if not is_there or process.stdout.readline().strip() != "ready":
+                self.close(seconds=0)
+                why = (
+                    "failed in" if is_there else f"took more than {START_SECONDS} s for"
+                )
+                raise RuntimeError(f"{self._name} {why} its first epoch.")
 
     def __call__(self) -> float:
         for process in self._processes:
@@ -74,12 +89,12 @@ class Cluster:
         first, *_ = [float(process.stdout.readline()) for process in self._processes]
         return first
 
-    def close(self) -> None:
+    def close(self, seconds: float = 30) -> None:
         for process in self._processes:
             process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(timeout=30)
+                process.wait(timeout=seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -117,6 +132,8 @@ def serve(kind: str, workload: Workload) -> None:
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
+    if kind == "peer_batch":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     backend = os.environ["KERAS_BACKEND"]
     if backend == "tensorflow":
         import tensorflow as tf
@@ -254,38 +271,48 @@ PEERS_OF = {"jax": jax_peer, "torch": torch_peer, "tensorflow": tensorflow_peer}
 def table(results: dict[str, Any]) -> str:
     lines = [
         "| backend | model | 1 worker, 1 core | 2 workers, 2 cores | speed-up | peer "
-        "| ours / peer |",
-        "|---|---|---|---|---|---|---|",
+        "| ours / peer | peer, `SCHED_BATCH` | ours / that |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for backend, models in results.items():
         for name, ms in models.items():
-            peer = ms.get("peer")
             cells = [
                 backend,
                 name,
                 f"{ms['one']:.1f} ms",
                 f"{ms['two']:.1f} ms",
                 f"{ms['one'] / ms['two']:.2f}x",
-                f"{PEERS[backend]}, {peer:.1f} ms" if peer else "does not run",
-                f"{peer / ms['two']:.2f}" if peer else "",
             ]
+            kinds = ("peer", "peer_batch") if backend in WITH_GLOO else ("peer",)
+            for kind in kinds:
+                found = ms.get(kind)
+                if found:
+                    cells += [f"{found:.1f} ms", f"{found / ms['two']:.2f}"]
+                else:
+                    cells += ["did not start" if kind in ms else "not measured", ""]
+            cells[5] = f"{PEERS[backend]}, {cells[5]}"
+            cells += [""] * (9 - len(cells))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float]:
-    contestants = {
-        "one": Cluster(backend, "ours", workload, 1),
-        "two": Cluster(backend, "ours", workload, 2),
-        "peer": Cluster(backend, "peer", workload, 2),
-    }
-    for name, cluster in list(contestants.items()):
-        try:
-            cluster.wait()
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
-            del contestants[name]
-    return measure(contestants, rounds)
+def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float | None]:
+    """Milliseconds per step of each; None for what did not come through an epoch."""
+    kinds = {"one": ("ours", 1), "two": ("ours", 2), "peer": ("peer", 2)}
+    if backend in WITH_GLOO:
+        kinds["peer_batch"] = ("peer_batch", 2)
+    contestants = {}
+    # A peer that spins is not to hold up the start of ours.
+    for names in (["one", "two"], [name for name in kinds if name.startswith("peer")]):
+        started = {name: Cluster(backend, *kinds[name], workload) for name in names}
+        for name, cluster in started.items():
+            try:
+                cluster.wait()
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+            else:
+                contestants[name] = cluster
+    return dict.fromkeys(kinds) | measure(contestants, rounds)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -298,17 +325,24 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(
         1, len(results), figsize=(4.2 * len(results), 3.6), squeeze=False
     )
+    labels = {"two": "ours", "peer": "{}", "peer_batch": "{}, SCHED_BATCH"}
     for axis, (backend, models) in zip(axes[0], results.items(), strict=True):
-        for i, (key, label) in enumerate(
-            {"two": "ours", "peer": PEERS[backend]}.items()
-        ):
-            speed = [ms["one"] / ms.get(key, float("nan")) for ms in models.values()]
-            places = [j + (i - 0.5) * 0.4 for j in range(len(models))]
-            axis.bar(places, speed, 0.4, label=f"2 workers, {label}")
+        keys = [key for key in labels if any(key in ms for ms in models.values())]
+        width = 0.8 / len(keys)
+        for i, key in enumerate(keys):
+            speed = [
+                ms["one"] / (ms.get(key) or float("nan")) for ms in models.values()
+            ]
+            shift = (i - (len(keys) - 1) / 2) * width
+            places = [j + shift for j in range(len(models))]
+            label = labels[key].format(PEERS[backend])
+            axis.bar(places, speed, width, label=f"2 workers, {label}")
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(models)), list(models))
         axis.set_title(backend)
-        axis.legend(fontsize=7)
+        # Room for the legend above the bars.
+        axis.set_ylim(0, 2.8)
+        axis.legend(fontsize=7, loc="upper right")
     figure.supylabel("speed, our one worker on one core = 1", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

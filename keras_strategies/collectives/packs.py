@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from keras import ops
@@ -12,7 +12,7 @@ from keras_strategies.errors import InvalidArgumentError
 
 
 def pack_indices(
-    dtypes: Sequence[str],
+    dtypes: Sequence[Hashable],
     nbytes: Sequence[int],
     *,
     num_packs: int = 0,
@@ -21,7 +21,7 @@ def pack_indices(
     """Which tensors travel together: neighbours of one dtype, about equal in bytes.
 
     Args:
-        dtypes: the dtype of each tensor.
+        dtypes: the dtype of each tensor, or what else a pack has one of.
         nbytes: the size of each tensor, in bytes.
         num_packs: int, how many packs to make of all bytes; 0 for no packing.
         bytes_per_pack: int, bytes; closes a pack that has reached this size.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from keras_strategies.backends.gloo_threads import gloo_threads
+
 
 def devices_are_fixed() -> bool:
     """Whether JAX has been used, so that its devices can no longer change.
@@ -134,8 +136,9 @@ def use_host_for_collectives(host: str) -> None:
 
     def make() -> Any:
         client = distributed.global_state.client
-        collectives = _jax.make_gloo_tcp_collectives(client, hostname=host)
-        return xla_bridge.make_cpu_client(collectives)
+        with gloo_threads():
+            collectives = _jax.make_gloo_tcp_collectives(client, hostname=host)
+            return xla_bridge.make_cpu_client(collectives)
 
     factories = xla_bridge._backend_factories
     factories["cpu"] = dataclasses.replace(factories["cpu"], factory=make)

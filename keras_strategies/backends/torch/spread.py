@@ -150,9 +150,12 @@ class WorkerSums:
             [self._order[place] for place in places]
             for places in self._workers.packs(tensors)
         ]
+        # The last pack says what is missing, which is known at the end; with a single
+        # pack no gradient is waited for.
+        self._early = [i for pack in self._packs[:-1] for i in pack]
         self._missing = {
             i: sum(local is not None for local in self._sources[i].locals)
-            for i in self._order
+            for i in self._early
         }
         self._found: dict[int, list[torch.Tensor | None]] = {
             i: [None] * count for i in self._order
@@ -162,7 +165,7 @@ class WorkerSums:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> WorkerSums:
-        for i in self._order:
+        for i in self._early:
             for replica_id, local in enumerate(self._sources[i].locals):
                 if local is not None:
                     hook = self._hook(i, replica_id)
@@ -183,7 +186,6 @@ class WorkerSums:
             with self._lock:
                 self._found[i][replica_id] = gradient
                 self._missing[i] -= 1
-                # The last pack says what is missing, which is known at the end.
                 while len(self._sent) < len(self._packs) - 1 and not any(
                     self._missing[j] for j in self._packs[len(self._sent)]
                 ):

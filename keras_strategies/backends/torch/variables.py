@@ -25,6 +25,8 @@ class ReplicaVariables:
     def __init__(self, placement: Placement):
         self._placement = placement
         self._devices = [torch_device(device) for device in placement.replicas]
+        # Whether there can be copies to tell of.
+        self._has_others = set(placement.replicas) != {placement.variables}
         self._mirrors = _Mirrors()
         # Tensors that replicas have read: these are what is mirrored.
         self._read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -37,7 +39,7 @@ class ReplicaVariables:
         device = self._devices[replica_id]
         if raw.device == device:
             local = raw.detach()
-            if raw not in self._read:
+            if self._has_others and raw not in self._read:
                 self._read[raw] = None
         elif self._placement.mirrored:
             local = self._mirrors.get(raw, device)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from keras_strategies.backends.base import Workers
+from keras_strategies.backends.gloo_threads import gloo_threads
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packs import pack_indices
 from keras_strategies.errors import ClusterError, WorkerError
@@ -149,7 +150,7 @@ class TorchWorkers(Workers):
 
     def packs(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """Indices of tensors that travel together, in their order."""
-        kinds = [f"{tensor.dtype} {tensor.device}" for tensor in tensors]
+        kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
         sizes = [tensor.nbytes for tensor in tensors]
         limit = self.options.bytes_per_pack or DEFAULT_PACK
         return pack_indices(kinds, sizes, bytes_per_pack=limit)
@@ -208,18 +209,23 @@ class Pack:
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._like = [(tensor.shape, tensor.numel()) for tensor in tensors]
-        self._dtype = kind = tensors[0].dtype
-        self.flat = torch.cat(
-            [t.detach().reshape(-1).to(_CARRIERS.get(kind, kind)) for t in tensors]
-        )
+        self._dtype = tensors[0].dtype
+        carrier = _CARRIERS.get(self._dtype)
+        with torch.no_grad():
+            flat = [tensor.reshape(-1) for tensor in tensors]
+            if carrier is not None:
+                flat = [tensor.to(carrier) for tensor in flat]
+            self.flat = torch.cat(flat)
 
     def tensors(self) -> list[torch.Tensor]:
         """What has become of the tensors: views of the flat one."""
         parts = self.flat.split([size for _, size in self._like])
-        return [
-            part.view(shape).to(self._dtype)
-            for part, (shape, _) in zip(parts, self._like, strict=True)
+        found = [
+            part.view(shape) for part, (shape, _) in zip(parts, self._like, strict=True)
         ]
+        if self.flat.dtype != self._dtype:
+            found = [part.to(self._dtype) for part in found]
+        return found
 
 
 def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
@@ -260,10 +266,11 @@ def _gloo(
     store: Any, index: int, count: int, timeout: datetime.timedelta, host: str
 ) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     options._threads = 2
-    return dist.ProcessGroupGloo(store, index, count, options)
+    with gloo_threads():
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        return dist.ProcessGroupGloo(store, index, count, options)
 
 
 def _nccl(store: Any, index: int, count: int, timeout: datetime.timedelta) -> Any:
