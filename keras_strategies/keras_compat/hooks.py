@@ -17,6 +17,7 @@ from keras_strategies.keras_compat.models import (
 from keras_strategies.keras_compat.parameter_server import applying
 from keras_strategies.keras_compat.patching import base_trainer, installed, replace
 from keras_strategies.keras_compat.state import current_stateless_scope
+from keras_strategies.keras_compat.state_trees import hook_state_trees
 
 _METHODS = (
     "fit",
@@ -286,6 +287,7 @@ def install(hooks: ModelHooks) -> None:
 
         return _load_model_from_fileobj
 
+    hook_state_trees()
     replace(saving_lib, "_load_model_from_fileobj", wrap_load_model)
     replace(Model, "load_weights", wrap_load_weights)
     for name in ("save", "save_weights", "export"):

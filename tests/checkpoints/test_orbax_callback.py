@@ -1,0 +1,94 @@
+"""`keras.callbacks.OrbaxCheckpoint`: what it saves goes on under every strategy."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from harness.strategies import STRATEGIES
+from keras import layers
+
+import keras_strategies as ks
+
+pytest.importorskip("orbax.checkpoint")
+pytestmark = pytest.mark.skipif(
+    not hasattr(keras.callbacks, "OrbaxCheckpoint"),
+    reason="this Keras has no OrbaxCheckpoint",
+)
+
+
+def made(strategy, sequential=True, units=16):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        stack = [
+            layers.Dense(units, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5, seed=1),
+            layers.Dense(4),
+        ]
+        inputs = keras.Input((8,))
+        if sequential:
+            model = keras.Sequential([inputs, *stack])
+        else:
+            outputs = inputs
+            for layer in stack:
+                outputs = layer(outputs)
+            model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def fit(model, epochs=2, callbacks=None):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(22, 8)), random.normal(size=(22, 4))
+    history = model.fit(
+        x.astype("float32"),
+        y.astype("float32"),
+        batch_size=8,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    return history.history["loss"]
+
+
+@pytest.mark.parametrize("how", ["load_model", "load_weights"])
+@pytest.mark.parametrize("sequential", [True, False])
+def test_training_goes_on(strategy, sequential, how, tmp_path) -> None:
+    expected = fit(made(strategy, sequential), epochs=4)
+    # Layers without names have other numbers in each model of a process.
+    model = made(strategy, sequential)
+    saver = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_on_background=False)
+    losses = fit(model, callbacks=[saver])
+    if how == "load_model":
+        with strategy.scope():
+            model = keras.saving.load_model(tmp_path)
+    else:
+        model = made(strategy, sequential)
+        model.load_weights(tmp_path)
+    np.testing.assert_allclose(losses + fit(model), expected, rtol=1e-4)
+
+
+def test_a_checkpoint_goes_on_under_another_strategy(strategy, tmp_path) -> None:
+    expected = fit(made(ks.OneDeviceStrategy("cpu:0")), epochs=4)
+    saver = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_on_background=False)
+    losses = fit(made(STRATEGIES["one_device"].make()), callbacks=[saver])
+    model = made(strategy)
+    model.load_weights(tmp_path)
+    if keras.backend.backend() == "torch" and strategy.num_replicas_in_sync > 1:
+        # Replicas draw dropout's masks themselves there.
+        assert np.isfinite(fit(model)).all()
+        return
+    np.testing.assert_allclose(losses + fit(model), expected, rtol=1e-4)
+
+
+def test_a_checkpoint_of_another_model_is_an_error(mirrored, tmp_path) -> None:
+    saver = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_on_background=False)
+    fit(made(mirrored), callbacks=[saver])
+    model = made(mirrored, units=12)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="are not those of the model"):
+        model.load_weights(tmp_path)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
