@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -75,7 +76,12 @@ def mend(before: Snapshot) -> None:
 
 def _threads(before: Snapshot) -> list[str]:
     found = []
-    for thread in set(threading.enumerate()) - before.threads:
+    new = set(threading.enumerate()) - before.threads
+    if new:
+        # Keras's threads for callbacks end with a `fit` that has failed, which the
+        # traceback of its error holds in a cycle.
+        gc.collect()
+    for thread in new:
         if thread is threading.current_thread():
             continue
         if isinstance(thread, threading._DummyThread):
