@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -19,6 +20,9 @@ from harness.strategies import STRATEGIES, StrategyCase
 import keras_strategies as ks
 
 keras.config.disable_traceback_filtering()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So do shells begin what they run in the background; tests press Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # What has been imported stays: no search for garbage has to go through it.
 gc.collect()
 gc.freeze()

@@ -30,8 +30,8 @@ class Status:
         steps: int, steps that are done.
         max_staleness: int or None, the strategy's.
         bytes_per_step: float, bytes between workers and servers, for each step.
-        staleness: float, updates of others that a step has missed, on average.
-        most_staleness: int, updates of others that a step has missed, at most.
+        staleness: float, updates that a step has missed, on average.
+        most_staleness: int, updates that a step has missed, at most.
         held_bytes: tuple of int, bytes of variables on each server.
     """
 
