@@ -115,8 +115,9 @@ def _children(before: Snapshot) -> list[str]:
 def _environment(before: Snapshot) -> list[str]:
     found = []
     for name in sorted(before.environment.keys() | os.environ.keys()):
-        # pytest writes the name of the current test itself.
-        if name.startswith(("PYTEST_", *_ENVIRONMENT_OF_TORCH_COMPILE)):
+        # pytest writes the name of the current test, scikit-learn what OpenMP is to do
+        # when it is first imported.
+        if name.startswith(("PYTEST_", "KMP_", *_ENVIRONMENT_OF_TORCH_COMPILE)):
             continue
         old, new = before.environment.get(name), os.environ.get(name)
         if old != new:
