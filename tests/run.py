@@ -33,6 +33,7 @@ COMMON = (
 )
 # Each of these is a suite of its own for each backend, and so is what is left.
 KINDS = {
+    "models": ("tests/model_parallel/test_strategy.py", "tests/test_applications.py"),
     "exactness": ("tests/test_exactness.py",),
     "workers": ("tests/multi_worker",),
     "examples": (
@@ -47,7 +48,7 @@ KINDS = {
 # generates plain code here; what JAX and XLA make of a program before that, how it is
 # cut and which collectives it has, is the same. Only where numbers are compared with
 # those of one device, compiled alike: all else is compiled as for people.
-PLAIN_KINDS = ("exactness", "workers")
+PLAIN_KINDS = ("models", "exactness", "workers")
 PLAIN_CODE = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ _OPERATIONS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
+#: Seconds that the end of a process waits for an engine to give up.
+_ABORT_SECONDS = 5.0
 # Gloo on an interface of our choice, as torch's default process group knows it.
 _GLOO = "keras_strategies_gloo"
 # Gloo's names for what it cannot reduce or move.
@@ -51,6 +54,7 @@ class TorchWorkers(Workers):
         self._groups: dict[str, Any] = {}
         # The engines below torch's default process group, where there is one.
         self._default: list[Any] = []
+        self._aborting = threading.Lock()
         group.on_loss(lambda loss: self._abort())
 
     def _engine(self, device: torch.device) -> Any:
@@ -72,14 +76,20 @@ class TorchWorkers(Workers):
 
     def _abort(self) -> None:
         """Ends the wait for a worker that does not answer."""
-        for engine in (*self._groups.values(), *self._default):
-            engine.abort()
+        with self._aborting:
+            for engine in (*self._groups.values(), *self._default):
+                engine.abort()
 
     def close(self) -> None:
+        # A thread that comes back from C++ when the interpreter has ended is ended
+        # there, and the process with it: "terminate called".
+        is_free = self._aborting.acquire(timeout=_ABORT_SECONDS)
         self._groups.clear()
         if self._default:
             self._default.clear()
             dist.destroy_process_group()
+        if is_free:
+            self._aborting.release()
 
     def start_default_group(self) -> None:
         """Makes torch's default process group of these workers, if there is none.
