@@ -18,9 +18,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-_UNUSED = {"matplotlib", "sklearn"}
-if os.environ.get("KERAS_BACKEND", "tensorflow") != "jax":
-    _UNUSED.add("jax")
+_UNUSED = {"matplotlib", "sklearn", "jax"}
 
 
 class _LeftOut(Loader):
@@ -41,6 +39,9 @@ class _LeaveOut:
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name not in _UNUSED:
+            return None
+        # Asked now: a script may choose its backend itself.
+        if name == "jax" and os.environ.get("KERAS_BACKEND") == "jax":
             return None
         keras = getattr(sys.modules.get("keras"), "__spec__", None)
         # Set by Python's import system until the module has been run to its end.
