@@ -1,12 +1,28 @@
-"""Every notebook runs from top to bottom on the backend under test."""
+"""Every notebook runs from top to bottom on the backend under test.
+
+One that chooses its backend itself is run with that one.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import keras
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+_CHOICE = re.compile(r'environ\[\\"KERAS_BACKEND\\"\] = \\"(\w+)\\"')
+
+
+def _is_for_this_backend(path: Path) -> bool:
+    choice = _CHOICE.search(path.read_text())
+    return choice is None or choice[1] == keras.backend.backend()
+
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = [
+    path for path in sorted(FOLDER.glob("*.ipynb")) if _is_for_this_backend(path)
+]
 
 
 @pytest.mark.slow
