@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import os
 import sys
 import threading
@@ -101,9 +100,6 @@ class LastResort:
         ending, for them. Python code no longer runs then, so this is `faulthandler`'s.
         """
         if self._loss is not None:
-            # The interpreter would look for garbage among all that frameworks have
-            # made, for seconds on a busy machine, with no more need for memory.
-            gc.freeze()
             # Kept open: it is written to when the time is over.
             self._nowhere = open(os.devnull, "w")  # noqa: SIM115
             faulthandler.dump_traceback_later(
