@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -197,4 +198,13 @@ def leave_cluster() -> None:
         workers.group.leave()
 
 
-atexit.register(leave_cluster)
+def _end_process() -> None:
+    is_lost = any(workers.group.loss() is not None for workers in _joined.values())
+    leave_cluster()
+    if is_lost:
+        # The interpreter would look for garbage among all that frameworks have made,
+        # which takes seconds on a busy machine; others wait for this process to end.
+        gc.freeze()
+
+
+atexit.register(_end_process)
