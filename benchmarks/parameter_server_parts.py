@@ -25,7 +25,7 @@ from parameter_server_contestants import (
 
 TABLE_ROWS = (10_000, 100_000, 1_000_000, 10_000_000)
 SHAPES = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2))
-CURVE_EPOCHS, CURVE_STEPS, CURVE_ROWS = 10, 50, 20_000
+CURVE_EPOCHS, CURVE_STEPS, CURVE_ROWS = 10, 50, 2_000
 
 
 def bytes_per_step() -> dict[str, float]:
