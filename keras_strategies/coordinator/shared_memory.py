@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keras_strategies.coordinator.store import ALIGNMENT
+
 #: Whether this system has anonymous files, and lets processes of one user open them.
 IS_AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 #: Below so many bytes in all, a socket costs less.
 LEAST_BYTES = 65536
-#: Arrays begin at multiples of this, as frameworks like it.
-_ALIGNMENT = 64
 _FIRST_BYTES = 1 << 20
 
 
@@ -96,7 +96,7 @@ class Lender:
         end = 0
         for array in arrays:
             places.append((end, array.nbytes))
-            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         region = self._free(end)
         region.number = number
         for (start, length), array in zip(places, arrays, strict=True):

@@ -16,7 +16,7 @@ Key = tuple[int, int]
 UpdateId = tuple[int, int]
 
 #: Bytes at a multiple of which XLA wants arrays to begin.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 @dataclass
@@ -139,8 +139,8 @@ def take_rows(array: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
 def empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """An array that XLA takes as it is; one at another address it would copy first."""
     size = dtype.itemsize * math.prod(shape)
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
