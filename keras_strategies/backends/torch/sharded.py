@@ -34,11 +34,10 @@ from keras_strategies.backends.torch.mesh import (
     start_default_group,
     whole,
 )
-from keras_strategies.backends.torch.trainer import several_steps
+from keras_strategies.backends.torch.trainer import check_steps, keras_function
 from keras_strategies.backends.torch.whole_ops import WholeOps
 from keras_strategies.backends.torch.workers import TorchWorkers
 from keras_strategies.errors import ContextError
-from keras_strategies.input.sharding import check_batch
 from keras_strategies.layouts import Axes
 
 if TYPE_CHECKING:
@@ -192,20 +191,11 @@ class ShardedTrainer(TrainerAdapter):
         name = f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
-        if model.steps_per_execution > 1:
-            function = several_steps(model, kind)
-        else:
-            make(force)
-            function = getattr(model, name)
+        function = keras_function(model, kind, make, force)
         workers = self.placement.workers
 
         def step(data: Any) -> Any:
-            if workers is not None:
-                workers.begin_steps(len(data))
-            for batch in data:
-                check_batch(batch)
-                if workers is not None:
-                    workers.check_batch(batch)
+            check_steps(data, workers)
             with keras_compat.layer_calls_through(self._call):
                 return function(data)
 

@@ -10,7 +10,7 @@ import keras
 import torch
 
 from keras_strategies import context, keras_compat
-from keras_strategies.backends.base import TrainerAdapter, VariableCopy
+from keras_strategies.backends.base import TrainerAdapter, VariableCopy, Workers
 from keras_strategies.backends.torch.data_parallel import TorchDataParallelCall
 from keras_strategies.backends.torch.devices import device_of, torch_device
 from keras_strategies.backends.torch.input import AheadPlacer, CudaMover
@@ -62,11 +62,7 @@ class TorchTrainer(TrainerAdapter):
         name = f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
-        if model.steps_per_execution > 1:
-            function = several_steps(model, kind)
-        else:
-            make(force)
-            function = getattr(model, name)
+        function = keras_function(model, kind, make, force)
         setattr(model, name, self._routed(function))
 
     def _routed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,12 +75,7 @@ class TorchTrainer(TrainerAdapter):
 
         def step(data: Any) -> Any:
             nonlocal was_small
-            if workers is not None:
-                workers.begin_steps(len(data))
-            for batch in data:
-                check_batch(batch)
-                if workers is not None:
-                    workers.check_batch(batch)
+            check_steps(data, workers)
             with call.step(was_small) as is_small:
                 outputs = function(data)
             was_small = is_small()
@@ -153,6 +144,27 @@ def _named(tensor: torch.Tensor, expected: Device) -> Device:
     """The device of a tensor; virtual CPUs are one to torch, so the expected one."""
     found = device_of(tensor)
     return expected if found.kind == expected.kind == "cpu" else found
+
+
+def keras_function(
+    model: Any, kind: str, make: Callable[[bool], Any], force: bool
+) -> Callable[..., Any]:
+    """Keras's own function of a model's steps; `make` sets it on the model."""
+    if model.steps_per_execution > 1:
+        return several_steps(model, kind)
+    make(force)
+    function: Callable[..., Any] = getattr(model, f"{kind}_function")
+    return function
+
+
+def check_steps(data: Any, workers: Workers | None) -> None:
+    """Looks at the batches of the steps that begin, and holds them against others'."""
+    if workers is not None:
+        workers.begin_steps(len(data))
+    for batch in data:
+        check_batch(batch)
+        if workers is not None:
+            workers.check_batch(batch)
 
 
 def several_steps(model: Any, kind: str) -> Callable[[list[Any]], Any]:
