@@ -150,13 +150,16 @@ class Engine(abc.ABC):
         """A worker's value of a variable."""
 
     @abc.abstractmethod
-    def compile_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_update(
+        self, update: Callable[..., Any], is_of_keras: bool
+    ) -> Callable[..., Any]:
         """Compiles an optimizer's update for a server.
 
         Args:
             update: pure function of tensors, `(scalars, values, slots, gradients)`,
                 lists but for `slots`, a list of lists; returns new scalars, values
                 and slots.
+            is_of_keras: bool, whether nobody else's code is called in it.
 
         Returns:
             A callable of NumPy arrays that returns NumPy arrays. It may overwrite the

@@ -17,6 +17,7 @@ from keras_strategies.backends.parameter_server import (
     bucket,
 )
 from keras_strategies.coordinator.pickling import Described, Receiver
+from keras_strategies.coordinator.places import Places, checked_ids
 from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.store import UpdateId, empty_aligned, pad_rows
@@ -134,6 +135,7 @@ class Execution:
         self.servers = servers
         self.receiver = receiver
         self.engine = engine
+        self._places = Places()
 
     def variables(self, numbers: Sequence[int]) -> ProgramVariables:
         """Which variables a program may use, by their numbers."""
@@ -162,8 +164,8 @@ class Execution:
         for table in program.variables.tables:
             rows = described(table).shape[0]
             asked = [i for i, (t, _) in enumerate(lookups) if t is table]
-            wanted = [_checked(lookups[i][1], rows, table) for i in asked]
-            found, places = _unique(wanted)
+            wanted = [checked_ids(lookups[i][1], rows, table) for i in asked]
+            found, places = self._places.find(wanted, rows)
             ids.append((table, found))
             for i, where in zip(asked, places, strict=True):
                 positions[i] = where.reshape(lookups[i][1].shape)
@@ -361,35 +363,6 @@ def _cut(about: Described, ids: np.ndarray) -> list[tuple[Any, int, int]]:
     lows = [0, *bounds.tolist()]
     highs = [*bounds.tolist(), len(ids)]
     return list(zip(about.parts, lows, highs, strict=True))
-
-
-def _unique(
-    wanted: Sequence[np.ndarray],
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Sorted ids without repeats, and where each of the wanted ones is in them."""
-    if not wanted:
-        return np.empty(0, np.int64), []
-    joined = wanted[0] if len(wanted) == 1 else np.concatenate(wanted)
-    found, where = np.unique(joined, return_inverse=True)
-    ends = np.cumsum([len(each) for each in wanted])[:-1]
-    return found, np.split(where.astype(np.int32), ends)
-
-
-def _wrapped(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Ids as Keras takes them: negative ones count from the end."""
-    flat = ids.astype(np.int64)
-    return np.where(flat < 0, flat + rows, flat) if (flat < 0).any() else flat
-
-
-def _checked(ids: np.ndarray, rows: int, table: Any) -> np.ndarray:
-    flat = _wrapped(ids.reshape(-1), rows)
-    if len(flat) and (flat.min() < 0 or flat.max() >= rows):
-        wrong = int(flat[(flat < 0) | (flat >= rows)][0])
-        raise InvalidArgumentError(
-            f"Row {wrong} of {table.path!r} was looked up, which has {rows} rows. "
-            f"Ids are from 0 to {rows - 1}."
-        )
-    return flat
 
 
 def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:

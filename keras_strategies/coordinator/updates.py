@@ -68,6 +68,7 @@ class Updater:
         self._engine = engine
         self._programs: dict[tuple[int, ...], Callable[..., Any]] = {}
         optimizer = spec.optimizer
+        self._is_of_keras = keras_compat.is_of_keras(optimizer)
         keras_compat.plain_optimizer(optimizer)
         # Norms are of whole gradients, which only workers see: they have clipped.
         if not optimizer.gradient_accumulation_steps:
@@ -134,7 +135,9 @@ class Updater:
                     [[get(v) for v in own] for own in slots],
                 )
 
-            self._programs[numbers] = self._engine.compile_update(update)
+            self._programs[numbers] = self._engine.compile_update(
+                update, self._is_of_keras
+            )
         return self._programs[numbers]
 
     def apply(

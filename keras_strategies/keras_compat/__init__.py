@@ -21,6 +21,7 @@ needs them and none by an import:
 
 from __future__ import annotations
 
+from keras_strategies.keras_compat.authors import is_of_keras
 from keras_strategies.keras_compat.hooks import (
     ModelHooks,
     install,
@@ -199,6 +200,7 @@ __all__ = [
     "is_built",
     "is_in_optimizer",
     "is_installed",
+    "is_of_keras",
     "is_optimizer",
     "is_streamed",
     "layer_calls_through",

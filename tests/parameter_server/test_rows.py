@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_strategies.coordinator.execution import _unique
 from keras_strategies.coordinator.store import Store, put_rows
 
 
@@ -35,9 +34,3 @@ def test_read_only_memory_of_a_framework_is_left_alone() -> None:
     store.write((0, 0), np.full(1, 9.0), 2)
     assert store.get((0, 0)).tolist() == [1.0, 2.0, 9.0]
     assert of_a_framework.tolist() == [0.0, 1.0, 2.0]
-
-
-def test_ids_of_several_lookups_are_joined() -> None:
-    found, places = _unique([np.array([5, 3, 5]), np.array([], int), np.array([9, 3])])
-    assert found.tolist() == [3, 5, 9]
-    assert [each.tolist() for each in places] == [[1, 0, 1], [], [2, 0]]

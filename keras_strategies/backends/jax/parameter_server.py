@@ -205,7 +205,9 @@ class JaxEngine(Engine):
     def get_value(self, variable: Any) -> np.ndarray:
         return np.asarray(keras_compat.raw_value(variable))
 
-    def compile_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_update(
+        self, update: Callable[..., Any], is_of_keras: bool
+    ) -> Callable[..., Any]:
         jitted = jax.jit(update)
 
         def run(*arguments: Any) -> Any:

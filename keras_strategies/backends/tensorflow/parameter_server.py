@@ -254,7 +254,9 @@ class TensorFlowEngine(Engine):
     def get_value(self, variable: Any) -> np.ndarray:
         return keras_compat.raw_value(variable).numpy()  # type: ignore[no-any-return]
 
-    def compile_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_update(
+        self, update: Callable[..., Any], is_of_keras: bool
+    ) -> Callable[..., Any]:
         # Each variable has programs of its own, which is no mistake.
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
         program = tf.function(update, autograph=False, reduce_retracing=True)

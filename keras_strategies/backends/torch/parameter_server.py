@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import keras
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import (
@@ -23,20 +25,28 @@ from keras_strategies.backends.parameter_server import (
     changed_in,
     regularized_scope,
 )
+from keras_strategies.backends.torch.recorded import (
+    Graph,
+    NotRecordableError,
+    Recorder,
+)
 
 
 class TorchProgram(Program):
-    """Steps run eagerly. Ids are foreseen from where they came from in the batch.
+    """Steps run eagerly, or as graphs that were recorded of Keras's own code.
 
-    The first batch goes through the step once without updates, which shows the ids.
-    Where each lookup's ids are an array of the batch, later batches are asked directly;
-    the step checks that it was so, and a batch for which it was not runs as the first.
+    Ids are foreseen from where they came from in the batch. The first batch goes
+    through the step once without updates, which shows the ids. Where each lookup's ids
+    are an array of the batch, later batches are asked directly; the step checks that it
+    was so, and a batch for which it was not runs as the first.
     """
 
     def __init__(self, body: Body, variables: Variables, gradients: bool):
         super().__init__(body, variables, gradients)
         # For each lookup the table and the leaf of the batch that its ids are.
         self._origins: list[tuple[Any, int]] | None = None
+        # By the structure of a batch.
+        self._recorders: dict[Any, Recorder] = {}
         self._may_foresee = True
         self._foreseen: list[tuple[Any, np.ndarray]] = []
 
@@ -96,6 +106,106 @@ class TorchProgram(Program):
                 raw.grad = None
 
     def run(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
+        is_foreseen = self._origins is not None or not self._foreseen
+        if isinstance(self.body, KerasStep) and is_foreseen:
+            found = self._run_recorded(batch, positions)
+            if found is not None:
+                return found
+        return self._run_as_it_is(batch, positions)
+
+    def _run_recorded(
+        self, batch: Any, positions: Sequence[np.ndarray]
+    ) -> StepResult | None:
+        """Runs the step's graph, if there is one for this batch."""
+        present = [leaf is not None for leaf in keras.tree.flatten(batch)]
+        structure = keras.tree.map_structure(lambda leaf: leaf is not None, batch)
+        key = (len(positions), str(structure))
+        if key not in self._recorders:
+            self._recorders[key] = self._recorder(batch, present, len(positions))
+        variables = [*self.variables.tables, *self.variables.others]
+        inputs = [
+            *(_tensor(where) for where in positions),
+            *(leaf for leaf in keras.tree.flatten(_tensors(batch)) if leaf is not None),
+            *(keras_compat.raw_value(variable) for variable in variables),
+        ]
+        graph = self._recorders[key].graph(inputs)
+        if graph is None:
+            return None
+        _, outputs, gradients, changed = pytree.tree_map(_numpy, graph(*inputs))
+        _, applied, changed_variables = graph.note
+        return StepResult(
+            outputs,
+            [
+                Applied(a.optimizer, a.variables, own)
+                for a, own in zip(applied, gradients, strict=True)
+            ],
+            list(zip(changed_variables, changed, strict=True)),
+        )
+
+    def _recorder(self, batch: Any, present: list[bool], lookups: int) -> Recorder:
+        variables = [*self.variables.tables, *self.variables.others]
+
+        def step(*inputs: torch.Tensor) -> tuple[Any, Any]:
+            """The step as a function of positions, the batch and variables."""
+            given = iter(inputs)
+            places = [next(given) for _ in range(lookups)]
+            leaves = [next(given) if there else None for there in present]
+            values = []
+            for variable, value in zip(variables, given, strict=True):
+                trains = variable.trainable and value.is_floating_point()
+                values.append(value.detach().requires_grad_(trains))
+            remaining = iter(places)
+            asked: list[tuple[Any, torch.Tensor]] = []
+
+            def take(x: Any, indices: Any, axis: Any) -> Any:
+                if axis != 0 or not self._is_table(x):
+                    return NotImplemented
+                asked.append((x, keras.ops.convert_to_tensor(indices)))
+                return torch.nn.functional.embedding(next(remaining), x.value)
+
+            sink = Sink()
+            with (
+                torch.set_grad_enabled(self.gradients),
+                keras_compat.values_scope(zip(variables, values, strict=True)) as scope,
+                keras_compat.lookups_through(take),
+                keras_compat.applying_through(sink),
+            ):
+                outputs = self.body(keras.tree.pack_sequence_as(batch, leaves))
+            changed = []
+            for variable, value in zip(variables, values, strict=True):
+                after = scope.get_current_value(variable)
+                if after is not value:
+                    changed.append((variable, after))
+            gradients = [list(a.gradients) for a in sink.applied]
+            result = (
+                [ids for _, ids in asked],
+                outputs,
+                gradients,
+                [after for _, after in changed],
+            )
+            tables = [table for table, _ in asked]
+            return result, (tables, sink.applied, [v for v, _ in changed])
+
+        def check(graph: Graph) -> None:
+            """That lookups are the foreseen ones, by what the graph does for ids."""
+            tables = graph.note[0]
+            leaves = [i for i, there in enumerate(present) if there]
+            origins = []
+            for i, table in enumerate(tables):
+                place = graph.passed_on(i)
+                # Positions come first among the inputs.
+                leaf = None if place is None else leaves[place - lookups]
+                origins.append((table, leaf))
+            expected = self._origins or []
+            if len(origins) != len(expected) or not all(
+                table is other and i == j
+                for (table, i), (other, j) in zip(origins, expected, strict=True)
+            ):
+                raise NotRecordableError("ids of lookups are no arrays of the batch")
+
+        return Recorder(step, check)
+
+    def _run_as_it_is(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
         places: Iterator[tuple[Any, Any]] = iter(
             list(zip(self._foreseen, positions, strict=True))
         )
@@ -137,6 +247,7 @@ class TorchProgram(Program):
     def foresee_nothing(self) -> None:
         self._may_foresee = False
         self._origins = None
+        self._recorders.clear()
 
 
 def _leaf_like(leaves: list[Any], ids: np.ndarray) -> int | None:
@@ -214,7 +325,8 @@ class _Writable:
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor on the memory of an array, where Torch knows its dtype."""
-    if str(array.dtype) == "bfloat16" or not array.flags.c_contiguous:
+    # Of NumPy's dtypes Torch knows all but those that others add, such as bfloat16.
+    if array.dtype.kind == "V" or not array.flags.c_contiguous:
         tensor: torch.Tensor = keras.ops.convert_to_tensor(array)
         return tensor
     if not array.flags.writeable:
@@ -233,13 +345,36 @@ def _array_again(array: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
+class KerasStep:
+    """A model's step in which all is Keras's own code, or asked to be compiled.
+
+    Args:
+        step: `train_step`, `test_step` or `predict_step` of a model.
+    """
+
+    def __init__(self, step: Body):
+        self._step = step
+
+    def __call__(self, batch: Any) -> Any:
+        return self._step(batch)
+
+
 class TorchEngine(Engine):
     """Tensors share the memory of arrays; updates are in place."""
 
+    # Graphs are recorded for exact shapes.
+    pads_rows = True
     updates_in_place = True
 
     def install(self) -> None:
         keras_compat.hook_torch_layers()
+
+    def model_body(self, model: Any, kind: str) -> Body:
+        step = super().model_body(model, kind)
+        if model.run_eagerly:
+            return step
+        is_recorded = model.jit_compile or keras_compat.is_of_keras(model)
+        return KerasStep(step) if is_recorded else step
 
     def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
         return TorchProgram(body, variables, gradients)
@@ -275,21 +410,54 @@ class TorchEngine(Engine):
     def get_value(self, variable: Any) -> np.ndarray:
         return np.asarray(_numpy(keras_compat.raw_value(variable)))
 
-    def compile_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        def run(scalars: Any, values: Any, slots: Any, gradients: Any) -> Any:
-            given = keras.tree.map_structure(
-                lambda a: None if a is None else _tensor(a),
-                (scalars, values, slots, gradients),
-            )
-            with torch.no_grad():
-                found = update(*given)
-            new_scalars, *others = found
-            return (
-                keras.tree.map_structure(_numpy, new_scalars),
-                *keras.tree.map_structure(_array_again, [values, slots], others),
-            )
+    def compile_update(
+        self, update: Callable[..., Any], is_of_keras: bool
+    ) -> Callable[..., Any]:
+        return _Update(update, is_of_keras)
 
-        return run
+
+class _Update:
+    """An optimizer's update of arrays, in their memory.
+
+    Args:
+        update: as for `Engine.compile_update`.
+        is_recorded: bool, whether it may be run as a graph.
+    """
+
+    def __init__(self, update: Callable[..., Any], is_recorded: bool):
+        self._update = update
+        self._recorder = Recorder(self._flat) if is_recorded else None
+        self._scalars = 0
+        self._slots: list[int] = []
+
+    def __call__(self, scalars: Any, values: Any, slots: Any, gradients: Any) -> Any:
+        self._scalars = len(scalars)
+        self._slots = [len(own) for own in slots]
+        arrays = [*scalars, *values, *itertools.chain(*slots), *gradients]
+        tensors = [_tensor(array) for array in arrays]
+        graph = self._recorder.graph(tensors) if self._recorder is not None else None
+        if graph is not None:
+            found = graph(*tensors)
+        else:
+            with torch.no_grad():
+                found, _ = self._flat(*tensors)
+        after = [_numpy(tensor) for tensor in found[: self._scalars]]
+        changed = map(_array_again, arrays[self._scalars :], found[self._scalars :])
+        return after, *self._split(changed)
+
+    def _flat(self, *tensors: torch.Tensor) -> tuple[Any, Any]:
+        given = iter(tensors)
+        scalars = [next(given) for _ in range(self._scalars)]
+        values, slots = self._split(given)
+        new_scalars, new_values, new_slots = self._update(
+            scalars, values, slots, list(given)
+        )
+        return [*new_scalars, *new_values, *itertools.chain(*new_slots)], None
+
+    def _split(self, items: Iterator[Any]) -> tuple[list[Any], list[list[Any]]]:
+        """Values, and the slots of each."""
+        values = [next(items) for _ in self._slots]
+        return values, [[next(items) for _ in range(count)] for count in self._slots]
 
 
 ENGINE = TorchEngine()
