@@ -206,6 +206,24 @@ def changed_in(scope: Any, variable: Any) -> Any:
     return None if value is keras_compat.raw_value(variable) else value
 
 
+class _Writable:
+    """Says that the memory of an array may be written to."""
+
+    def __init__(self, array: np.ndarray):
+        about = array.__array_interface__
+        self._array = array
+        self.__array_interface__ = {**about, "data": (about["data"][0], False)}
+
+
+def writable(array: np.ndarray) -> np.ndarray:
+    """An array for a framework that knows no memory which is only to be read.
+
+    What has arrived in a message is read-only to NumPy. It is nobody else's: what is
+    written there is lost with it.
+    """
+    return array if array.flags.writeable else np.asarray(_Writable(array))
+
+
 def bucket(rows: int) -> int:
     """The rows of a padded array: four sizes for each power of two.
 

@@ -21,35 +21,45 @@ from keras_strategies.backends.parameter_server import (
     Variables,
     changed_in,
     regularized_scope,
+    writable,
 )
 
 # NumPy has these from `ml_dtypes`, or as objects.
 _WITHOUT_BUFFER = (tf.bfloat16, tf.string)
+# Kinds of NumPy's dtypes that TensorFlow has too.
+_WITH_BUFFER = "biuf"
+# Bytes at a multiple of which TensorFlow wants arrays to begin.
+_ALIGNMENT = 64
+# The attribute of a variable of TensorFlow's that has its value for the next program.
+_GIVEN = "_keras_strategies_given"
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
 class TensorFlowProgram(Program):
-    """Two `tf.function`s, traced for each signature of a batch."""
+    """Two functions of TensorFlow's, traced for each signature of a batch."""
 
     def __init__(self, body: Body, variables: Variables, gradients: bool):
         super().__init__(body, variables, gradients)
-        self._ids: dict[Any, Any] = {}
-        self._steps: dict[Any, Any] = {}
+        self._ids: dict[Any, _Lookups] = {}
+        self._steps: dict[Any, _Step] = {}
 
     def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
         if not self.variables.tables:
             return []
-        signature = _signature(batch)
-        key = _key(signature)
+        key = _key(batch)
         if key not in self._ids:
-            self._ids[key] = self._find_lookups(signature)
-        tables, program = self._ids[key]
+            self._ids[key] = self._find_lookups(_signature(batch))
+        tables, places, program = self._ids[key]
         if not tables:
             return []
-        found = program(*_leaves(batch))
-        return [(t, ids.numpy()) for t, ids in zip(tables, found, strict=True)]
+        leaves = keras.tree.flatten(batch)
+        if None not in places:
+            found = [leaves[place] for place in places]
+        else:
+            found = [_numpy(ids) for ids in program(*map(_tensor, leaves))]
+        return list(zip(tables, found, strict=True))
 
-    def _find_lookups(self, signature: Any) -> tuple[list[Any], Any]:
+    def _find_lookups(self, signature: Any) -> _Lookups:
         while True:
             tables = list(self.variables.tables)
             found, program = self._trace_lookups(signature)
@@ -59,7 +69,7 @@ class TensorFlowProgram(Program):
                 # Ids that depend on values are not known ahead of the step.
                 whole = list({id(t): t for t in found}.values())
             if not whole:
-                return found, program
+                return found, _passed_on(program), program
             self.variables.become_dense(whole)
 
     def _trace_lookups(self, signature: Any) -> tuple[list[Any], Any]:
@@ -96,15 +106,18 @@ class TensorFlowProgram(Program):
         return any(x is table for table in self.variables.tables)
 
     def run(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
-        signature = _signature(batch)
-        key = _key(signature)
+        key = (_key(batch), len(positions))
         if key not in self._steps:
-            self._steps[key] = self._make_step(signature, positions)
-        program, applied, changed_variables = self._steps[key]
-        places = [tf.convert_to_tensor(np.asarray(p, np.int64)) for p in positions]
-        outputs, gradients, changed = program(*places, *_leaves(batch))
-        outputs, gradients, changed = keras.tree.map_structure(
-            _numpy, (outputs, gradients, changed)
+            self._steps[key] = self._make_step(_signature(batch), positions)
+        program, structure, applied, changed_variables = self._steps[key]
+        arrays = [
+            *(np.asarray(where, np.int32) for where in positions),
+            *(_given(variable) for variable in self._variables()),
+            *keras.tree.flatten(batch),
+        ]
+        found = map(_numpy, program(*map(_tensor, arrays)))
+        outputs, gradients, changed = keras.tree.pack_sequence_as(
+            structure, list(found)
         )
         return StepResult(
             outputs,
@@ -115,16 +128,27 @@ class TensorFlowProgram(Program):
             list(zip(changed_variables, changed, strict=True)),
         )
 
-    def _make_step(self, signature: Any, positions: Sequence[np.ndarray]) -> Any:
+    def _variables(self) -> list[Any]:
+        return [*self.variables.tables, *self.variables.others]
+
+    def _make_step(self, signature: Any, positions: Sequence[np.ndarray]) -> _Step:
+        """Traces the step as a function of positions, values and a batch."""
         count = len(positions)
-        specs = [tf.TensorSpec([None] * p.ndim, tf.int64) for p in positions]
         sink = Sink()
         changed_variables: list[Any] = []
-        variables = [*self.variables.tables, *self.variables.others]
+        variables = self._variables()
+        raws = [keras_compat.raw_value(variable) for variable in variables]
+        structure: Any = None
 
-        def step(*arguments: Any) -> Any:
+        def step(*arguments: Any) -> list[Any]:
+            nonlocal structure
             places = iter(arguments[:count])
-            batch = keras.tree.pack_sequence_as(signature, list(arguments[count:]))
+            values = arguments[count : count + len(raws)]
+            leaves = list(arguments[count + len(raws) :])
+            # Keras asks for gradients of TensorFlow's variables, not of values.
+            for raw, value in zip(raws, values, strict=True):
+                raw.assign(value, read_value=False)
+            batch = keras.tree.pack_sequence_as(signature, leaves)
             sink.applied.clear()
             changed_variables.clear()
 
@@ -149,13 +173,26 @@ class TensorFlowProgram(Program):
                     changed_variables.append(variable)
                     changed.append(after)
             gradients = [[_dense(g) for g in a.gradients] for a in sink.applied]
-            return outputs, gradients, changed
+            structure = (outputs, gradients, changed)
+            return list(keras.tree.flatten(structure))
 
-        program = tf.function(
-            step, input_signature=[*specs, *_flat(signature)], autograph=False
-        )
-        program.get_concrete_function()
-        return program, list(sink.applied), list(changed_variables)
+        specs = [
+            *(tf.TensorSpec([None] * p.ndim, tf.int32) for p in positions),
+            *(tf.TensorSpec(raw.shape, raw.dtype) for raw in raws),
+            *_flat(signature),
+        ]
+        traced = tf.function(step, input_signature=specs, autograph=False)
+        program = traced.get_concrete_function()
+        structure = keras.tree.map_structure(lambda leaf: 0, structure)
+        return program, structure, list(sink.applied), list(changed_variables)
+
+
+#: The table of each lookup, the number of the batch's leaf that its ids are, None
+#: where they are computed, and a program of the leaves that returns ids.
+_Lookups = tuple[list[Any], list[int | None], Any]
+#: A program, the structure of what it returns flat, the updates that it asks for, and
+#: the variables that it changes.
+_Step = tuple[Any, Any, list[Applied], list[Any]]
 
 
 def _dense(gradient: Any) -> Any:
@@ -198,8 +235,24 @@ def _depend_on_state(outputs: Any) -> bool:
     return False
 
 
-def _leaves(batch: Any) -> list[Any]:
-    return [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(batch)]
+def _passed_on(program: Any) -> list[int | None]:
+    """For each output of a program the input that it is, None if it is computed."""
+    inputs = [id(tensor) for tensor in program.inputs]
+    found: list[int | None] = []
+    for tensor in program.outputs:
+        while id(tensor) not in inputs and _keeps_integers(tensor.op):
+            tensor = tensor.op.inputs[0]
+        found.append(inputs.index(id(tensor)) if id(tensor) in inputs else None)
+    return found
+
+
+def _keeps_integers(operation: Any) -> bool:
+    if operation.type not in ("Identity", "Cast"):
+        return False
+    return all(
+        tensor.dtype in (tf.int32, tf.int64)
+        for tensor in (*operation.inputs, *operation.outputs)
+    )
 
 
 def _signature(batch: Any) -> Any:
@@ -215,8 +268,25 @@ def _flat(signature: Any) -> list[Any]:
     return list(keras.tree.flatten(signature))
 
 
-def _key(signature: Any) -> Any:
-    return str(signature)
+def _key(batch: Any) -> Any:
+    """What batches of one signature have in common."""
+    return repr(
+        keras.tree.map_structure(lambda a: (a.shape[1:], a.ndim, a.dtype.str), batch)
+    )
+
+
+def _tensor(array: Any) -> Any:
+    """An eager tensor on the memory of an array, where TensorFlow can use it."""
+    array = np.asarray(array)
+    address = array.__array_interface__["data"][0]
+    if (
+        array.dtype.kind not in _WITH_BUFFER
+        or address % _ALIGNMENT
+        or not array.size
+        or not array.flags.c_contiguous
+    ):
+        return tf.convert_to_tensor(array)
+    return tf.experimental.dlpack.from_dlpack(writable(array).__dlpack__())
 
 
 def _numpy(value: Any) -> Any:
@@ -229,7 +299,9 @@ def _numpy(value: Any) -> Any:
 
 
 class TensorFlowEngine(Engine):
-    """Windows are variables whose first axis is open."""
+    """Windows are variables whose first axis is open. XLA compiles updates."""
+
+    pads_rows = True
 
     def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
         return TensorFlowProgram(body, variables, gradients)
@@ -249,25 +321,52 @@ class TensorFlowEngine(Engine):
         return made
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        keras_compat.raw_value(variable).assign(value)
+        # Programs take it from here, all values with one call.
+        setattr(keras_compat.raw_value(variable), _GIVEN, value)
 
     def get_value(self, variable: Any) -> np.ndarray:
-        return keras_compat.raw_value(variable).numpy()  # type: ignore[no-any-return]
+        return _given(variable)
 
     def compile_update(
         self, update: Callable[..., Any], is_of_keras: bool
     ) -> Callable[..., Any]:
         # Each variable has programs of its own, which is no mistake.
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
-        program = tf.function(update, autograph=False, reduce_retracing=True)
+        programs: dict[Any, Any] = {}
 
         def run(*arguments: Any) -> Any:
-            tensors = keras.tree.map_structure(
-                lambda a: None if a is None else tf.convert_to_tensor(a), arguments
+            leaves = keras.tree.flatten(arguments)
+            key = tuple(leaf.shape for leaf in leaves)
+            if key not in programs:
+                programs[key] = _flat_program(update, arguments, is_of_keras)
+            found = programs[key](*map(_tensor, leaves))
+            # What has been updated is arranged as what was given, without gradients.
+            return keras.tree.pack_sequence_as(
+                arguments[:-1], [_numpy(tensor) for tensor in found]
             )
-            return keras.tree.map_structure(_numpy, list(program(*tensors)))
 
         return run
+
+
+def _flat_program(update: Callable[..., Any], arguments: Any, jit_compile: bool) -> Any:
+    def flat(*leaves: Any) -> list[Any]:
+        given = keras.tree.pack_sequence_as(arguments, list(leaves))
+        return list(keras.tree.flatten(update(*given)))
+
+    specs = [
+        tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(arguments)
+    ]
+    traced = tf.function(
+        flat, input_signature=specs, autograph=False, jit_compile=jit_compile
+    )
+    return traced.get_concrete_function()
+
+
+def _given(variable: Any) -> np.ndarray:
+    """The value that a variable was given; that of TensorFlow's before the first."""
+    raw = keras_compat.raw_value(variable)
+    given: np.ndarray | None = getattr(raw, _GIVEN, None)
+    return raw.numpy() if given is None else given  # type: ignore[no-any-return]
 
 
 ENGINE = TensorFlowEngine()

@@ -24,6 +24,7 @@ from keras_strategies.backends.parameter_server import (
     Variables,
     changed_in,
     regularized_scope,
+    writable,
 )
 from keras_strategies.backends.torch.recorded import (
     Graph,
@@ -310,28 +311,13 @@ def _numpy(value: Any) -> Any:
     return value if value is None else np.asarray(value)
 
 
-class _Writable:
-    """Says that the memory of an array may be written to.
-
-    Messages are read-only to NumPy, which Torch does not know. They are nobody else's:
-    what is written into one is lost with it.
-    """
-
-    def __init__(self, array: np.ndarray):
-        about = array.__array_interface__
-        self._array = array
-        self.__array_interface__ = {**about, "data": (about["data"][0], False)}
-
-
 def _tensor(array: np.ndarray) -> torch.Tensor:
     """A tensor on the memory of an array, where Torch knows its dtype."""
     # Of NumPy's dtypes Torch knows all but those that others add, such as bfloat16.
     if array.dtype.kind == "V" or not array.flags.c_contiguous:
         tensor: torch.Tensor = keras.ops.convert_to_tensor(array)
         return tensor
-    if not array.flags.writeable:
-        array = np.asarray(_Writable(array))
-    return torch.from_numpy(array)
+    return torch.from_numpy(writable(array))
 
 
 def _array_again(array: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
