@@ -156,7 +156,13 @@ def main() -> None:
 def _start_ray(setup: Setup) -> Any:
     import ray
     from ray._private import services
+    from ray._private.node import Node
 
+    # A dashboard and an autoscaler of a cluster that is gone with its strategy: two
+    # processes that take a second each to start, and 200 MB.
+    node: Any = Node
+    node.start_monitor = lambda self: None
+    node.start_api_server = lambda self, **options: setattr(self, "_webui_url", None)
     # Ray 2.60 takes the loopback for a mistake and listens on every address instead.
     services.resolve_ip_for_localhost = lambda host: host
     services.get_node_ip_address = lambda *args, **kwargs: "127.0.0.1"
