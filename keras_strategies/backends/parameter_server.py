@@ -97,11 +97,17 @@ class Program(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
+    def run(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
         """Runs the step.
 
         Args:
             batch: structure of NumPy arrays.
+            lookups: what `lookups` returned for this batch.
             positions: for each lookup, where the rows are in the table's window.
 
         Raises:

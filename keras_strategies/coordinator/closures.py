@@ -92,7 +92,7 @@ class Closure:
             variables = keras_compat.trained_variables(optimizer)
         arrays = [None if g is None else to_numpy(g) for g in gradients]
         result = StepResult(None, [Applied(optimizer, list(variables), arrays)])
-        self.push(Plan([], [], {}, {}), result, {})
+        self.push(Plan(), result, {})
         return optimizer.iterations
 
     def push(
@@ -119,7 +119,7 @@ class Closure:
     ) -> None:
         """Counts the updates between the pull and the push of a step."""
         missed = [
-            answer.pushed - pulled[server].version - 1
+            answer.version - pulled[server].version - 1
             for server, answer in pushed.items()
             if server in pulled
         ]

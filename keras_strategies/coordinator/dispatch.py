@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from keras_strategies.coordinator.pipeline import DEPTH
 from keras_strategies.coordinator.processes import Start, wait_for
 from keras_strategies.coordinator.roster import Roster
 from keras_strategies.coordinator.states import LocalVariables, Pending, WorkerState
@@ -21,8 +22,11 @@ from keras_strategies.errors import (
     WorkerError,
 )
 
-#: Tasks that a worker may have, so that the next pull travels with the last push.
+#: Tasks that a worker may have, so that it need not wait for the next one. Of a model's
+#: steps one waits for the servers' answer, one is computed, and the values of those
+#: after it are on their way.
 _AHEAD = 2
+_STEPS_AHEAD = 2 + DEPTH
 #: A closure under which so many workers have died is not given to another one.
 _FATAL_DEATHS = 3
 
@@ -284,7 +288,7 @@ class Dispatcher:
             under_way = sum(len(w.in_flight) for w in self.workers.values())
             if self.max_staleness is not None and under_way > self.max_staleness:
                 return
-            ahead = _AHEAD if self.max_staleness is None else 1
+            ahead = 1 if self.max_staleness is not None else self._ahead()
             ready = [
                 w
                 for w in self.workers.values()
@@ -293,6 +297,11 @@ class Dispatcher:
             if not ready:
                 return
             self._give(min(ready, key=lambda w: len(w.in_flight)))
+
+    def _ahead(self) -> int:
+        """How many tasks a worker may have."""
+        kind = self._definitions[self.queue[0].task.definition].kind
+        return _AHEAD if kind == "call" else _STEPS_AHEAD
 
     def _give(self, worker: WorkerState) -> None:
         pending = self.queue.popleft()

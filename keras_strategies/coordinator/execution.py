@@ -110,16 +110,24 @@ class Plan:
 
     Args:
         ids: pairs of a table and the rows that it is asked for, sorted.
+        lookups: for each lookup its table and ids.
         positions: for each lookup, places among these rows.
         pulls: what each server is asked for.
         dense: for each server the variables and first rows of what it sends whole.
     """
 
-    ids: list[tuple[Any, np.ndarray]]
-    positions: list[np.ndarray]
-    pulls: dict[int, Step]
-    dense: dict[int, list[tuple[Any, int, int]]]
-    numbers: dict[int, int] = field(default_factory=dict)
+    ids: list[tuple[Any, np.ndarray]] = field(default_factory=list)
+    lookups: list[tuple[Any, np.ndarray]] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    pulls: dict[int, Step] = field(default_factory=dict)
+    dense: dict[int, list[tuple[Any, int, int]]] = field(default_factory=dict)
+
+    def is_of(self, program: Program) -> bool:
+        """Whether the program still has the tables that it had."""
+        tables = program.variables.tables
+        return len(tables) == len(self.ids) and all(
+            table is other for (table, _), other in zip(self.ids, tables, strict=True)
+        )
 
 
 class Execution:
@@ -199,7 +207,7 @@ class Execution:
             )
             for server in {*whole, *rows_of}
         }
-        return Plan(ids, positions, pulls, whole)
+        return Plan(ids, lookups, positions, pulls, whole)
 
     def _padded(self, ids: np.ndarray) -> int:
         """How many rows a window has."""
@@ -334,25 +342,6 @@ class Execution:
             f"Optimizer {made.name!r} was made on the worker. Make it in the "
             "strategy's scope, before it is used in a scheduled function."
         )
-
-
-def merge(push: Step | None, pull: Step | None, worker: int | None) -> Step:
-    """One message of what to push and what to pull; `worker` as in `Step`."""
-    if push is None:
-        assert pull is not None
-        return pull
-    if pull is None:
-        return push
-    return Step(
-        update=push.update,
-        done=push.done,
-        optimizers=push.optimizers,
-        adds=push.adds,
-        writes=push.writes,
-        pull=pull.pull,
-        pull_rows=pull.pull_rows,
-        worker=worker,
-    )
 
 
 def _cut(about: Described, ids: np.ndarray) -> list[tuple[Any, int, int]]:

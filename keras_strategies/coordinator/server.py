@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import pickle
 import threading
@@ -17,7 +16,13 @@ from keras_strategies.backends.parameter_server import get_engine
 from keras_strategies.coordinator.ray_channel import HANDLER
 from keras_strategies.coordinator.snapshots import Snapshots
 from keras_strategies.coordinator.store import Key, Store, UpdateId
-from keras_strategies.coordinator.transport import Keys, Service, answer, serve
+from keras_strategies.coordinator.transport import (
+    COPY_BYTES,
+    Keys,
+    Service,
+    answer,
+    serve,
+)
 from keras_strategies.coordinator.updates import Updater
 from keras_strategies.errors import PeerError
 
@@ -41,8 +46,6 @@ class Step:
         pull: parts to send whole.
         pull_rows: triples of a part, rows to send, and how many rows the reply is to
             have, with zeros below those.
-        worker: int, whose push may be made after the reply, so that the worker goes on
-            meanwhile; its next step then misses this one. None to push first.
     """
 
     update: UpdateId | None = None
@@ -52,7 +55,6 @@ class Step:
     writes: tuple[tuple[Key, np.ndarray], ...] = ()
     pull: tuple[Key, ...] = ()
     pull_rows: tuple[tuple[Key, np.ndarray, int], ...] = ()
-    worker: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,11 @@ class Pulled:
         dense: parts.
         rows: rows of parts.
         version: int, the updates that are in these values.
-        pushed: int, the updates up to the one that was pushed, some yet to be made.
     """
 
     dense: list[np.ndarray]
     rows: list[np.ndarray]
     version: int
-    pushed: int
 
 
 class ParameterServer:
@@ -89,11 +89,6 @@ class ParameterServer:
         self._store = Store()
         self._updaters: dict[int, Updater] = {}
         self._optimizers: dict[int, bytes] = {}
-        # Pushes whose replies have been sent, and what came of one that failed so.
-        self._late: collections.deque[Step] = collections.deque()
-        self._failure: Exception | None = None
-        # Optimizers that have worked before, so that errors are not expected.
-        self._proved: set[int] = set()
         # Whose variables these are: another coordinator has others.
         self._owner: str | None = None
         self._snapshots = Snapshots(snapshots, index) if snapshots else None
@@ -125,8 +120,6 @@ class ParameterServer:
     def handle(self, message: tuple[Any, ...]) -> Any:
         """Does what a request says: a method's name, its argument, and who asks."""
         name, argument, *owner = message
-        if name != "step":
-            self.finish()
         if owner and self._owner is not None and owner[0] != self._owner:
             raise PeerError(
                 f"Parameter server {self._index} belongs to another coordinator now."
@@ -136,43 +129,11 @@ class ParameterServer:
 
     def on_step(self, step: Step) -> Pulled:
         """Pushes, if this update has not been made, and pulls."""
-        if step.worker is None:
-            self.finish()
-        while any(late.worker == step.worker for late in self._late):
-            self.finish_one()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
         store = self._store
         store.applied.forget_below(step.done)
-        is_new = step.update is not None and store.applied.is_new(step.update)
-        numbers = {number for number, _, _ in step.optimizers}
-        if is_new and step.worker is not None and numbers <= self._proved:
-            assert step.update is not None
-            store.applied.add(step.update)
-            self._late.append(step)
-        elif is_new:
+        if step.update is not None and store.applied.is_new(step.update):
             self._push(step)
-            self._proved |= numbers
         return self._pulled(step)
-
-    @property
-    def has_late(self) -> bool:
-        """Whether there are updates to be made whose replies have been sent."""
-        return bool(self._late)
-
-    def finish_one(self) -> None:
-        """Makes an update whose reply has been sent, the oldest one."""
-        try:
-            self._push(self._late.popleft())
-        except Exception as error:
-            # The next step of any worker brings it to the coordinator.
-            self._failure = error
-
-    def finish(self) -> None:
-        """Makes all updates whose replies have been sent."""
-        while self._late:
-            self.finish_one()
 
     def _push(self, step: Step) -> None:
         store = self._store
@@ -189,11 +150,11 @@ class ParameterServer:
     def _pulled(self, step: Step) -> Pulled:
         store = self._store
         dense = [store.get(key) for key in step.pull]
-        if self._late and self._engine.updates_in_place:
-            # The reply is still on its way when the update begins.
-            dense = [np.array(array) for array in dense]
+        if self._engine.updates_in_place:
+            # The reply may be on its way when the next update begins.
+            dense = [np.array(a) if a.nbytes >= COPY_BYTES else a for a in dense]
         rows = [store.rows(key, ids, count) for key, ids, count in step.pull_rows]
-        return Pulled(dense, rows, store.version, store.version + len(self._late))
+        return Pulled(dense, rows, store.version)
 
     def on_begin(self, owner: str) -> None:
         """Says whose server this is; of somebody else's, nothing is kept."""
@@ -204,7 +165,6 @@ class ParameterServer:
         if self._owner is not None:
             self._store = Store()
             self._updaters, self._optimizers = {}, {}
-            self._proved, self._failure = set(), None
         self._owner = owner
         self._note("owner", owner)
 
@@ -328,22 +288,13 @@ def main(
         with lock:
             return server.handle(message)
 
-    def work() -> bool:
-        with lock:
-            if server.has_late:
-                server.finish_one()
-            return server.has_late
-
     def idle() -> None:
         with lock:
-            server.finish()
             server.idle()
 
     def answer_whole(message: Any) -> tuple[str, Any]:
         with lock:
-            reply = answer(server.handle, message)
-            server.finish()
-        return reply
+            return answer(server.handle, message)
 
     HANDLER.serve(answer_whole)
     service = Service(address, keys)
@@ -355,7 +306,6 @@ def main(
             lambda: server.is_stopped,
             idle,
             server.idle_seconds,
-            work,
         )
     finally:
         service.close()

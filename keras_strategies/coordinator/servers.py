@@ -81,12 +81,19 @@ class Servers:
                 for server, number in numbers.items()
             }
 
-    def begin_steps(self, steps: dict[int, Step]) -> dict[int, int]:
-        """Sends each server its part of a step; the numbers of the requests."""
+    def begin_steps(
+        self, steps: dict[int, Step], takes_turns: bool = True
+    ) -> dict[int, int]:
+        """Sends each server its part of a step; the numbers of the requests.
+
+        Args:
+            steps: by server.
+            takes_turns: bool, as for `Channel.begin`.
+        """
         with self._lock:
             return {
                 server: self._connections[server].begin(
-                    ("step", step, self.owner), takes_turns=True
+                    ("step", step, self.owner), takes_turns
                 )
                 for server, step in steps.items()
             }

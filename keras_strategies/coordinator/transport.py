@@ -29,8 +29,8 @@ from keras_strategies.coordinator.messages import nbytes, pack, unpack
 from keras_strategies.coordinator.shared_memory import Borrower, Lender
 from keras_strategies.errors import ClusterTimeoutError, PeerError
 
-# Below so many bytes a copy costs less than keeping track of the memory.
-_COPY_BYTES = 65536
+#: Below so many bytes a copy costs less than keeping track of the memory.
+COPY_BYTES = 65536
 #: Ends a message whose arrays are lent; no array of a message is empty.
 _LENT = b""
 #: Milliseconds that a socket may go on sending when it is closed.
@@ -189,8 +189,8 @@ class Service:
         Args:
             receiver: bytes, the peer.
             message: anything that pickle takes.
-            loan: int, the number of the request that this answers, if the peer will
-                have read the arrays before it sends the one after the next.
+            loan: int, counts the requests of the peer which say that it will have
+                read the arrays before it sends the one after the next. None for others.
         """
         parts = pack(message)
         self.sent_bytes += nbytes(parts)
@@ -293,11 +293,13 @@ class Connection(Channel):
         self.sent_bytes = 0
         can_lend = address.startswith("ipc://") and shared_memory.IS_AVAILABLE
         self._loans = _Loans() if can_lend else None
+        self._turns = itertools.count(1)
 
     def begin(self, message: Any, takes_turns: bool = False) -> int:
         number = next(self._numbers)
         lends = takes_turns and self._loans is not None
-        parts = pack((number, message, lends))
+        turn = next(self._turns) if lends else None
+        parts = pack((number, message, turn))
         self.sent_bytes += nbytes(parts)
         if lends:
             assert self._loans is not None
@@ -407,7 +409,7 @@ def _send(socket: Any, parts: Sequence[Any]) -> None:
     for i, part in enumerate(parts):
         size = part.nbytes if isinstance(part, memoryview) else len(part)
         flags = zmq.SNDMORE if i < last else 0
-        socket.send(part, flags, copy=size < _COPY_BYTES)
+        socket.send(part, flags, copy=size < COPY_BYTES)
 
 
 def serve(
@@ -416,7 +418,6 @@ def serve(
     until: Callable[[], bool],
     idle: Callable[[], None] = lambda: None,
     every: float = 0.2,
-    work: Callable[[], bool] = lambda: False,
 ) -> None:
     """Answers requests one after the other until `until()`.
 
@@ -427,21 +428,14 @@ def serve(
         until: callable, asked after each request.
         idle: callable, called at least every so many seconds.
         every: float, seconds.
-        work: callable, called while no request waits and it has returned True, or
-            has not been called since the last reply.
     """
-    has_work = False
     due = time.monotonic() + every
     while not until():
-        wait = 0.0 if has_work else max(0.0, due - time.monotonic())
-        received = service.receive(wait)
+        received = service.receive(max(0.0, due - time.monotonic()))
         if received is not None:
-            sender, (number, message, lends) = received
+            sender, (number, message, turn) = received
             reply = answer(handle, message)
-            service.send(sender, (number, reply), number if lends else None)
-            has_work = True
-        elif has_work:
-            has_work = work()
+            service.send(sender, (number, reply), turn)
         if time.monotonic() >= due:
             idle()
             due = time.monotonic() + every

@@ -32,9 +32,9 @@ from keras_strategies.coordinator.execution import (
     Execution,
     Plan,
     ProgramVariables,
-    merge,
 )
 from keras_strategies.coordinator.pickling import load
+from keras_strategies.coordinator.pipeline import DEPTH, Ahead, Pipeline
 from keras_strategies.coordinator.tasks import (
     Definition,
     Outcome,
@@ -91,7 +91,9 @@ class Worker:
         self._resources: dict[int, Resource] = {}
         self._values: dict[int, Any] = {}
         self._tasks: collections.deque[Task] = collections.deque()
-        self._prepared: tuple[Task, int, Plan, dict[int, Any]] | None = None
+        self._pipeline = Pipeline(self.execution.servers)
+        # Tasks that are done but for the answers to their last updates.
+        self._unreported: collections.deque[Callable[[], Outcome]] = collections.deque()
 
     # Messages
 
@@ -155,31 +157,44 @@ class Worker:
             closure = Closure(self, task, definition.variables)
             self.closure = closure
             if definition.kind == "call":
+                self._settle()
                 value = self._call(closure, function)
                 steps = max(1, closure.steps)
             else:
                 value = self._model_steps(closure, definition)
                 steps = len(task.arguments)
-            outcome = Outcome(
-                task.number,
-                value,
-                None,
-                closure.local,
-                time.monotonic() - start,
-                steps,
-                self.execution.servers.traffic,
-                closure.staleness,
+            seconds = time.monotonic() - start
+            # It is done when the servers have its last update.
+            self._unreported.append(
+                lambda: Outcome(
+                    task.number,
+                    value,
+                    None,
+                    closure.local,
+                    seconds,
+                    steps,
+                    self.execution.servers.traffic,
+                    closure.staleness,
+                )
             )
+            self._receive(0.0)
+            if not self._tasks or not task.may_be_stale:
+                self._settle()
         except Exception as error:  # The user's: the coordinator raises it.
-            outcome = Outcome(task.number, error=portable_error(error, self.index))
-            self._prepared = None
+            failed = Outcome(task.number, error=portable_error(error, self.index))
+            self._pipeline.drop()
+            with contextlib.suppress(Exception):  # One error is enough.
+                self._settle()
+            self._report(failed)
         finally:
             self.closure = None
             self.in_program = True
+
+    def _report(self, outcome: Outcome) -> None:
         try:
             self._post("outcome", outcome)
         except Exception as error:  # Pickling runs the user's code: anything may fail.
-            failed = Outcome(task.number, error=portable_error(error, self.index))
+            failed = Outcome(outcome.number, error=portable_error(error, self.index))
             self._post("outcome", failed)
 
     def _function(self, definition: Definition) -> Any:
@@ -226,21 +241,23 @@ class Worker:
         return self._values[number]
 
     def _model_steps(self, closure: Closure, definition: Definition) -> Any:
-        """A model's steps on one batch or on several; push and next pull are one."""
+        """A model's steps on one batch or on several."""
         program = self._model_program(definition)
         batches = closure.task.arguments
         outputs = []
         for i, batch in enumerate(batches):
-            if self._prepared is not None and self._prepared[:2] == (closure.task, i):
-                plan, pulled = self._prepared[2:]
-            else:
+            if self._pipeline.is_waiting:
+                self._settle()
+            ready = self._pipeline.take(closure.task, i)
+            if ready is None:
                 plan = self.execution.plan(program, batch)
                 servers = self.execution.servers
                 pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
-            self._prepared = None
+            else:
+                plan, pulled = ready
             result = self.compute(closure, program, plan, pulled, batch)
             outputs.append(result.outputs)
-            self._push_and_pull(closure, plan, result, pulled, i)
+            self._push(closure, plan, result, pulled, i)
             if i + 1 < len(batches):
                 self._advance_local(closure)
         if definition.kind == "predict":
@@ -253,12 +270,11 @@ class Worker:
             value = closure.task.local[number] + change
             self.execution.engine.set_value(self.receiver.variables[number], value)
 
-    def _push_and_pull(
+    def _push(
         self, closure: Closure, plan: Plan, result: StepResult, pulled: Any, i: int
     ) -> None:
-        """One message to each server: this step's updates, the next one's values."""
-        execution = self.execution
-        pushes, local = execution.pushes(
+        """Sends what a step has come to, and asks for the values of later ones."""
+        pushes, local = self.execution.pushes(
             plan, result, closure.next_update(), closure.task.done
         )
         closure.local = (
@@ -269,33 +285,52 @@ class Worker:
                 for n in {*closure.local, *local}
             }
         )
-        following = self._following(closure.task, i)
-        if following is None:
-            answers = execution.servers.begin_steps(pushes)
-            closure.note_staleness(pulled, execution.servers.finish_steps(answers))
-            return
-        task, index, program = following
-        next_plan = execution.plan(program, task.arguments[index])
-        servers = {*pushes, *next_plan.pulls}
-        late = self.index if closure.task.may_be_stale else None
-        steps = {s: merge(pushes.get(s), next_plan.pulls.get(s), late) for s in servers}
-        found = execution.servers.finish_steps(execution.servers.begin_steps(steps))
-        closure.note_staleness(pulled, {i: found[i] for i in pushes})
-        self._prepared = (task, index, next_plan, found)
+        # The steps before this one.
+        self._settle()
+        depth = DEPTH if closure.task.may_be_stale else 1
+        following = self._following(closure.task, i, depth)[len(self._pipeline) :]
+        steps = []
+        for task, index in following:
+            program = self._model_program(self._definitions[task.definition])
+            plan_ahead = self.execution.plan(program, task.arguments[index])
+            steps.append(Ahead(task, index, plan_ahead))
+        self._pipeline.send(
+            pushes, steps, lambda found: closure.note_staleness(pulled, found)
+        )
 
-    def _following(self, task: Task, i: int) -> tuple[Task, int, Program] | None:
-        """The next step, if it is known already and is a model's."""
-        if i + 1 < len(task.arguments):
-            definition = self._definitions[task.definition]
-            return task, i + 1, self._model_program(definition)
-        self._receive(0.0)
-        if not self._tasks:
-            return None
-        following = self._tasks[0]
-        definition = self._definitions[following.definition]
-        if definition.kind == "call" or not following.arguments:
-            return None
-        return following, 0, self._model_program(definition)
+    def _following(self, task: Task, i: int, count: int) -> list[tuple[Task, int]]:
+        """The next steps that are known already, as far as they are models'."""
+        found = [(task, index) for index in range(i + 1, len(task.arguments))]
+        if len(found) < count:
+            self._receive(0.0)
+        for following in self._tasks:
+            definition = self._definitions[following.definition]
+            if definition.kind == "call" or len(found) >= count:
+                break
+            found += [(following, index) for index in range(len(following.arguments))]
+        return found[:count]
+
+    def _settle(self) -> None:
+        """Waits for the servers' answers, and reports the tasks that end with them.
+
+        Raises:
+            Exception: what a server raised for an update of the task under way.
+        """
+        error = None
+        try:
+            self._pipeline.settle()
+        except Exception as found:  # A server's: the coordinator raises it.
+            self._pipeline.drop()
+            error = found
+            if not self._unreported:
+                raise
+        while self._unreported:
+            outcome = self._unreported.popleft()()
+            if error is not None:
+                outcome = Outcome(
+                    outcome.number, error=portable_error(error, self.index)
+                )
+            self._report(outcome)
 
     def _model_program(self, definition: Definition) -> Program:
         if definition.number not in self._programs:
@@ -351,19 +386,22 @@ class Worker:
 
     def _run(self, program: Program, plan: Plan, pulled: Any, batch: Any) -> StepResult:
         with self.inside_program():
-            self.execution.fill(program, plan, pulled)
-            try:
-                return program.run(batch, plan.positions)
-            except OtherLookupsError:
-                # Nothing has been sent; this step begins again, with a closer look.
-                program.foresee_nothing()
-                again = self.execution.plan(program, batch)
-                plan.ids, plan.positions = again.ids, again.positions
-                plan.pulls, plan.dense = again.pulls, again.dense
-                servers = self.execution.servers
-                pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
+            if plan.is_of(program):
                 self.execution.fill(program, plan, pulled)
-                return program.run(batch, plan.positions)
+                try:
+                    return program.run(batch, plan.lookups, plan.positions)
+                except OtherLookupsError:
+                    program.foresee_nothing()
+            # Nothing has been sent; this step begins again, with a closer look.
+            again = self.execution.plan(program, batch)
+            plan.ids, plan.lookups = again.ids, again.lookups
+            plan.positions = again.positions
+            plan.pulls, plan.dense = again.pulls, again.dense
+            servers = self.execution.servers
+            # Out of turn: the values of later steps may be here already.
+            numbers = servers.begin_steps(plan.pulls, takes_turns=False)
+            self.execution.fill(program, plan, servers.finish_steps(numbers))
+            return program.run(batch, plan.lookups, plan.positions)
 
     @contextlib.contextmanager
     def inside_program(self) -> Iterator[None]:

@@ -136,7 +136,12 @@ class JaxProgram(Program):
         gradients = [applied.gradients for applied in sink.applied]
         return outputs, gradients, [value for _, value in changed]
 
-    def run(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
+    def run(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
         variables = [*self.variables.tables, *self.variables.others]
         values = [keras_compat.raw_value(variable) for variable in variables]
         self._traced = []

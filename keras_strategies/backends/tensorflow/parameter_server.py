@@ -105,7 +105,12 @@ class TensorFlowProgram(Program):
     def _is_table(self, x: Any) -> bool:
         return any(x is table for table in self.variables.tables)
 
-    def run(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
+    def run(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
         key = (_key(batch), len(positions))
         if key not in self._steps:
             self._steps[key] = self._make_step(_signature(batch), positions)

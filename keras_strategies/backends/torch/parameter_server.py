@@ -49,21 +49,17 @@ class TorchProgram(Program):
         # By the structure of a batch.
         self._recorders: dict[Any, Recorder] = {}
         self._may_foresee = True
-        self._foreseen: list[tuple[Any, np.ndarray]] = []
 
     def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
         if not self.variables.tables:
-            self._foreseen = []
             return []
         leaves = keras.tree.flatten(batch)
         if self._origins is not None:
-            found = [(table, leaves[i]) for table, i in self._origins]
-        else:
-            found = self._explore(batch)
-            origins = [(table, _leaf_like(leaves, ids)) for table, ids in found]
-            if self._may_foresee and all(i is not None for _, i in origins):
-                self._origins = origins  # type: ignore[assignment]
-        self._foreseen = found
+            return [(table, leaves[i]) for table, i in self._origins]
+        found = self._explore(batch)
+        origins = [(table, _leaf_like(leaves, ids)) for table, ids in found]
+        if self._may_foresee and all(i is not None for _, i in origins):
+            self._origins = origins  # type: ignore[assignment]
         return found
 
     def _explore(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
@@ -106,13 +102,18 @@ class TorchProgram(Program):
             if raw is not None:
                 raw.grad = None
 
-    def run(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
-        is_foreseen = self._origins is not None or not self._foreseen
+    def run(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
+        is_foreseen = self._origins is not None or not lookups
         if isinstance(self.body, KerasStep) and is_foreseen:
             found = self._run_recorded(batch, positions)
             if found is not None:
                 return found
-        return self._run_as_it_is(batch, positions)
+        return self._run_as_it_is(batch, lookups, positions)
 
     def _run_recorded(
         self, batch: Any, positions: Sequence[np.ndarray]
@@ -206,9 +207,14 @@ class TorchProgram(Program):
 
         return Recorder(step, check)
 
-    def _run_as_it_is(self, batch: Any, positions: Sequence[np.ndarray]) -> StepResult:
+    def _run_as_it_is(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
         places: Iterator[tuple[Any, Any]] = iter(
-            list(zip(self._foreseen, positions, strict=True))
+            list(zip(lookups, positions, strict=True))
         )
 
         def take(x: Any, indices: Any, axis: Any) -> Any:
