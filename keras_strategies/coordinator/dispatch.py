@@ -343,7 +343,9 @@ class Dispatcher:
             return
         worker.steps += outcome.steps
         worker.seconds += outcome.seconds
-        worker.sent_bytes, worker.received_bytes = outcome.traffic
+        sent, received = outcome.traffic
+        worker.sent_bytes += sent
+        worker.received_bytes += received
         missed, most = outcome.staleness
         worker.staleness += missed
         worker.most_staleness = max(worker.most_staleness, most)

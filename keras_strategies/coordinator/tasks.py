@@ -63,7 +63,8 @@ class Outcome:
         local: changes of variables that no server has.
         seconds: float, how long it took.
         steps: int, how many steps it made.
-        traffic: bytes that the worker has sent to servers and received, so far.
+        traffic: bytes that the worker has sent to servers and received since the last
+            outcome.
         staleness: updates that its steps have missed, in all and at most.
     """
 

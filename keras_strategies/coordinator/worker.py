@@ -78,6 +78,7 @@ class Worker:
         self._incarnation = incarnation
         self._patience = patience
         self._returns = 0
+        self._counted = (0, 0)
         self._is_stopped = False
         self._owner: str | None = None
         self._forget()
@@ -173,7 +174,7 @@ class Worker:
                     closure.local,
                     seconds,
                     steps,
-                    self.execution.servers.traffic,
+                    self._traffic(),
                     closure.staleness,
                 )
             )
@@ -189,6 +190,12 @@ class Worker:
         finally:
             self.closure = None
             self.in_program = True
+
+    def _traffic(self) -> tuple[int, int]:
+        """Bytes that went to and came from the servers since this was asked last."""
+        before = self._counted
+        self._counted = self.execution.servers.traffic
+        return self._counted[0] - before[0], self._counted[1] - before[1]
 
     def _report(self, outcome: Outcome) -> None:
         try:
