@@ -260,6 +260,49 @@ def test_mixed_precision(synchronous) -> None:
     assert_alike(ours, theirs, tolerance=2e-2)
 
 
+@pytest.mark.parametrize("jit_compile", ["auto", True])
+def test_compiled_steps(synchronous, jit_compile) -> None:
+    """Tables, uneven batches and weights; Torch's own compiler takes a minute."""
+    random = np.random.default_rng(0)
+    # Different ones within each batch: Keras on TensorFlow squares each by itself.
+    batches = [random.permutation(30)[:24].reshape(8, 3) for _ in range(4)]
+    x = np.concatenate(batches)[:ROWS].astype("int32")
+    y = random.normal(size=(ROWS, 1)).astype("float32")
+    weights = random.uniform(size=ROWS).astype("float32")
+
+    def build(jit_compile):
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        model = keras.Sequential(
+            [
+                keras.Input((3,), dtype="int32"),
+                layers.Embedding(30, 4),
+                layers.Flatten(),
+                layers.Dense(8, "relu", kernel_regularizer="l2"),
+                layers.BatchNormalization(),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(
+            keras.optimizers.Adam(0.05),
+            "mse",
+            weighted_metrics=["mae"],
+            jit_compile=jit_compile,
+        )
+        return model
+
+    with synchronous.scope():
+        ours = build(jit_compile)
+    theirs = build("auto")
+    logs = []
+    for model in (ours, theirs):
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        model.fit(x, y, sample_weight=weights, epochs=3, **options)
+        logs.append(model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True))
+    assert_alike(ours, theirs, tolerance=1e-4)
+    assert logs[0] == pytest.approx(logs[1], rel=1e-4)
+
+
 def test_a_step_of_ones_own(synchronous) -> None:
     """`train_step` through the public `compute_loss` of each backend."""
 

@@ -145,15 +145,10 @@ class TensorFlowProgram(Program):
         raws = [keras_compat.raw_value(variable) for variable in variables]
         structure: Any = None
 
-        def step(*arguments: Any) -> list[Any]:
+        def compute(*arguments: Any) -> list[Any]:
             nonlocal structure
             places = iter(arguments[:count])
-            values = arguments[count : count + len(raws)]
-            leaves = list(arguments[count + len(raws) :])
-            # Keras asks for gradients of TensorFlow's variables, not of values.
-            for raw, value in zip(raws, values, strict=True):
-                raw.assign(value, read_value=False)
-            batch = keras.tree.pack_sequence_as(signature, leaves)
+            batch = keras.tree.pack_sequence_as(signature, list(arguments[count:]))
             sink.applied.clear()
             changed_variables.clear()
 
@@ -180,6 +175,16 @@ class TensorFlowProgram(Program):
             gradients = [[_dense(g) for g in a.gradients] for a in sink.applied]
             structure = (outputs, gradients, changed)
             return list(keras.tree.flatten(structure))
+
+        if isinstance(self.body, ForXLA):
+            compute = tf.function(compute, autograph=False, jit_compile=True)
+
+        def step(*arguments: Any) -> list[Any]:
+            values = arguments[count : count + len(raws)]
+            # Keras asks for gradients of TensorFlow's variables, not of values.
+            for raw, value in zip(raws, values, strict=True):
+                raw.assign(value, read_value=False)
+            return compute(*arguments[:count], *arguments[count + len(raws) :])
 
         specs = [
             *(tf.TensorSpec([None] * p.ndim, tf.int32) for p in positions),
@@ -303,10 +308,28 @@ def _numpy(value: Any) -> Any:
     return np.asarray(memoryview(value))
 
 
+class ForXLA:
+    """A model's step that is to be compiled by XLA.
+
+    Args:
+        step: `train_step`, `test_step` or `predict_step` of a model.
+    """
+
+    def __init__(self, step: Body):
+        self._step = step
+
+    def __call__(self, batch: Any) -> Any:
+        return self._step(batch)
+
+
 class TensorFlowEngine(Engine):
     """Windows are variables whose first axis is open. XLA compiles updates."""
 
     pads_rows = True
+
+    def model_body(self, model: Any, kind: str) -> Body:
+        step = super().model_body(model, kind)
+        return ForXLA(step) if model.jit_compile else step
 
     def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
         return TensorFlowProgram(body, variables, gradients)
