@@ -32,6 +32,7 @@ TARGETS = {
 }
 CURVES = {
     "ours": "curve-ours",
+    "ours, pull_ahead=False": "curve-fresh",
     "tf.distribute": "curve-tensorflow",
     "one device": "curve-one-device",
 }

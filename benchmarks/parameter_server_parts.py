@@ -1,7 +1,7 @@
 """What else is measured of parameter servers; each part prints a line of JSON.
 
-python parameter_server_parts.py bytes|scaling|faults|curve-ours|curve-tensorflow|
-    curve-one-device
+python parameter_server_parts.py bytes|scaling|faults|curve-ours|curve-fresh|
+    curve-tensorflow|curve-one-device
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parameter_server_contestants import (
 
 TABLE_ROWS = (10_000, 100_000, 1_000_000, 10_000_000)
 SHAPES = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2))
-CURVE_EPOCHS, CURVE_STEPS, CURVE_ROWS = 10, 50, 2_000
+CURVE_EPOCHS, CURVE_STEPS, CURVE_ROWS = 40, 50, 500
 
 
 def bytes_per_step() -> dict[str, float]:
@@ -71,14 +71,19 @@ def curve_data() -> Any:
     return clicks(1024 * CURVE_STEPS, CURVE_ROWS)
 
 
-def curve_ours() -> list[float]:
+def curve_ours(**options: Any) -> list[float]:
     """The loss of each epoch under our strategy."""
     import keras
 
     import keras_strategies as ks
 
-    with ks.ParameterServerStrategy() as strategy, strategy.scope():
+    with ks.ParameterServerStrategy(**options) as strategy, strategy.scope():
         return fitted(keras)
+
+
+def curve_fresh() -> list[float]:
+    """The same with values that miss fewer updates."""
+    return curve_ours(pull_ahead=False)
 
 
 def curve_one_device() -> list[float]:
@@ -206,6 +211,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "bytes": bytes_per_step,
     "scaling": scaling,
     "curve-ours": curve_ours,
+    "curve-fresh": curve_fresh,
     "curve-tensorflow": curve_tensorflow,
     "curve-one-device": curve_one_device,
     "faults": faults,

@@ -41,6 +41,7 @@ class ClusterOptions:
     workers: int = 2
     servers: int = 1
     max_staleness: int | None = None
+    pull_ahead: bool = False
     snapshot_seconds: float | None = None
     snapshot_folder: str | None = None
     timeout_seconds: float = 120.0
@@ -97,6 +98,7 @@ class Cluster:
             self._process if is_local else None,
             self.local,
             options.max_staleness,
+            options.pull_ahead,
             options.silence_seconds,
             # Of servers that others have started, it is known when they are back.
             can_restore=self._snapshots is not None or not is_local,

@@ -42,6 +42,7 @@ class Dispatcher:
             None where somebody else starts processes.
         local: the local variables.
         max_staleness: int or None, see `ParameterServerStrategy`.
+        pulls_ahead: bool, whether workers ask for values two steps ahead.
         silence: float, seconds without a sign of life after which a process is dead.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's, whom workers and servers work for.
@@ -55,6 +56,7 @@ class Dispatcher:
         starts: Callable[[str, int, int], Start] | None,
         local: LocalVariables,
         max_staleness: int | None,
+        pulls_ahead: bool,
         silence: float,
         can_restore: bool,
         name: str,
@@ -63,6 +65,7 @@ class Dispatcher:
         self._local = local
         self._silence = silence
         self.max_staleness = max_staleness
+        self._pulls_ahead = pulls_ahead
         self.condition = threading.Condition()
         self.roster = Roster(
             workers,
@@ -288,7 +291,7 @@ class Dispatcher:
             under_way = sum(len(w.in_flight) for w in self.workers.values())
             if self.max_staleness is not None and under_way > self.max_staleness:
                 return
-            ahead = 1 if self.max_staleness is not None else self._ahead()
+            ahead = self._ahead()
             ready = [
                 w
                 for w in self.workers.values()
@@ -300,8 +303,10 @@ class Dispatcher:
 
     def _ahead(self) -> int:
         """How many tasks a worker may have."""
+        if self.max_staleness is not None:
+            return 1
         kind = self._definitions[self.queue[0].task.definition].kind
-        return _AHEAD if kind == "call" else _STEPS_AHEAD
+        return _STEPS_AHEAD if self._pulls_ahead and kind != "call" else _AHEAD
 
     def _give(self, worker: WorkerState) -> None:
         pending = self.queue.popleft()
@@ -319,7 +324,7 @@ class Dispatcher:
             pending.task,
             local={n: self._local.get(n) for n in pending.local},
             done=min(self._unfinished),
-            may_be_stale=self.max_staleness is None,
+            pulls_ahead=self._pulls_ahead,
         )
         worker.in_flight.append(pending)
         self._to_send.append((worker.sender, ("task", task)))

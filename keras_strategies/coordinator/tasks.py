@@ -40,7 +40,8 @@ class Task:
         local: dict from the numbers of variables that no server has to their values.
         done: int, all closures below this number are done.
         generation: int, of the arguments.
-        may_be_stale: bool, whether the worker's next step may miss this one's update.
+        pulls_ahead: bool, whether the values of the step after the next one are asked
+            for when this one is done; the next one then misses its update.
     """
 
     number: int
@@ -49,7 +50,7 @@ class Task:
     local: dict[int, np.ndarray] = field(default_factory=dict)
     done: int = 0
     generation: int = 0
-    may_be_stale: bool = False
+    pulls_ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class Worker:
                 )
             )
             self._receive(0.0)
-            if not self._tasks or not task.may_be_stale:
+            if not self._tasks or not task.pulls_ahead:
                 self._settle()
         except Exception as error:  # The user's: the coordinator raises it.
             failed = Outcome(task.number, error=portable_error(error, self.index))
@@ -294,7 +294,7 @@ class Worker:
         )
         # The steps before this one.
         self._settle()
-        depth = DEPTH if closure.task.may_be_stale else 1
+        depth = DEPTH if closure.task.pulls_ahead else 1
         following = self._following(closure.task, i, depth)[len(self._pipeline) :]
         steps = []
         for task, index in following:

@@ -12,7 +12,7 @@ from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.tasks import Task
 from parameter_server import clusters
 
-IDS, ROWS, BATCH, STEPS = 8, 500, 64, 12
+IDS, ROWS, BATCH, STEPS, EPOCHS = 8, 500, 64, 12, 3
 
 
 class Servers:
@@ -113,13 +113,13 @@ def data():
     return x, random.normal(size=(len(x), 1)).astype("float32")
 
 
-def delayed(model, x, y):
-    """Weights after each step was computed with what lacked the update before it."""
+def trained(model, x, y, missed):
+    """Weights after each step was computed with what lacked so many updates."""
     weights = model.get_weights()
     history = [weights]
     for i in range(STEPS):
         # The first two steps of a call have nothing to miss.
-        stale = history[-1] if i < 2 else history[-2]
+        stale = history[-1 - missed] if i > 1 else history[-1]
         model.set_weights(stale)
         rows = slice(i * BATCH, (i + 1) * BATCH)
         model.train_on_batch(x[rows], y[rows])
@@ -130,23 +130,23 @@ def delayed(model, x, y):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("epochs", [1, 3])
-def test_a_step_misses_the_update_before_it_and_no_other(epochs):
+@pytest.mark.parametrize(("pull_ahead", "missed"), [(True, 1), (False, 0)])
+def test_a_step_misses_the_update_before_it_and_no_other(pull_ahead, missed):
     x, y = data()
     reference = build()
-    with clusters.start(workers=1, ps=1) as strategy:
+    with clusters.start(workers=1, ps=1, pull_ahead=pull_ahead) as strategy:
         with strategy.scope():
             model = build(steps_per_execution=STEPS)
         model.set_weights(reference.get_weights())
-        for _ in range(epochs):
+        for _ in range(EPOCHS):
             # All steps of a call are known from the beginning, so that nothing
             # depends on who is faster; it is done when the servers have all updates.
             model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-            reference.set_weights(delayed(reference, x, y))
+            reference.set_weights(trained(reference, x, y, missed))
             for ours, expected in zip(
                 clusters.values(model.weights), reference.get_weights(), strict=True
             ):
                 np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
         [worker] = strategy.cluster.dispatcher.workers.values()
-        assert worker.most_staleness == 1
-        assert worker.staleness == epochs * (STEPS - 2)
+        assert worker.most_staleness == missed
+        assert worker.staleness == EPOCHS * missed * (STEPS - 2)
