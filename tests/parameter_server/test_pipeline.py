@@ -103,7 +103,7 @@ def build(**options):
             keras.layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.SGD(2.0), "mse", **options)
+    model.compile(keras.optimizers.SGD(0.3), "mse", **options)
     return model
 
 
