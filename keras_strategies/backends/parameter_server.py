@@ -34,11 +34,14 @@ class Applied:
         variables: the variables that it was called for.
         gradients: their gradients, NumPy arrays once the step has run; None where
             there is none. For a table, those of the window's rows.
+        scale: the loss scale that the gradients have, where the optimizer has one that
+            changes; None for the one that the step's variables have.
     """
 
     optimizer: Any
     variables: list[Any]
     gradients: list[Any]
+    scale: np.ndarray | None = None
 
 
 @dataclass

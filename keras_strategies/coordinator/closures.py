@@ -14,6 +14,7 @@ import numpy as np
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import Applied, StepResult
 from keras_strategies.coordinator.execution import Plan
+from keras_strategies.coordinator.loss_scale import has_dynamic_scale
 from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.tasks import Task
 
@@ -34,6 +35,9 @@ class Closure:
         self.staleness = (0, 0)
         self._next_update = 0
         self._cache: dict[int, np.ndarray] = {}
+        # What an optimizer's own variables last were to it, updates regardless: a loss
+        # scale is that of the gradients, however much happens before they are applied.
+        self._scalars: dict[int, np.ndarray] = {}
 
     def next_update(self) -> tuple[int, int]:
         """The name of the next update."""
@@ -48,6 +52,8 @@ class Closure:
             return self._local(about.number)
         if about.number not in self._cache:
             self._cache[about.number] = self.worker.execution.servers.read(about)
+        if about.kind == "scalar":
+            self._scalars[about.number] = self._cache[about.number]
         return self._cache[about.number]
 
     def _local(self, number: int) -> np.ndarray:
@@ -91,9 +97,18 @@ class Closure:
         if variables is None:
             variables = keras_compat.trained_variables(optimizer)
         arrays = [None if g is None else to_numpy(g) for g in gradients]
-        result = StepResult(None, [Applied(optimizer, list(variables), arrays)])
+        scale = None
+        if has_dynamic_scale(optimizer):
+            scale = self._scale(optimizer.dynamic_scale)
+        applied = Applied(optimizer, list(variables), arrays, scale)
+        result = StepResult(None, [applied])
         self.push(Plan(), result, {})
         return optimizer.iterations
+
+    def _scale(self, variable: Any) -> np.ndarray:
+        """The loss scale that this closure has computed with."""
+        number = self.worker.receiver.describe(variable).number
+        return self._scalars[number] if number in self._scalars else self.read(variable)
 
     def push(
         self, plan: Plan, result: StepResult, pulled: Mapping[int, Pulled]
@@ -144,6 +159,11 @@ class Closure:
         servers = self.worker.execution.servers
         pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
         result = self.worker.compute(self, program, plan, pulled, batch)
+        for variable in program.variables.others:
+            about = self.worker.receiver.describe(variable)
+            if about.kind == "scalar":
+                value = np.array(self.worker.execution.engine.get_value(variable))
+                self._scalars[about.number] = value
         self.push(plan, result, pulled)
         return keras.tree.map_structure(_to_tensor, result.outputs)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies import context, keras_compat
+from keras_strategies.coordinator.loss_scale import has_dynamic_scale, innermost
 from keras_strategies.coordinator.pickling import original_function
 from keras_strategies.coordinator.status import Status, status_of
 from keras_strategies.coordinator.tasks import Definition, Reference, Resource
@@ -347,7 +348,11 @@ class ClusterCoordinator:
         self, optimizers: Iterable[Any], variables: Mapping[int, Any]
     ) -> bool:
         """Gives servers the optimizers; whether one was built for it."""
-        unbuilt = [o for o in optimizers if not o.built]
+        inner = [innermost(o) for o in optimizers if has_dynamic_scale(o)]
+        # One that is wrapped is built with what wraps it.
+        unbuilt = [
+            o for o in optimizers if not (o.built or any(o is each for each in inner))
+        ]
         if len(unbuilt) > 1:
             raise InvalidArgumentError(
                 f"{len(unbuilt)} optimizers have not been built, and it is not known "

@@ -16,6 +16,12 @@ from keras_strategies.backends.parameter_server import (
     StepResult,
     bucket,
 )
+from keras_strategies.coordinator.gradients import judged, prepared
+from keras_strategies.coordinator.loss_scale import (
+    ScaleReport,
+    has_dynamic_scale,
+    innermost,
+)
 from keras_strategies.coordinator.pickling import Described, Receiver
 from keras_strategies.coordinator.places import Places, checked_ids
 from keras_strategies.coordinator.server import Pulled, Step
@@ -261,13 +267,21 @@ class Execution:
         updates: dict[int, list[Any]] = {i: [] for i in range(count)}
         adds: dict[int, list[Any]] = {i: [] for i in range(count)}
         writes: dict[int, list[Any]] = {i: [] for i in range(count)}
+        scales: dict[int, list[ScaleReport]] = {i: [] for i in range(count)}
         local: dict[int, np.ndarray] = {}
         ids = {id(table): found for table, found in plan.ids}
         for applied in result.applied:
-            number, pairs = self._prepared(applied)
+            if has_dynamic_scale(applied.optimizer):
+                server, report, applied = self._unscaled(applied)
+                scales[server].append(report)
+                if not report.is_finite:
+                    continue
+            optimizer = applied.optimizer
+            number = self.receiver_number(optimizer)
+            gradients = prepared(optimizer, applied.gradients)
             dense: dict[int, list[Any]] = {i: [] for i in range(count)}
             rows: dict[int, list[Any]] = {i: [] for i in range(count)}
-            for variable, gradient in pairs:
+            for variable, gradient in zip(applied.variables, gradients, strict=True):
                 about = describe(variable)
                 if gradient is None:
                     continue
@@ -310,28 +324,27 @@ class Execution:
                 optimizers=tuple(updates[server]),
                 adds=tuple(adds[server]),
                 writes=tuple(writes[server]),
+                scales=tuple(scales[server]),
             )
             for server in range(count)
-            if updates[server] or adds[server] or writes[server]
+            # Every server is to know the name of an update that nothing came of: its
+            # closure may run again, with another scale.
+            if result.applied or adds[server] or writes[server]
         }
         return steps, local
 
-    def _prepared(self, applied: Applied) -> tuple[int, list[tuple[Any, Any]]]:
-        """An optimizer's number, and gradients that are unscaled and clipped."""
+    def _unscaled(self, applied: Applied) -> tuple[int, ScaleReport, Applied]:
+        """Which server hears what of a scaled loss, and what its gradients mean."""
         optimizer = applied.optimizer
-        number = self.receiver_number(optimizer)
-        gradients = list(applied.gradients)
-        scale = optimizer.loss_scale_factor
-        if scale is not None:
-            gradients = [None if g is None else g / scale for g in gradients]
-        clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
-        if clips and not optimizer.gradient_accumulation_steps:
-            present = [_tensor(g) for g in gradients if g is not None]
-            clipped = iter(keras_compat.clip_gradients(optimizer, present))
-            gradients = [
-                None if g is None else _numpy(next(clipped)) for g in gradients
-            ]
-        return number, list(zip(applied.variables, gradients, strict=True))
+        about = self.receiver.describe(optimizer.dynamic_scale)
+        used = applied.scale
+        if used is None:
+            used = self.engine.get_value(optimizer.dynamic_scale)
+        report, gradients = judged(
+            optimizer, applied.gradients, used, self.receiver.describe
+        )
+        inner = Applied(innermost(optimizer), applied.variables, gradients)
+        return about.parts[0].server, report, inner
 
     def receiver_number(self, made: Any) -> int:
         """The number that an object came with."""
@@ -358,15 +371,3 @@ def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:
     if after.dtype == bool:
         return after
     return np.asarray(after - before.astype(after.dtype))
-
-
-def _tensor(value: Any) -> Any:
-    import keras
-
-    return keras.ops.convert_to_tensor(value)
-
-
-def _numpy(value: Any) -> np.ndarray:
-    import keras
-
-    return np.asarray(keras.ops.convert_to_numpy(value))

@@ -6,10 +6,10 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import keras
 import numpy as np
 
 from keras_strategies import keras_compat
+from keras_strategies.coordinator.loss_scale import innermost
 from keras_strategies.coordinator.pickling import Described, Receiver, load
 from keras_strategies.coordinator.updates import OptimizerSpec
 from keras_strategies.errors import InvalidArgumentError
@@ -36,7 +36,11 @@ class Optimizers:
         self._sent: dict[int, int] = {}
 
     def send(self, optimizer: Any, is_strategy: Any) -> None:
-        """Gives the servers an optimizer, unless they have it."""
+        """Gives the servers an optimizer, unless they have it.
+
+        Of one that scales losses it is the one that it wraps.
+        """
+        optimizer = innermost(optimizer)
         _check(optimizer)
         registry = self._registry
         number = registry.number_of(optimizer)
@@ -94,13 +98,6 @@ class Optimizers:
 
 
 def _check(optimizer: Any) -> None:
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise InvalidArgumentError(
-            "A LossScaleOptimizer changes its scale by what all gradients of a "
-            "step are, which no parameter server sees. Use the dtype policy "
-            "'mixed_bfloat16', which needs no loss scale, or compile with "
-            "`auto_scale_loss=False`."
-        )
     clips = optimizer.clipnorm or optimizer.global_clipnorm
     if optimizer.gradient_accumulation_steps and clips:
         raise InvalidArgumentError(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.coordinator.loss_scale import ScaleReport
 from keras_strategies.coordinator.ray_channel import HANDLER
 from keras_strategies.coordinator.snapshots import Snapshots
 from keras_strategies.coordinator.store import Key, Store, UpdateId
@@ -43,6 +44,7 @@ class Step:
         dense: pairs of a part and its gradient.
         rows: triples of a part, rows and their gradients.
         adds: pairs of a part and what to add to it.
+        scales: what was found of losses that were scaled.
         pull: parts to send whole.
         pull_rows: triples of a part, rows to send, and how many rows the reply is to
             have, with zeros below those.
@@ -53,6 +55,7 @@ class Step:
     optimizers: tuple[tuple[int, list[Any], list[Any]], ...] = ()
     adds: tuple[tuple[Key, np.ndarray], ...] = ()
     writes: tuple[tuple[Key, np.ndarray], ...] = ()
+    scales: tuple[ScaleReport, ...] = ()
     pull: tuple[Key, ...] = ()
     pull_rows: tuple[tuple[Key, np.ndarray, int], ...] = ()
 
@@ -143,6 +146,8 @@ class ParameterServer:
             store.add(key, delta)
         for key, value in step.writes:
             store.write(key, value)
+        for report in step.scales:
+            report.apply(store)
         assert step.update is not None
         store.applied.add(step.update)
         store.version += 1

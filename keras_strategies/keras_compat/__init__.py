@@ -14,7 +14,8 @@ needs them and none by an import:
 - `BatchNormalization._moments`: statistics over the global batch;
 - `EpochIterator.__init__`, `Trainer._symbolic_build`: input that cannot be split is
   refused at once;
-- `optimizer.apply`, `variable.assign` and its siblings: replicas in `run`;
+- `optimizer.apply`, `LossScaleOptimizer.stateless_apply`, `variable.assign` and its
+  siblings: replicas in `run`, workers of parameter servers;
 - `Variable.__repr__`: says where the variable is;
 - `Model.save`, `save_weights` and `export`: only the chief of several workers writes.
 """

@@ -205,6 +205,18 @@ def install(hooks: ModelHooks) -> None:
 
         return apply
 
+    def wrap_stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def stateless_apply(
+            self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+        ) -> Any:
+            # Whoever takes the gradients of `apply` takes them as they are: a
+            # LossScaleOptimizer's own applies its inner optimizer in a condition.
+            own = original if applying.sink is None else BaseOptimizer.stateless_apply
+            return own(self, optimizer_variables, grads, trainable_variables)
+
+        return stateless_apply
+
     def wrap_assign(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def assign(self: Any, value: Any) -> Any:
@@ -296,6 +308,7 @@ def install(hooks: ModelHooks) -> None:
     replace(EpochIterator, "__init__", wrap_epochs)
     replace(BaseOptimizer, "apply", wrap_apply)
     replace(LossScaleOptimizer, "apply", wrap_apply)
+    replace(LossScaleOptimizer, "stateless_apply", wrap_stateless_apply)
     replace(KerasVariable, "assign", wrap_assign)
     replace(KerasVariable, "assign_add", wrap_assign_add)
     replace(KerasVariable, "assign_sub", wrap_assign_sub)

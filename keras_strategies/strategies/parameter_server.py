@@ -43,6 +43,10 @@ class ParameterServerStrategy(Strategy):
     looked up by rows (`Embedding`, `ops.take`), only the touched rows travel. Every
     step counts exactly once, also when workers die.
 
+    With a `LossScaleOptimizer`, which the dtype policy `mixed_float16` brings, a step
+    with a gradient that is not finite updates nothing, and halves the scale that it was
+    computed with, unless another worker's step has changed that scale before.
+
     Without a resolver and without `TF_CONFIG` it starts a cluster of its own on this
     machine, which ends with the strategy: with `close()`, at the end of a `with` block,
     when the strategy is garbage, or when the program ends.

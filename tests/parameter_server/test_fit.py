@@ -79,16 +79,6 @@ def test_constraints_hold_for_whole_variables_only(asynchronous, synchronous) ->
         model.fit(x, y, batch_size=5, verbose=0)
 
 
-def test_loss_scales_are_refused(asynchronous) -> None:
-    with asynchronous.scope():
-        model = clusters.two_inputs(
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-        )
-    x, y = clusters.clicks(16)
-    with pytest.raises(ks.errors.InvalidArgumentError, match="mixed_bfloat16"):
-        model.fit(x, y, batch_size=8, verbose=0)
-
-
 def test_variables_are_cut_and_described(synchronous) -> None:
     with synchronous.scope():
         variable = keras.Variable(np.arange(10.0).reshape(5, 2), name="table")
