@@ -74,6 +74,7 @@ class Updater:
         if not optimizer.gradient_accumulation_steps:
             keras_compat.stop_clipping(optimizer)
         optimizer.loss_scale_factor = None
+        keras_compat.update_without_conditions(optimizer)
         decays = {id(spec.templates[v]): d for v, d in spec.decays.items()}
         keras_compat.set_weight_decay(optimizer, decays)
         for number, constraint in spec.constraints.items():

@@ -143,6 +143,7 @@ from keras_strategies.keras_compat.training import (
     should_evaluate,
     split_for_validation,
 )
+from keras_strategies.keras_compat.updates import update_without_conditions
 from keras_strategies.keras_compat.variables import (
     IdSet,
     guard_value,
@@ -245,6 +246,7 @@ __all__ = [
     "thread_state",
     "trained_variables",
     "uninstall",
+    "update_without_conditions",
     "values_scope",
     "variable_maker",
     "weight_decay_applies",

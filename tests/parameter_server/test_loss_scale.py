@@ -130,6 +130,7 @@ INNER = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "clipped": lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5),
     "clipped_together": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.5),
+    "accumulated": lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
 }
 
 
