@@ -530,6 +530,36 @@ def test_gradients_of_gradients_are_refused_with_a_way_out():
         model.train_on_batch(x, y)
 
 
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_loop_has_more_than_one_gradient(is_function):
+    """A persistent tape asks the replicas as often as its user asks it."""
+    x, y = _random((7, 5), "int"), _random((7, 3), "float")
+
+    def make():
+        return keras.Sequential(sentence_layers())
+
+    def train(model):
+        forward = lambda: model(x, training=True)  # noqa: E731
+        forward = tf.function(forward) if is_function else forward
+
+        @tf.function
+        def gradients():
+            with tf.GradientTape(persistent=True) as tape:
+                outputs = forward()
+                losses = [ops.mean(ops.square(outputs - y)), ops.mean(outputs)]
+            values = [variable.value for variable in model.trainable_variables]
+            return [
+                [tf.convert_to_tensor(found) for found in tape.gradient(loss, values)]
+                for loss in (*losses, losses[0])
+            ]
+
+        first, second, again = keras.tree.map_structure(np.asarray, gradients())
+        assert_close(first, again)
+        return first, second
+
+    assert_same(four(), make, train)
+
+
 def test_a_layer_that_is_called_in_a_function_of_its_user_is_exact():
     class Wrapped(keras.Model):
         @tf.function

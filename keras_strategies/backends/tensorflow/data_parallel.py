@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.ops import gradients_util
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.data_parallel import (
@@ -305,6 +306,8 @@ class _Job:
     # By replica: ids of the Keras variables whose copy the tape watches.
     watched: list[set[int]] = field(init=False)
     reads: dict[int, Any] = field(default_factory=dict)
+    # The replicas whose tapes have been asked for gradients.
+    asked: set[int] = field(default_factory=set)
     is_forward: bool = True
 
     def __post_init__(self) -> None:
@@ -328,10 +331,28 @@ class _Job:
         """Prepares to record the replicas, unless nobody can ask for a gradient."""
         if tf.executing_eagerly() and not record.could_possibly_record():
             return
+        # Under a persistent tape TensorFlow traces the gradient of a loop three times
+        # over when the loop is made. In a graph, `_gradients` does without one.
         self.tapes = [
-            tf.GradientTape(persistent=True, watch_accessed_variables=False)
+            tf.GradientTape(
+                persistent=tf.executing_eagerly(), watch_accessed_variables=False
+            )
             for _ in self.sizes
         ]
+
+    def _gradients(
+        self, i: int, targets: list[Any], sources: list[Any], given: list[Any]
+    ) -> list[Any]:
+        """From a replica's tape; those that it has given already, from its graph."""
+        tape = self.tapes[i]
+        if i in self.asked and not tape._persistent:
+            found = gradients_util._GradientsHelper(
+                targets, sources, given, src_graph=self.graph
+            )
+        else:
+            found = tape.gradient(targets, sources, output_gradients=given)
+        self.asked.add(i)
+        return list(found)
 
     def outside_control_flow(self) -> Any:
         """A copy that is first needed in a loop is made before the loop."""
@@ -425,10 +446,11 @@ class _Job:
             def run() -> list[Any]:
                 own = [source.locals[i] for source in sources]
                 found = iter(
-                    self.tapes[i].gradient(
+                    self._gradients(
+                        i,
                         [channel.parts[i] for channel in channels],
                         [local for local in own if local is not None],
-                        output_gradients=[share[i] for share in shares],
+                        [share[i] for share in shares],
                     )
                 )
                 return [None if local is None else next(found) for local in own]
