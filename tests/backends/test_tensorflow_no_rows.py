@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -82,15 +84,15 @@ def train(strategy, make, x, compiled):
         layer.build((None, *x[0].shape[1:]))
 
     def fn(x):
-        with tf.GradientTape(persistent=True) as tape:
+        with tf.GradientTape() as tape:
             tape.watch(x)
             y = layer(x, training=True) if "training" in _arguments(layer) else layer(x)
             loss = tf.reduce_sum(y**2)
-        weights = layer.trainable_weights
-        gradients = tape.gradient(loss, [w.value for w in weights])
+        weights = [weight.value for weight in layer.trainable_weights]
+        by_x, *gradients = tape.gradient(loss, [x, *weights])
         replica = ks.get_replica_context()
         summed = [replica.all_reduce("sum", gradient) for gradient in gradients]
-        return y, tape.gradient(loss, x), summed
+        return y, by_x, summed
 
     def run(x):
         return strategy.run(fn, args=(x,))
@@ -115,18 +117,28 @@ def _arguments(layer):
     return layer._call_signature.parameters
 
 
+def three_rows(name):
+    shape = LAYERS[name][1]
+    return tf.constant(np.random.default_rng(0).normal(size=(3, *shape)), "float32")
+
+
+@functools.cache
+def alone(name):
+    one = ks.OneDeviceStrategy("cpu:0")
+    return train(one, LAYERS[name][0], [three_rows(name)], compiled=False)
+
+
 @pytest.mark.parametrize("compiled", [False, True, "any rows"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_replica_without_rows_adds_nothing(name, compiled):
-    make, shape = LAYERS[name]
-    x = tf.constant(np.random.default_rng(0).normal(size=(3, *shape)), "float32")
-    one = train(ks.OneDeviceStrategy("cpu:0"), make, [x], compiled=False)
+    make, x = LAYERS[name][0], three_rows(name)
+    one = alone(name)
     two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     outputs, by_x, summed, weights = train(two, make, [x, x[:0]], compiled)
     np.testing.assert_allclose(outputs[0], one[0][0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(by_x[0], one[1][0], rtol=1e-4, atol=1e-4)
     assert outputs[1].shape == (0, *one[0][0].shape[1:])
-    assert by_x[1].shape == (0, *shape)
+    assert by_x[1].shape == (0, *x.shape[1:])
     for found, expected in zip(summed, one[2], strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     for found, expected in zip(weights, one[3], strict=True):
