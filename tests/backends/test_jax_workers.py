@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import keras
 import pytest
+from harness.forker import Forker
 from harness.processes import pids, wait_until, write_script
 
 from keras_strategies.cluster.local import free_addresses
@@ -56,46 +55,39 @@ _TRAIN_LONG = f"""{_DATA}
 class Workers:
     """Processes of one cluster, without a launcher that would end them all."""
 
-    def __init__(self, folder: Path, body: str, count: int = 2):
+    def __init__(self, forker: Forker, folder: Path, body: str, count: int = 2):
         script = write_script(folder, textwrap.dedent(body))
         addresses = free_addresses(count)
-        self.logs = [folder / f"log{i}" for i in range(count)]
         self.processes = []
-        for i, log in enumerate(self.logs):
+        for i in range(count):
             task = {"type": "worker", "index": i}
-            config = {"cluster": {"worker": addresses}, "task": task}
-            with log.open("wb") as out:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, script],
-                        env={
-                            **os.environ,
-                            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                            "TF_CONFIG": json.dumps(config),
-                        },
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+            log = folder / f"log{i}"
+            self.processes.append(forker.start(log, script, TF_CONFIG=config))
 
     def log(self, index: int) -> str:
-        return self.logs[index].read_text(errors="replace")
+        return self.processes[index].text()
 
     def wait(self, index: int) -> int:
-        return self.processes[index].wait(TIMEOUT)
+        return self.processes[index].wait(TIMEOUT)[0]
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+
+
+@pytest.fixture(scope="module")
+def forker():
+    with Forker() as made:
+        yield made
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(forker, tmp_path):
     started = []
 
     def start(body: str, count: int = 2) -> Workers:
-        started.append(Workers(tmp_path, body, count))
+        started.append(Workers(forker, tmp_path, body, count))
         return started[-1]
 
     yield start
@@ -105,7 +97,7 @@ def start(tmp_path):
 
 def wait_for_training(folder: Path, workers: Workers, index: int) -> None:
     def is_training() -> bool:
-        states = [process.poll() for process in workers.processes]
+        states = [process.ended() for process in workers.processes]
         assert states == [None, None], workers.log(0) + workers.log(1)
         return (folder / f"worker{index}.training").exists()
 
@@ -119,7 +111,7 @@ def test_a_lost_worker_is_an_error_in_the_other(tmp_path, start, lost, how):
     workers = start(_TRAIN_LONG)
     pids(tmp_path, 2)
     wait_for_training(tmp_path, workers, lost)
-    workers.processes[lost].send_signal(how)
+    os.kill(workers.processes[lost].pid, how)
     other = 1 - lost
     status, log = workers.wait(other), workers.log(other)
     assert status == 1, log

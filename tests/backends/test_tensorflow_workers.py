@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import textwrap
 
 import keras
@@ -27,11 +24,16 @@ LIMIT = 80.0
 
 
 @pytest.fixture(scope="module")
-def pool():
-    with Forker() as forker:
-        pool = WorkerPool(forker, 2)
-        yield pool
-        pool.close()
+def forker():
+    with Forker() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pool(forker):
+    pool = WorkerPool(forker, 2)
+    yield pool
+    pool.close()
 
 
 # Collectives.
@@ -297,41 +299,34 @@ import keras_strategies as ks
 """
 
 
-def run_two(tmp_path, body: str) -> list[str]:
+@pytest.fixture
+def run_two(forker, tmp_path):
     """Runs a script on two workers, until the first has ended; what they print."""
-    path = tmp_path / "script.py"
-    path.write_text(BEGINNING + textwrap.dedent(body))
-    addresses = free_addresses(2)
-    processes = []
-    for index in range(2):
-        task = {"type": "worker", "index": index}
-        config = {"cluster": {"worker": addresses}, "task": task}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(path)],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    "TF_CONFIG": json.dumps(config),
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        first, _ = processes[0].communicate(timeout=LIMIT)
-        if "lost:" not in first:
-            processes[1].wait(LIMIT)
-    finally:
-        for process in processes:
-            process.kill()
-    return [first, processes[1].communicate()[0]]
+
+    def run(body: str) -> list[str]:
+        path = tmp_path / "script.py"
+        path.write_text(BEGINNING + textwrap.dedent(body))
+        addresses = free_addresses(2)
+        processes = []
+        for index in range(2):
+            task = {"type": "worker", "index": index}
+            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+            log = tmp_path / f"log{index}"
+            processes.append(forker.start(log, str(path), TF_CONFIG=config))
+        try:
+            processes[0].wait(LIMIT)
+            if "lost:" not in processes[0].text():
+                processes[1].wait(LIMIT)
+        finally:
+            for process in processes:
+                process.kill()
+        return [process.text() for process in processes]
+
+    return run
 
 
-def test_a_runtime_that_is_in_use_is_refused(tmp_path):
+def test_a_runtime_that_is_in_use_is_refused(run_two):
     found = run_two(
-        tmp_path,
         """
         tf.constant(1.0)
         try:
@@ -390,9 +385,9 @@ LOOP = """
     ],
     ids=["killed-in-a-loop", "stopped-in-fit"],
 )
-def test_a_lost_worker_is_named(tmp_path, fault, timeout, train, how):
+def test_a_lost_worker_is_named(run_two, fault, timeout, train, how):
     body = LOST.format(fault=fault, timeout=timeout, train=train.strip())
-    found = run_two(tmp_path, body)
+    found = run_two(body)
     lines = "".join(found).splitlines()
     [message] = [line for line in lines if line.startswith("lost:")]
     assert "Worker 1" in message and how in message
@@ -403,9 +398,8 @@ def test_a_lost_worker_is_named(tmp_path, fault, timeout, train, how):
     assert end - begin < (10 if "KILL" in fault else timeout + 10)
 
 
-def test_workers_that_do_not_do_the_same_are_told(tmp_path):
+def test_workers_that_do_not_do_the_same_are_told(run_two):
     found = run_two(
-        tmp_path,
         """
         strategy = ks.MultiWorkerMirroredStrategy(
             communication_options=ks.CommunicationOptions(timeout_seconds=5)
