@@ -41,6 +41,9 @@ class Case:
         data: makes the data from a number of rows.
         feed: in which form `fit` and its siblings get the data.
         rows, batch, epochs: int; by default the last batch is not a whole one.
+        scores_by_batch: bool, whether `evaluate` and `predict` get the batches that
+            `fit` gets, with a last one of another size. Otherwise theirs are of one
+            size, which may not divide by the replicas: half of the programs to trace.
         optimizer, loss, metrics, weighted_metrics: make what `compile` gets.
         compile: more arguments of `compile`.
         compile_alone: arguments of `compile` that the run without a strategy
@@ -65,6 +68,7 @@ class Case:
     rows: int = 22
     batch: int = 8
     epochs: int = 2
+    scores_by_batch: bool = False
     optimizer: Callable[[], Any] = sgd
     loss: Callable[[], Any] = lambda: "sparse_categorical_crossentropy"
     metrics: Callable[[], Any] = lambda: None
@@ -83,6 +87,13 @@ class Case:
     def make_data(self) -> Data:
         data = self.data(self.rows)
         return data if self.sample_weight else Data(data.x, data.y)
+
+    @property
+    def scores_batch(self) -> int:
+        """The batch size of `evaluate` and `predict`: two batches, or an odd one."""
+        if self.scores_by_batch:
+            return self.batch
+        return self.rows if self.rows % 2 else self.rows // 2
 
 
 def compiled(case: Case, **overrides: Any) -> keras.Model:
@@ -128,8 +139,9 @@ def fit_evaluate_predict(case: Case, model: keras.Model, data: Data) -> Results:
             **case.fit(data),
         }
     )
-    scores = model.evaluate(**case.feed(data, case.batch), verbose=0, return_dict=True)
-    inputs = case.feed(Data(data.x, None), case.batch)
+    batch = case.scores_batch
+    scores = model.evaluate(**case.feed(data, batch), verbose=0, return_dict=True)
+    inputs = case.feed(Data(data.x, None), batch)
     outputs = model.predict(**inputs, verbose=0)
     return {"history": history.history, "evaluate": scores, "predict": outputs}
 
