@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import textwrap
@@ -28,7 +29,6 @@ STRATEGIES = {
     "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
     "central_of_one": lambda: ks.CentralStorageStrategy(["cpu:1"], "cpu:0"),
 }
-on_each = pytest.mark.parametrize("name", STRATEGIES)
 on_two_and_four = pytest.mark.parametrize("name", ["mirrored_2", "mirrored_4"])
 
 
@@ -128,15 +128,24 @@ class Rows(layers.Layer):
 # --- Exactness ----------------------------------------------------------------
 
 
+@functools.cache
+def alone(count):
+    return under(None, make_model, fit_evaluate_predict(count))
+
+
+def assert_fit_is_exact(name, count):
+    found = under(STRATEGIES[name](), make_model, fit_evaluate_predict(count))
+    assert_close(alone(count), found)
+
+
 @pytest.mark.parametrize("count", [22, 23, 25, 3, 1])
-@on_two_and_four
-def test_fit_is_exact_for_any_number_of_rows(name, count):
-    assert_same(STRATEGIES[name](), make_model, fit_evaluate_predict(count))
+def test_fit_is_exact_for_any_number_of_rows(count):
+    assert_fit_is_exact("mirrored_4", count)
 
 
-@on_each
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"mirrored_4"}))
 def test_fit_is_exact_under_each_strategy(name):
-    assert_same(STRATEGIES[name](), make_model, fit_evaluate_predict(23))
+    assert_fit_is_exact(name, 23)
 
 
 @on_two_and_four
