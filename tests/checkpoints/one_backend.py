@@ -93,13 +93,14 @@ def made(strategy):
 
 
 def rows():
+    """Three batches that replicas do not share evenly, of one size: one program."""
     random = np.random.default_rng(0)
-    return random.normal(size=(23, 6)), random.integers(0, 4, 23)
+    return random.normal(size=(27, 6)), random.integers(0, 4, 27)
 
 
 def fit(model, callbacks=(), **epochs):
     x, y = rows()
-    given = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    given = {"batch_size": 9, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, callbacks=list(callbacks), **given, **epochs)
     return history.history["loss"]
 
