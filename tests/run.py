@@ -30,6 +30,9 @@ COMMON = (
     "tests/cli",
     "tests/cluster",
     "tests/packaging",
+    # Bytes on their way, and processes that meet: no backend has a part in it.
+    "tests/parameter_server/test_channels.py",
+    "tests/parameter_server/test_server.py",
 )
 # Each of these is a suite of its own for each backend, and so is what is left.
 KINDS = {
@@ -44,6 +47,15 @@ KINDS = {
     ),
     "servers": ("tests/parameter_server", "tests/test_sidecar.py"),
 }
+# What takes a minute or two, the longest first; any other suite takes several.
+SHORT = (
+    "torch-workers",
+    "jax-models",
+    "tensorflow-models",
+    "torch",
+    "torch-exactness",
+    "torch-models",
+)
 # XLA spends most of a test's time on machine code that runs for milliseconds. So it
 # generates plain code here; what JAX and XLA make of a program before that, how it is
 # cut and which collectives it has, is the same. Only where numbers are compared with
@@ -112,19 +124,22 @@ class Result:
 
 
 def suites(settings: Settings) -> list[Suite]:
-    """All suites, roughly the longest first: a short one is to be the last to end."""
-    others = [*COMMON, *(path for paths in KINDS.values() for path in paths)]
-    rest = ("tests", *(f"--ignore={path}" for path in others))
+    """All suites, short ones last, so that no core has to wait long at the end."""
+    common = tuple(f"--ignore={path}" for path in COMMON)
+    kinds = [path for paths in KINDS.values() for path in paths]
+    rest = ("tests", *(f"--ignore={path}" for path in kinds), *common)
     backends = settings.backends
-    return [
-        *(Suite(backend, backend, rest) for backend in reversed(backends)),
+    found = [
         Suite("common", backends[0], COMMON),
+        *(Suite(backend, backend, rest) for backend in backends),
         *(
-            Suite(f"{backend}-{kind}", backend, paths, kind in PLAIN_KINDS)
+            Suite(f"{backend}-{kind}", backend, (*paths, *common), kind in PLAIN_KINDS)
             for kind, paths in KINDS.items()
             for backend in backends
         ),
     ]
+    turns = {name: turn for turn, name in enumerate(SHORT, start=1)}
+    return sorted(found, key=lambda suite: turns.get(suite.name, 0))
 
 
 def command(suite: Suite, settings: Settings) -> list[str]:
