@@ -298,8 +298,11 @@ class Worker:
         following = self._following(closure.task, i, depth)[len(self._pipeline) :]
         steps = []
         for task, index in following:
-            program = self._model_program(self._definitions[task.definition])
-            plan_ahead = self.execution.plan(program, task.arguments[index])
+            try:
+                program = self._model_program(self._definitions[task.definition])
+                plan_ahead = self.execution.plan(program, task.arguments[index])
+            except Exception:  # It is raised again when it is that step's turn.
+                break
             steps.append(Ahead(task, index, plan_ahead))
         self._pipeline.send(
             pushes, steps, lambda found: closure.note_staleness(pulled, found)

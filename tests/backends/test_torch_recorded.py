@@ -15,12 +15,13 @@ import torch
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import bucket
-from keras_strategies.backends.torch.parameter_server import ENGINE, KerasStep
+from keras_strategies.backends.torch.parameter_server import ENGINE
 from keras_strategies.backends.torch.recorded import (
     Graph,
     NotRecordableError,
     Recorder,
 )
+from keras_strategies.backends.torch.worker_steps import KerasStep
 from keras_strategies.training.hooks import StrategyHooks
 
 ROWS, IDS = 50, 4

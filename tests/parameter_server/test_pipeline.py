@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_strategies as ks
 from keras_strategies.coordinator.execution import Plan
 from keras_strategies.coordinator.pipeline import Ahead, Pipeline
 from keras_strategies.coordinator.server import Pulled, Step
@@ -150,3 +151,15 @@ def test_a_step_misses_the_update_before_it_and_no_other(pull_ahead, missed):
         [worker] = strategy.cluster.dispatcher.workers.values()
         assert worker.most_staleness == missed
         assert worker.staleness == EPOCHS * missed * (STEPS - 2)
+
+
+@pytest.mark.multiprocess
+def test_what_is_wrong_with_a_later_step_costs_no_update_before_it():
+    x, y = data()
+    x[2 * BATCH] = ROWS  # In the third batch.
+    with clusters.start(workers=1, ps=1) as strategy:
+        with strategy.scope():
+            model = build(steps_per_execution=STEPS)
+        with pytest.raises(ks.errors.InvalidArgumentError, match=f"Row {ROWS} of"):
+            model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 2
