@@ -23,6 +23,7 @@ from keras_strategies.coordinator.store import (
     put_rows,
     take_rows,
 )
+from keras_strategies.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Updater:
         self._store = store
         self._engine = engine
         self._programs: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._by_rows: dict[int, bool] = {}
         optimizer = spec.optimizer
         self._is_of_keras = keras_compat.is_of_keras(optimizer)
         keras_compat.plain_optimizer(optimizer)
@@ -79,9 +81,13 @@ class Updater:
         keras_compat.set_weight_decay(optimizer, decays)
         for number, constraint in spec.constraints.items():
             spec.templates[number].constraint = constraint
+        # The rows of whole variables, of which this server may have some.
+        self._rows: dict[int, int | None] = {}
+        self._checked: set[Key] = set()
         for number in (*spec.slots, *(s for ss in spec.slots.values() for s in ss)):
             template = spec.templates[number]
             shape = tuple(template.shape)
+            self._rows[number] = shape[0] if shape else None
             if shape:
                 keras_compat.set_variable_shape(template, (None, *shape[1:]))
         self._row_programs_change_others = bool(
@@ -93,24 +99,60 @@ class Updater:
 
         Asked by trying it on numbers.
         """
-        for number, slots in self.spec.slots.items():
-            shape = tuple(self.spec.templates[number].shape)
-            if len(shape) < 1 or not _is_float(self.spec.templates[number]):
+        for number in self.spec.slots:
+            template = self.spec.templates[number]
+            if not tuple(template.shape) or not _is_float(template):
                 continue
-            random = np.random.default_rng(0)
-            part = (4, *shape[1:])
-            value = random.normal(size=part).astype("float32")
-            kept = [random.uniform(0.1, 1, part).astype("float32") for _ in slots]
-            scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
+            value, kept, gradient = self._numbers(number)
+            gradient[...] = 0
             before = [value.copy(), *(k.copy() for k in kept)]
-            gradient = np.zeros(part, "float32")
-            _, [after], [others] = self._program((number,))(
-                scalars, [value], [kept], [gradient]
-            )
-            found = [after, *others]
+            found = self._tried(number, value, kept, gradient)
             if not all(map(np.array_equal, before, found)):
                 return True
         return False
+
+    def _is_by_rows(self, number: int) -> bool:
+        """Whether each row is updated as if it were alone, asked in the same way.
+
+        Not so where an optimizer looks at the norm of a variable, as `Lamb` does, or at
+        it as a matrix, as `Muon` does.
+        """
+        if number not in self._by_rows:
+            if not _is_float(self.spec.templates[number]):
+                return True
+            together = self._tried(number, *self._numbers(number))
+            value, kept, gradient = self._numbers(number)
+            alone = self._tried(number, value[:2], [k[:2] for k in kept], gradient[:2])
+            self._by_rows[number] = all(
+                np.allclose(own, every[:2], rtol=1e-4, atol=1e-7)
+                for own, every in zip(alone, together, strict=True)
+            )
+        return self._by_rows[number]
+
+    def _numbers(self, number: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+        """Four rows of a variable, of its slots and of a gradient."""
+        random = np.random.default_rng(0)
+        part = (4, *self.spec.templates[number].shape[1:])
+        value = random.normal(size=part).astype("float32")
+        kept = [
+            random.uniform(0.1, 1, part).astype("float32")
+            for _ in self.spec.slots[number]
+        ]
+        return value, kept, random.normal(size=part).astype("float32")
+
+    def _tried(
+        self,
+        number: int,
+        value: np.ndarray,
+        kept: list[np.ndarray],
+        gradient: np.ndarray,
+    ) -> list[np.ndarray]:
+        """What an update makes of a variable and its slots."""
+        scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
+        _, [after], [others] = self._program((number,))(
+            scalars, [value], [kept], [gradient]
+        )
+        return [after, *others]
 
     def _program(self, numbers: tuple[int, ...]) -> Callable[..., Any]:
         """The compiled update of some variables."""
@@ -162,6 +204,10 @@ class Updater:
         whole = [table for table in rows if self._needs_all_rows(table[0])]
         present += [self._as_dense(*table) for table in whole]
         rows = [table for table in rows if not self._needs_all_rows(table[0])]
+        for key, gradient in present:
+            if key not in self._checked:
+                self._check_whole(key, gradient)
+                self._checked.add(key)
         # Parts of one variable share a template, so they are updated one by one.
         for group in _without_repeats(present):
             keys = [key for key, _ in group]
@@ -187,7 +233,24 @@ class Updater:
             store.write((number, 0), np.asarray(value))
 
     def _needs_all_rows(self, key: Key) -> bool:
-        return self._row_programs_change_others or key[0] in self.spec.constraints
+        return (
+            self._row_programs_change_others
+            or key[0] in self.spec.constraints
+            or not self._is_by_rows(key[0])
+        )
+
+    def _check_whole(self, key: Key, array: np.ndarray) -> None:
+        """Raises for a part of a variable that is to be updated as a whole."""
+        template = self.spec.templates[key[0]]
+        rows = self._rows[key[0]]
+        if rows is None or len(array) == rows or self._is_by_rows(key[0]):
+            return
+        raise InvalidArgumentError(
+            f"Optimizer {type(self.spec.optimizer).__name__} computes with all rows of "
+            f"a variable together, and {template.path!r} has {rows} rows of which this "
+            f"server has {len(array)}. Let `variable_partitioner` return 1 for its "
+            "shape, or use an optimizer that updates each row by itself, such as Adam."
+        )
 
     def _apply_rows(
         self, key: Key, ids: np.ndarray, gradients: np.ndarray, scalars: Any

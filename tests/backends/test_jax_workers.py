@@ -116,8 +116,9 @@ def test_a_lost_worker_is_an_error_in_the_other(tmp_path, start, lost, how):
     status, log = workers.wait(other), workers.log(other)
     assert status == 1, log
     pid = workers.processes[lost].pid
-    assert f"WorkerError: Worker {lost} (127.0.0.1, process {pid}) was lost" in log
-    assert f"This is worker {other}, at step " in log and " of fit." in log
+    said = f"WorkerError: Worker {lost} (127.0.0.1, process {pid}) was lost"
+    assert said in log, log
+    assert f"This is worker {other}, at step " in log and " of fit." in log, log
     # JAX's own way would be to end the process where it is.
     assert "Terminating process" not in log and "terminate called" not in log
 
