@@ -123,6 +123,21 @@ def test_a_lost_worker_is_an_error_in_the_other(tmp_path, start, lost, how):
     assert "Terminating process" not in log and "terminate called" not in log
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Read error"), True),
+        (ValueError("Two collective layers of one name"), False),
+        (ValueError("INTERNAL: out of memory"), False),
+        (KeyError("UNKNOWN: Gloo"), False),
+    ],
+)
+def test_which_errors_are_of_a_lost_worker(error, expected):
+    from keras_strategies.backends.jax.workers import _is_collective
+
+    assert _is_collective(error) is expected
+
+
 def test_workers_may_have_different_numbers_of_devices(tmp_path, start):
     body = f"""{_DATA}
     import psutil

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -133,9 +134,7 @@ class JaxWorkers(Workers):
             yield is_outermost
 
     def cause(self, error: BaseException) -> BaseException:
-        if isinstance(error, jax.errors.JaxRuntimeError) and _is_collective(error):
-            return self.lost(error)
-        return error
+        return self.lost(error) if _is_collective(error) else error
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
@@ -148,7 +147,9 @@ class JaxWorkers(Workers):
         with self.last_resort.waiting():
             try:
                 yield
-            except jax.errors.JaxRuntimeError as error:
+            except (jax.errors.JaxRuntimeError, ValueError) as error:
+                if isinstance(error, ValueError) and not _is_collective(error):
+                    raise
                 raise self.lost(error) from error
 
     # Devices.
@@ -274,8 +275,16 @@ def _unpack(
 
 
 def _is_collective(error: BaseException) -> bool:
-    """Whether the engine has failed, and not the program: memory, for example."""
+    """Whether the engine has failed, and not the program: memory, for example.
+
+    While a program is being started, JAX 0.10 raises a `ValueError` that begins with
+    the name of a status: "UNKNOWN: Gloo all-reduce failed: ...".
+    """
     text = str(error)
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        is_status = isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", text)
+        if not is_status:
+            return False
     return any(name in text for name in ("Gloo", "gloo", "NCCL", "nccl", "collective"))
 
 
