@@ -146,11 +146,11 @@ def hook_lookups() -> None:
     """Lets a thread look up rows of variables itself; later calls do nothing.
 
     Keras 3.15: `Embedding.call` and `ops.take` call `backend.numpy.take(x, indices,
-    axis)`, with the variable itself for `x`.
+    axis)`, with the variable itself for `x`. Keras 3.16: `backend.ops.numpy.take`.
     """
     from keras.src import backend
 
-    module = backend.numpy
+    module: Any = getattr(backend, "numpy", None) or backend.ops.numpy
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -85,6 +85,7 @@ class ParameterServerStrategy(Strategy):
         ValueError: for a cluster that cannot be: without a worker or a server, with two
             chiefs; for a partitioner that is not callable.
         RuntimeError: if the cluster does not start in time.
+        ImportError: if what the extra `ps` installs is missing.
 
     Example:
 
@@ -139,6 +140,7 @@ class ParameterServerStrategy(Strategy):
         spec = resolver.cluster_spec()
         check_parameter_server_cluster(spec)
         check_channel(channel, isinstance(resolver, LocalClusterResolver))
+        _check_installed(isinstance(resolver, LocalClusterResolver))
         self._resolver = resolver
         self._coordinator: Any = None
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
@@ -255,6 +257,17 @@ class ParameterServerTrainer(TrainerAdapter):
             )
             for part in about.parts
         ]
+
+
+def _check_installed(is_local: bool) -> None:
+    """Raises for what the cluster's processes would miss one after the other."""
+    names = ["zmq", "ray"] if is_local else ["zmq"]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"ParameterServerStrategy needs {' and '.join(missing)}, which Python does "
+            'not find here. Install them with `pip install "keras-strategies[ps]"`.'
+        )
 
 
 def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> Cluster:

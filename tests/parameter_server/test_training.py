@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import keras
@@ -360,6 +361,15 @@ def test_a_table_of_ones_own_is_looked_up_by_rows(synchronous) -> None:
 def test_options_that_cannot_be(options, message) -> None:
     with pytest.raises(ks.errors.InvalidArgumentError, match=message):
         ks.ParameterServerStrategy(**options)
+
+
+def test_what_is_not_installed_is_named_at_once(monkeypatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ray" else found(name)
+    )
+    with pytest.raises(ImportError, match=r"needs ray, .*keras-strategies\[ps\]"):
+        ks.ParameterServerStrategy()
 
 
 def test_staleness_is_bounded(asynchronous) -> None:
