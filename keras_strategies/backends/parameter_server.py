@@ -73,6 +73,22 @@ class OtherLookupsError(Exception):
     """A step made other lookups than `Program.lookups` had said."""
 
 
+class CompiledStep:
+    """A model's step that is to be compiled, if the backend's steps are not always.
+
+    Args:
+        step: `train_step`, `test_step` or `predict_step` of a model.
+        is_asked_for: bool, whether the model was compiled with `jit_compile=True`.
+    """
+
+    def __init__(self, step: Body, is_asked_for: bool):
+        self._step = step
+        self.is_asked_for = is_asked_for
+
+    def __call__(self, batch: Any) -> Any:
+        return self._step(batch)
+
+
 class Program(abc.ABC):
     """A step, compiled for a worker.
 

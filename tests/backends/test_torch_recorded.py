@@ -14,14 +14,13 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import bucket
+from keras_strategies.backends.parameter_server import CompiledStep, bucket
 from keras_strategies.backends.torch.parameter_server import ENGINE
 from keras_strategies.backends.torch.recorded import (
     Graph,
     NotRecordableError,
     Recorder,
 )
-from keras_strategies.backends.torch.worker_steps import KerasStep
 from keras_strategies.training.hooks import StrategyHooks
 
 ROWS, IDS = 50, 4
@@ -128,7 +127,7 @@ def test_a_recorded_step_does_what_the_step_does():
 
 def test_a_layer_of_the_users_is_called_in_each_step():
     made = model(Counting())
-    assert not isinstance(ENGINE.model_body(made, "train"), KerasStep)
+    assert not isinstance(ENGINE.model_body(made, "train"), CompiledStep)
     layer = made.layers[2]
     found = program(made)
     before = layer.calls
@@ -151,7 +150,7 @@ def test_users_may_ask_for_a_graph():
 
 def test_eager_models_are_not_recorded():
     assert not isinstance(
-        ENGINE.model_body(model(run_eagerly=True), "train"), KerasStep
+        ENGINE.model_body(model(run_eagerly=True), "train"), CompiledStep
     )
 
 
@@ -178,10 +177,12 @@ def test_random_numbers_of_a_seed_are_drawn_anew_in_each_step():
     ],
     ids=["index", "numpy", "branch", "bool"],
 )
-def test_what_depends_on_numbers_is_not_recorded(function):
-    recorder = Recorder(lambda x: (function(x), None))
+def test_what_depends_on_numbers_is_not_recorded(function, caplog):
+    recorder = Recorder(lambda x: (function(x), None), is_asked_for=True)
     inputs = [torch.tensor(2.0)]
     assert [recorder.graph(inputs) for _ in range(3)] == [None, None, None]
+    # Said once, where a graph was asked for.
+    assert caplog.text.count("Run eagerly, not as a graph") == 1
     with pytest.raises(NotRecordableError):
         Graph(lambda x: (function(x), None), inputs)
 

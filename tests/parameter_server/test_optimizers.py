@@ -71,9 +71,7 @@ def test_what_needs_whole_variables_does_not_get_parts(synchronous, name) -> Non
     x, y = data()
     with synchronous.scope(), clusters.parts(synchronous, 2):
         model = build(OPTIMIZERS[name]())
-    message = "computes with all rows of a variable together, and .*kernel.* has"
-    if name == "lamb":
-        message = "computes with all rows of a variable together"
+    message = f"Optimizer {name.title()} computes with all rows of a variable together"
     with pytest.raises(ks.errors.InvalidArgumentError, match=message):
         model.fit(x, y, batch_size=BATCH, verbose=0)
     # The cluster goes on.

@@ -14,6 +14,7 @@ from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import (
     Applied,
     Body,
+    CompiledStep,
     Engine,
     Program,
     Sink,
@@ -176,7 +177,7 @@ class TensorFlowProgram(Program):
             structure = (outputs, gradients, changed)
             return list(keras.tree.flatten(structure))
 
-        if isinstance(self.body, ForXLA):
+        if isinstance(self.body, CompiledStep):
             compute = tf.function(compute, autograph=False, jit_compile=True)
 
         def step(*arguments: Any) -> list[Any]:
@@ -308,20 +309,6 @@ def _numpy(value: Any) -> Any:
     return np.asarray(memoryview(value))
 
 
-class ForXLA:
-    """A model's step that is to be compiled by XLA.
-
-    Args:
-        step: `train_step`, `test_step` or `predict_step` of a model.
-    """
-
-    def __init__(self, step: Body):
-        self._step = step
-
-    def __call__(self, batch: Any) -> Any:
-        return self._step(batch)
-
-
 class TensorFlowEngine(Engine):
     """Windows are variables whose first axis is open. XLA compiles updates."""
 
@@ -329,7 +316,7 @@ class TensorFlowEngine(Engine):
 
     def model_body(self, model: Any, kind: str) -> Body:
         step = super().model_body(model, kind)
-        return ForXLA(step) if model.jit_compile else step
+        return CompiledStep(step, is_asked_for=True) if model.jit_compile else step
 
     def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
         return TensorFlowProgram(body, variables, gradients)

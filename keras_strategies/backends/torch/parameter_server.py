@@ -13,6 +13,7 @@ import torch
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import (
     Body,
+    CompiledStep,
     Engine,
     Program,
     Variables,
@@ -20,7 +21,6 @@ from keras_strategies.backends.parameter_server import (
 from keras_strategies.backends.torch.arrays import array_again, as_array, as_tensor
 from keras_strategies.backends.torch.recorded import Recorder
 from keras_strategies.backends.torch.worker_steps import (
-    KerasStep,
     TorchProgram,
     set_whole_stub,
 )
@@ -40,8 +40,9 @@ class TorchEngine(Engine):
         step = super().model_body(model, kind)
         if model.run_eagerly:
             return step
-        is_recorded = model.jit_compile or keras_compat.is_of_keras(model)
-        return KerasStep(step) if is_recorded else step
+        if model.jit_compile or keras_compat.is_of_keras(model):
+            return CompiledStep(step, is_asked_for=bool(model.jit_compile))
+        return step
 
     def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
         return TorchProgram(body, variables, gradients)

@@ -101,13 +101,18 @@ class Recorder:
         function: as that of a `Graph`.
         check: called with each new graph; raises `NotRecordableError` if it will not
             do.
+        is_asked_for: bool, whether somebody is to be told where there is none.
     """
 
     def __init__(
-        self, function: Function, check: Callable[[Graph], None] = lambda graph: None
+        self,
+        function: Function,
+        check: Callable[[Graph], None] = lambda graph: None,
+        is_asked_for: bool = False,
     ):
         self._function = function
         self._check = check
+        self._level = logging.WARNING if is_asked_for else logging.INFO
         self._graphs: dict[Any, Graph | None] = {}
         self._is_recordable = True
 
@@ -131,7 +136,7 @@ class Recorder:
                 graph = Graph(self._function, inputs)
                 self._check(graph)
             except NotRecordableError as error:
-                _logger.info("Called as it is, not recorded: %s", error)
+                _logger.log(self._level, "Run eagerly, not as a graph: %s", error)
                 self._is_recordable = False
                 return None
             self._graphs[key] = graph

@@ -15,6 +15,7 @@ from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import (
     Applied,
     Body,
+    CompiledStep,
     OtherLookupsError,
     Program,
     Sink,
@@ -29,20 +30,6 @@ from keras_strategies.backends.torch.recorded import (
     NotRecordableError,
     Recorder,
 )
-
-
-class KerasStep:
-    """A model's step in which all is Keras's own code, or asked to be compiled.
-
-    Args:
-        step: `train_step`, `test_step` or `predict_step` of a model.
-    """
-
-    def __init__(self, step: Body):
-        self._step = step
-
-    def __call__(self, batch: Any) -> Any:
-        return self._step(batch)
 
 
 class TorchProgram(Program):
@@ -121,7 +108,7 @@ class TorchProgram(Program):
         positions: Sequence[np.ndarray],
     ) -> StepResult:
         is_foreseen = self._origins is not None or not lookups
-        if isinstance(self.body, KerasStep) and is_foreseen:
+        if isinstance(self.body, CompiledStep) and is_foreseen:
             found = self._run_recorded(batch, positions)
             if found is not None:
                 return found
@@ -217,7 +204,8 @@ class TorchProgram(Program):
             ):
                 raise NotRecordableError("ids of lookups are no arrays of the batch")
 
-        return Recorder(step, check)
+        asked = isinstance(self.body, CompiledStep) and self.body.is_asked_for
+        return Recorder(step, check, asked)
 
     def _run_as_it_is(
         self,
