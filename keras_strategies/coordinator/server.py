@@ -16,7 +16,13 @@ from keras_strategies.backends.parameter_server import get_engine
 from keras_strategies.coordinator.loss_scale import ScaleReport
 from keras_strategies.coordinator.ray_channel import HANDLER
 from keras_strategies.coordinator.snapshots import Snapshots
-from keras_strategies.coordinator.store import Key, Store, UpdateId
+from keras_strategies.coordinator.store import (
+    Empty,
+    Key,
+    Store,
+    UpdateId,
+    empty_aligned,
+)
 from keras_strategies.coordinator.transport import (
     COPY_BYTES,
     Keys,
@@ -120,23 +126,30 @@ class ParameterServer:
                 self._make_updater(value[0])
         return self._owner is not None
 
-    def handle(self, message: tuple[Any, ...]) -> Any:
-        """Does what a request says: a method's name, its argument, and who asks."""
+    def handle(self, message: tuple[Any, ...], empty: Empty = empty_aligned) -> Any:
+        """Does what a request says.
+
+        Args:
+            message: a method's name, its argument, and who asks.
+            empty: makes arrays for the reply to a step.
+        """
         name, argument, *owner = message
         if owner and self._owner is not None and owner[0] != self._owner:
             raise PeerError(
                 f"Parameter server {self._index} belongs to another coordinator now."
             )
+        if name == "step":
+            return self.on_step(argument, empty)
         method: Callable[[Any], Any] = getattr(self, f"on_{name}")
         return method(argument)
 
-    def on_step(self, step: Step) -> Pulled:
+    def on_step(self, step: Step, empty: Empty = empty_aligned) -> Pulled:
         """Pushes, if this update has not been made, and pulls."""
         store = self._store
         store.applied.forget_below(step.done)
         if step.update is not None and store.applied.is_new(step.update):
             self._push(step)
-        return self._pulled(step)
+        return self._pulled(step, empty)
 
     def _push(self, step: Step) -> None:
         store = self._store
@@ -152,13 +165,13 @@ class ParameterServer:
         store.applied.add(step.update)
         store.version += 1
 
-    def _pulled(self, step: Step) -> Pulled:
+    def _pulled(self, step: Step, empty: Empty) -> Pulled:
         store = self._store
         dense = [store.get(key) for key in step.pull]
         if self._engine.updates_in_place:
             # The reply may be on its way when the next update begins.
-            dense = [np.array(a) if a.nbytes >= COPY_BYTES else a for a in dense]
-        rows = [store.rows(key, ids, count) for key, ids, count in step.pull_rows]
+            dense = [_copy(a, empty) if a.nbytes >= COPY_BYTES else a for a in dense]
+        rows = [store.rows(*wanted, empty) for wanted in step.pull_rows]
         return Pulled(dense, rows, store.version)
 
     def on_begin(self, owner: str) -> None:
@@ -267,6 +280,12 @@ class ParameterServer:
         return _IDLE_SECONDS if self._interval is None else self._interval / 10
 
 
+def _copy(array: np.ndarray, empty: Empty) -> np.ndarray:
+    copy = empty(array.shape, array.dtype)
+    np.copyto(copy, array)
+    return copy
+
+
 def main(
     index: int,
     address: str,
@@ -289,9 +308,9 @@ def main(
     # Ray's requests come on threads of its own.
     lock = threading.Lock()
 
-    def handle(message: Any) -> Any:
+    def handle(message: Any, empty: Empty) -> Any:
         with lock:
-            return server.handle(message)
+            return server.handle(message, empty)
 
     def idle() -> None:
         with lock:

@@ -13,14 +13,16 @@ one is written to again.
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from keras_strategies.coordinator.store import ALIGNMENT
+from keras_strategies.coordinator.store import ALIGNMENT, empty_aligned
 
 #: Whether this system has anonymous files, and lets processes of one user open them.
 IS_AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
@@ -60,9 +62,26 @@ class _Region:
         self.serial = next(_serials)
         self.descriptor = os.memfd_create("keras_strategies")
         os.ftruncate(self.descriptor, size)
-        self.memory = memoryview(mmap.mmap(self.descriptor, size))
+        mapped = mmap.mmap(self.descriptor, size)
+        self.memory = memoryview(mapped)
+        self.bytes = np.frombuffer(mapped, np.uint8)
         #: The message whose arrays are in it.
         self.number = -1
+        #: Bytes that arrays of this message have taken so far.
+        self.used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
+        """An array here; None if there is no room."""
+        start, size = self.used, dtype.itemsize * math.prod(shape)
+        if start + size > self.size:
+            return None
+        self.used = start + _padded(size)
+        return self.bytes[start : start + size].view(dtype).reshape(shape)
+
+    def place_of(self, array: memoryview) -> int | None:
+        """Where an array begins that is here already; None for others."""
+        start = _address(np.frombuffer(array, np.uint8)) - _address(self.bytes)
+        return start if 0 <= start < self.size else None
 
     def close(self) -> None:
         """Ends this process's part; who has mapped the region keeps it."""
@@ -75,32 +94,62 @@ class Lender:
     Two regions take turns. What is in one stays until the peer has answered a later
     message than the one that told of it; if that has not happened when its turn comes,
     because the peer was slow and has been given up, a new region takes its place.
+
+    What is made for a message can be made in its region: between `begin` and `lend`,
+    `empty` gives arrays that need no copy then.
     """
 
     def __init__(self) -> None:
         self._regions: list[_Region] = []
         self._answered = -1
+        # The region of the message that has been begun.
+        self._begun: _Region | None = None
+        # The bytes of the largest message.
+        self._most = 0
 
     def answered(self, number: int) -> None:
         """Notes that the peer has answered a message."""
         self._answered = max(self._answered, number)
 
+    def begin(self, number: int) -> None:
+        """Begins a message, the number of which is higher than all before."""
+        self._begun = self._free(self._most)
+        self._begun.number = number
+        self._begun.used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """An array for the message that was begun, in its region if there is room."""
+        assert self._begun is not None
+        found = self._begun.empty(shape, dtype)
+        return empty_aligned(shape, dtype) if found is None else found
+
     def lend(self, arrays: Sequence[memoryview], number: int) -> Lent:
-        """Copies arrays to a region.
+        """Copies those arrays to the message's region that are not in it.
 
         Args:
             arrays: the memory of each, contiguous bytes.
-            number: int, the message that tells of them, higher than all before.
+            number: int, the message that tells of them.
         """
+        if self._begun is None:
+            self.begin(number)
+        region, self._begun = self._begun, None
+        assert region is not None
+        others = (a.nbytes for a in arrays if region.place_of(a) is None)
+        if region.used + sum(map(_padded, others)) > region.size:
+            # All of it goes to a larger one.
+            size = sum(_padded(array.nbytes) for array in arrays)
+            region.close()
+            region = self._regions[-1] = _Region(_room(size))
+            region.number = number
         places = []
-        end = 0
         for array in arrays:
-            places.append((end, array.nbytes))
-            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        region = self._free(end)
-        region.number = number
-        for (start, length), array in zip(places, arrays, strict=True):
-            region.memory[start : start + length] = array
+            place = region.place_of(array)
+            if place is None:
+                place = region.used
+                region.memory[place : place + array.nbytes] = array
+                region.used += _padded(array.nbytes)
+            places.append((place, array.nbytes))
+        self._most = max(self._most, region.used)
         return Lent(
             os.getpid(), region.descriptor, region.serial, region.size, tuple(places)
         )
@@ -113,9 +162,7 @@ class Lender:
                 return region
             region.close()
         while len(self._regions) < 2:
-            # Larger than asked for, as batches differ.
-            room = max(_FIRST_BYTES, 1 << (size * 5 // 4 - 1).bit_length())
-            self._regions.append(_Region(room))
+            self._regions.append(_Region(_room(size)))
         return self._regions[-1]
 
     def close(self) -> None:
@@ -123,6 +170,20 @@ class Lender:
         for region in self._regions:
             region.close()
         self._regions.clear()
+
+
+def _room(size: int) -> int:
+    """Bytes of a region for arrays of so many: more, as batches differ."""
+    return max(_FIRST_BYTES, 1 << (size * 5 // 4 - 1).bit_length())
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 class Borrower:
@@ -153,9 +214,9 @@ class Borrower:
 
     def has(self, array: np.ndarray) -> bool:
         """Whether an array lies in memory that the peer will write to again."""
-        address = array.__array_interface__["data"][0]
+        address = _address(array)
         for mapped in self._mapped.values():
-            first = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+            first = _address(np.frombuffer(mapped, np.uint8))
             if first <= address < first + len(mapped):
                 return True
         return False

@@ -27,7 +27,11 @@ from keras_strategies.coordinator import shared_memory
 from keras_strategies.coordinator.channel import Channel
 from keras_strategies.coordinator.messages import nbytes, pack, unpack
 from keras_strategies.coordinator.shared_memory import Borrower, Lender
+from keras_strategies.coordinator.store import Empty, empty_aligned
 from keras_strategies.errors import ClusterTimeoutError, PeerError
+
+#: What answers a request, given what makes arrays for the reply.
+Handle = Callable[[Any, Empty], Any]
 
 #: Below so many bytes a copy costs less than keeping track of the memory.
 COPY_BYTES = 65536
@@ -183,6 +187,21 @@ class Service:
             self._peers[peer] = _Loans()
         return self._peers[peer]
 
+    def begin(self, receiver: bytes, loan: int | None) -> Empty:
+        """Begins a reply; what makes arrays for it.
+
+        Args:
+            receiver: bytes, the peer.
+            loan: int, as for `send`, which is to follow.
+        """
+        if loan is None:
+            return empty_aligned
+        lender = self._loans(receiver).lender
+        # It had read all replies but this one and the last when it asked.
+        lender.answered(loan - 1)
+        lender.begin(loan)
+        return lender.empty
+
     def send(self, receiver: bytes, message: Any, loan: int | None = None) -> None:
         """Sends a message to a peer; one that is gone gets nothing.
 
@@ -195,10 +214,7 @@ class Service:
         parts = pack(message)
         self.sent_bytes += nbytes(parts)
         if loan is not None:
-            loans = self._loans(receiver)
-            # It had read all replies but this one and the last when it asked.
-            loans.lender.answered(loan - 1)
-            parts = loans.lend(parts, loan)
+            parts = self._loans(receiver).lend(parts, loan)
         self._socket.send(receiver, self._zmq.SNDMORE)
         _send(self._socket, parts)
 
@@ -414,7 +430,7 @@ def _send(socket: Any, parts: Sequence[Any]) -> None:
 
 def serve(
     service: Service,
-    handle: Callable[[Any], Any],
+    handle: Handle,
     until: Callable[[], bool],
     idle: Callable[[], None] = lambda: None,
     every: float = 0.2,
@@ -423,8 +439,9 @@ def serve(
 
     Args:
         service: where they come in.
-        handle: callable of a request that returns the reply. What it raises becomes
-            the reply, and is raised where the request came from.
+        handle: callable of a request and of what makes arrays for the reply, best in
+            the memory from which it will be read; returns the reply. What it raises
+            becomes the reply, and is raised where the request came from.
         until: callable, asked after each request.
         idle: callable, called at least every so many seconds.
         every: float, seconds.
@@ -434,17 +451,19 @@ def serve(
         received = service.receive(max(0.0, due - time.monotonic()))
         if received is not None:
             sender, (number, message, turn) = received
-            reply = answer(handle, message)
+            reply = answer(handle, message, service.begin(sender, turn))
             service.send(sender, (number, reply), turn)
         if time.monotonic() >= due:
             idle()
             due = time.monotonic() + every
 
 
-def answer(handle: Callable[[Any], Any], message: Any) -> tuple[str, Any]:
+def answer(
+    handle: Handle, message: Any, empty: Empty = empty_aligned
+) -> tuple[str, Any]:
     """What a request comes to: `("ok", reply)`, or `("error", exception)`."""
     try:
-        return "ok", handle(message)
+        return "ok", handle(message, empty)
     except Exception as error:  # Whatever it is, it is raised where it was asked for.
         return "error", _portable(error)
 

@@ -76,6 +76,28 @@ def test_a_larger_message_gets_a_larger_region() -> None:
     lender.close()
 
 
+def test_what_is_made_in_a_region_is_not_copied() -> None:
+    lender, borrower = Lender(), Borrower()
+    for number, sizes in enumerate(((LARGE, 3), (40 * LARGE, LARGE), (LARGE, 7))):
+        for repeat in range(3):
+            lender.begin(10 * number + repeat)
+            made = [lender.empty((size,), np.dtype("float32")) for size in sizes]
+            for value, array in enumerate(made):
+                array[:] = value
+            arrays = [memory(5.0, 9), *(memoryview(a).cast("B") for a in made)]
+            lent = lender.lend(arrays, 10 * number + repeat)
+            found = [np.frombuffer(m, "float32") for m in borrower.borrow(lent)]
+            assert [len(each) for each in found] == [9, *sizes]
+            assert [each[0] for each in found] == [5.0, 0.0, 1.0]
+            assert all((each == each[0]).all() for each in found)
+            assert all(each.ctypes.data % 64 == 0 for each in found)
+            lender.answered(10 * number + repeat)
+        # Where a message of this size has been before, its memory is the peer's.
+        made[0][:] = 6.0
+        assert found[1][0] == 6.0
+    lender.close()
+
+
 @pytest.fixture
 def address(tmp_path) -> str:
     return f"ipc://{tmp_path}/service"
@@ -85,7 +107,7 @@ def doubling(address: str, stop: threading.Event) -> threading.Thread:
     def run() -> None:
         service = Service(address)
         try:
-            serve(service, lambda array: array * 2, stop.is_set, every=0.05)
+            serve(service, lambda array, empty: array * 2, stop.is_set, every=0.05)
         finally:
             service.close()
 
@@ -119,7 +141,7 @@ def test_requests_and_replies_over_one_connection(address) -> None:
 SERVICE = """
 import sys
 from keras_strategies.coordinator.transport import Service, serve
-serve(Service(sys.argv[1]), lambda array: array * 2, lambda: False)
+serve(Service(sys.argv[1]), lambda array, empty: array * 2, lambda: False)
 """
 
 
