@@ -8,14 +8,17 @@ rows that a batch has touched. The backend compiles it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import Engine, bucket
+from keras_strategies.coordinator.packs import Packs, joined, put_apart
 from keras_strategies.coordinator.store import (
     Key,
     Store,
@@ -67,7 +70,8 @@ class Updater:
         self.spec = spec
         self._store = store
         self._engine = engine
-        self._programs: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._packs = Packs(spec.slots, spec.decays, spec.constraints, self._attempt)
         self._by_rows: dict[int, bool] = {}
         optimizer = spec.optimizer
         self._is_of_keras = keras_compat.is_of_keras(optimizer)
@@ -90,9 +94,13 @@ class Updater:
             self._rows[number] = shape[0] if shape else None
             if shape:
                 keras_compat.set_variable_shape(template, (None, *shape[1:]))
-        self._row_programs_change_others = bool(
+        # What counts steps or keeps averages does so for variables, not for numbers.
+        self._is_plain = not (
             optimizer.use_ema or optimizer.gradient_accumulation_steps
-        ) or (spec.exact_rows and self._moves_at_rest())
+        )
+        self._row_programs_change_others = not self._is_plain or (
+            spec.exact_rows and self._moves_at_rest()
+        )
 
     def _moves_at_rest(self) -> bool:
         """Whether rows change by an update whose gradient for them is zero.
@@ -154,34 +162,66 @@ class Updater:
         )
         return [after, *others]
 
-    def _program(self, numbers: tuple[int, ...]) -> Callable[..., Any]:
+    def _attempt(
+        self,
+        number: int,
+        value: np.ndarray,
+        kept: list[np.ndarray],
+        gradient: np.ndarray,
+        flat: bool,
+    ) -> list[np.ndarray]:
+        """The same as `_tried`, without compiling it."""
+        scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
+        tensors = keras.tree.map_structure(
+            keras.ops.convert_to_tensor, (scalars, [value], [kept], [gradient])
+        )
+        _, [after], [others] = self._update((number,), flat)(*tensors)
+        return [keras.ops.convert_to_numpy(each) for each in (after, *others)]
+
+    def _program(
+        self, numbers: tuple[int, ...], flat: bool = False
+    ) -> Callable[..., Any]:
         """The compiled update of some variables."""
-        if numbers not in self._programs:
-            spec = self.spec
-            variables = [spec.templates[n] for n in numbers]
-            slots = [[spec.templates[s] for s in spec.slots[n]] for n in numbers]
-            scalars = [spec.templates[n] for n in spec.scalars]
-
-            def update(scalar_values: Any, values: Any, kept: Any, grads: Any) -> Any:
-                mapping = [
-                    *zip(scalars, scalar_values, strict=True),
-                    *zip(variables, values, strict=True),
-                ]
-                for own, own_values in zip(slots, kept, strict=True):
-                    mapping += zip(own, own_values, strict=True)
-                with keras_compat.values_scope(mapping) as scope:
-                    spec.optimizer.apply(list(grads), variables)
-                get = scope.get_current_value
-                return (
-                    [get(v) for v in scalars],
-                    [get(v) for v in variables],
-                    [[get(v) for v in own] for own in slots],
-                )
-
-            self._programs[numbers] = self._engine.compile_update(
-                update, self._is_of_keras
+        key = numbers, flat
+        if key not in self._programs:
+            self._programs[key] = self._engine.compile_update(
+                self._update(numbers, flat), self._is_of_keras
             )
-        return self._programs[numbers]
+        return self._programs[key]
+
+    def _update(self, numbers: tuple[int, ...], flat: bool) -> Callable[..., Any]:
+        """The update of some variables, a pure function.
+
+        Args:
+            numbers: the variables.
+            flat: bool, whether their values are vectors.
+        """
+        spec = self.spec
+        variables = [spec.templates[n] for n in numbers]
+        slots = [[spec.templates[s] for s in spec.slots[n]] for n in numbers]
+        scalars = [spec.templates[n] for n in spec.scalars]
+        shaped = [*variables, *itertools.chain(*slots)] if flat else []
+
+        def update(scalar_values: Any, values: Any, kept: Any, grads: Any) -> Any:
+            mapping = [
+                *zip(scalars, scalar_values, strict=True),
+                *zip(variables, values, strict=True),
+            ]
+            for own, own_values in zip(slots, kept, strict=True):
+                mapping += zip(own, own_values, strict=True)
+            with (
+                keras_compat.shapes_as(shaped, (None,)),
+                keras_compat.values_scope(mapping) as scope,
+            ):
+                spec.optimizer.apply(list(grads), variables)
+            get = scope.get_current_value
+            return (
+                [get(v) for v in scalars],
+                [get(v) for v in variables],
+                [[get(v) for v in own] for own in slots],
+            )
+
+        return update
 
     def apply(
         self,
@@ -208,6 +248,10 @@ class Updater:
             if key not in self._checked:
                 self._check_whole(key, gradient)
                 self._checked.add(key)
+        if self._is_plain:
+            packs, present = self._packs.split(store, present)
+            for pack in packs:
+                after = self._apply_pack(pack, scalars)
         # Parts of one variable share a template, so they are updated one by one.
         for group in _without_repeats(present):
             keys = [key for key, _ in group]
@@ -231,6 +275,28 @@ class Updater:
             after = self._count_only(scalars)
         for number, value in zip(spec.scalars, after, strict=True):
             store.write((number, 0), np.asarray(value))
+
+    def _apply_pack(
+        self, pack: Sequence[tuple[Key, np.ndarray]], scalars: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Updates parts by the rules of the first of them."""
+        store, slots = self._store, self.spec.slots
+        keys = [key for key, _ in pack]
+        columns = [
+            [(slots[n][i], start) for n, start in keys]
+            for i in range(len(slots[keys[0][0]]))
+        ]
+        program = self._program((keys[0][0],), flat=True)
+        after: list[np.ndarray]
+        after, [value], [kept] = program(
+            [np.array(s) for s in scalars],
+            [joined(map(store.get, keys))],
+            [[joined(map(store.get, column)) for column in columns]],
+            [joined(gradient for _, gradient in pack)],
+        )
+        for names, whole in zip([keys, *columns], [value, *kept], strict=True):
+            put_apart(store, names, whole)
+        return after
 
     def _needs_all_rows(self, key: Key) -> bool:
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_strategies.keras_compat.hosted import host_of
@@ -222,7 +222,19 @@ def weight_decay_applies(optimizer: Any, variable: Any) -> bool:
 
 def set_weight_decay(optimizer: Any, applies: dict[int, bool]) -> None:
     """Says by the `id` of variables which of them an optimizer decays."""
-    optimizer._use_weight_decay = lambda variable: applies.get(id(variable), True)
+
+    def is_decayed(variable: Any) -> bool:
+        return applies.get(id(variable), True)
+
+    decay = optimizer._apply_weight_decay
+
+    def apply(variables: Any) -> None:
+        # Of a list without any, Keras 3.15 on Torch makes an error.
+        if any(map(is_decayed, variables)):
+            decay(variables)
+
+    optimizer._use_weight_decay = is_decayed
+    optimizer._apply_weight_decay = apply
 
 
 def clip_gradients(optimizer: Any, gradients: list[Any]) -> list[Any]:
@@ -270,6 +282,21 @@ def values_scope(mapping: Iterable[tuple[Any, Any]]) -> Any:
 def set_variable_shape(variable: Any, shape: tuple[int | None, ...]) -> None:
     """Lets a variable stand for values of another shape (`KerasVariable._shape`)."""
     variable._shape = shape
+
+
+@contextlib.contextmanager
+def shapes_as(
+    variables: Sequence[Any], shape: tuple[int | None, ...]
+) -> Iterator[None]:
+    """Lets variables stand for values of one shape for a while."""
+    before = [variable._shape for variable in variables]
+    try:
+        for variable in variables:
+            set_variable_shape(variable, shape)
+        yield
+    finally:
+        for variable, own in zip(variables, before, strict=True):
+            set_variable_shape(variable, own)
 
 
 def make_variable(path: str, trainable: bool, dtype: str, value: Any) -> Any:
