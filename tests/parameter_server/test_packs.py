@@ -42,6 +42,7 @@ def updater(optimizer, decays=()) -> tuple[Updater, Store]:
 
     optimizer.add_variable_from_reference = add
     optimizer.build(variables)
+    del optimizer.add_variable_from_reference
     everything = [*variables, *optimizer.variables]
     number = {id(variable): i for i, variable in enumerate(everything)}
     own = {number[key]: tuple(number[id(s)] for s in ss) for key, ss in slots.items()}
