@@ -76,3 +76,38 @@ def test_variables_of_optimizers_are_told_from_others() -> None:
     optimizer.add_variable_from_reference(kernel, "slot", noting)
     assert seen == [False, True, True]
     assert not keras_compat.is_in_optimizer()
+
+
+def test_it_is_known_what_the_update_of_each_variable_uses() -> None:
+    with keras.device("cpu:0"):
+        kernels = [keras.Variable(keras.ops.ones((3, 2))) for _ in range(2)]
+        optimizer = keras.optimizers.Adafactor(gradient_accumulation_steps=2)
+        keras_compat.plain_optimizer(optimizer)
+        optimizer.build(kernels)
+        used = [
+            keras_compat.used_by_update(optimizer, kernel, optimizer.variables)
+            for kernel in kernels
+        ]
+    everything = [id(v) for v in optimizer.variables]
+    places = [{everything.index(id(v)) for v in own} for own in used]
+    # The step and the learning rate, two accumulators, and r, c and v of each.
+    assert places == [{0, 1, 4, 5, 6}, {0, 1, 7, 8, 9}]
+    assert optimizer.gradient_accumulation_steps == 2
+    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 0
+
+
+def test_a_sink_gets_all_gradients_of_several_optimizers(mirrored) -> None:
+    kernels = [keras.Variable([1.0, 2.0]) for _ in range(2)]
+    inner = [keras.optimizers.SGD(1.0), keras.optimizers.Adam(1.0)]
+    optimizer = keras.optimizers.MultiOptimizer(
+        lambda variable: inner[0] if variable is kernels[0] else inner[1]
+    )
+    optimizer.build(kernels)
+    assert keras_compat.optimizers_of(optimizer) == inner
+    assert keras_compat.optimizers_of(inner[0]) == []
+    gradients = [keras.ops.ones(2), keras.ops.ones(2)]
+    given = []
+    with keras_compat.applying_through(lambda *arguments: given.append(arguments)):
+        optimizer.apply(gradients, kernels)
+    assert given == [(optimizer, gradients, kernels)]
+    assert float(keras.ops.convert_to_numpy(kernels[0].value)[0]) == 1.0

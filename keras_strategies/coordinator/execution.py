@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from keras_strategies.backends.parameter_server import (
     StepResult,
     bucket,
 )
-from keras_strategies.coordinator.gradients import judged, prepared
+from keras_strategies.coordinator.gradients import judged, prepared, shared_out
 from keras_strategies.coordinator.loss_scale import (
     ScaleReport,
     has_dynamic_scale,
@@ -276,32 +276,14 @@ class Execution:
                 scales[server].append(report)
                 if not report.is_finite:
                     continue
-            optimizer = applied.optimizer
-            number = self.receiver_number(optimizer)
-            gradients = prepared(optimizer, applied.gradients)
-            dense: dict[int, list[Any]] = {i: [] for i in range(count)}
-            rows: dict[int, list[Any]] = {i: [] for i in range(count)}
-            for variable, gradient in zip(applied.variables, gradients, strict=True):
-                about = describe(variable)
-                if gradient is None:
-                    continue
-                if id(variable) in ids:
-                    found = ids[id(variable)]
-                    for part, low, high in _cut(about, found):
-                        key = (about.number, part.start)
-                        own = gradient[low:high] if len(about.parts) > 1 else gradient
-                        rows[part.server].append(
-                            (key, found[low:high] - part.start, own)
-                        )
-                    continue
+            for own in shared_out(applied):
+                self._divide(own, ids, updates)
+            if keras_compat.optimizers_of(applied.optimizer):
+                # The optimizers that it shares variables out to count for themselves.
+                about = describe(applied.optimizer.iterations)
+                one = np.ones((), about.dtype)
                 for part in about.parts:
-                    key = (about.number, part.start)
-                    own = gradient
-                    if len(about.parts) > 1:
-                        own = gradient[part.start : part.stop]
-                    dense[part.server].append((key, own))
-            for server in range(count):
-                updates[server].append((number, dense[server], rows[server]))
+                    adds[part.server].append(((about.number, part.start), one))
         for variable, after in result.changed:
             about = describe(variable)
             before = self.engine.get_value(variable)
@@ -332,6 +314,44 @@ class Execution:
             if result.applied or adds[server] or writes[server]
         }
         return steps, local
+
+    def _divide(
+        self,
+        applied: Applied,
+        ids: Mapping[int, np.ndarray],
+        updates: dict[int, list[Any]],
+    ) -> None:
+        """Appends to each server's updates what it is to make of gradients.
+
+        Args:
+            applied: of one optimizer that updates variables itself.
+            ids: the rows of tables, by the `id` of the variable.
+            updates: by server.
+        """
+        optimizer, count = applied.optimizer, len(self.servers)
+        number = self.receiver_number(optimizer)
+        gradients = prepared(optimizer, applied.gradients)
+        dense: dict[int, list[Any]] = {i: [] for i in range(count)}
+        rows: dict[int, list[Any]] = {i: [] for i in range(count)}
+        for variable, gradient in zip(applied.variables, gradients, strict=True):
+            about = self.receiver.describe(variable)
+            if gradient is None:
+                continue
+            if id(variable) in ids:
+                found = ids[id(variable)]
+                for part, low, high in _cut(about, found):
+                    key = (about.number, part.start)
+                    own = gradient[low:high] if len(about.parts) > 1 else gradient
+                    rows[part.server].append((key, found[low:high] - part.start, own))
+                continue
+            for part in about.parts:
+                key = (about.number, part.start)
+                own = gradient
+                if len(about.parts) > 1:
+                    own = gradient[part.start : part.stop]
+                dense[part.server].append((key, own))
+        for server in range(count):
+            updates[server].append((number, dense[server], rows[server]))
 
     def _unscaled(self, applied: Applied) -> tuple[int, ScaleReport, Applied]:
         """Which server hears what of a scaled loss, and what its gradients mean."""

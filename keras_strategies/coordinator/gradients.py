@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
+from keras_strategies.backends.parameter_server import Applied
 from keras_strategies.coordinator.loss_scale import ScaleReport
 from keras_strategies.coordinator.pickling import Described
 
@@ -47,6 +48,22 @@ def judged(
     if not is_finite:
         return report, list(gradients)
     return report, [None if g is None else g / used for g in gradients]
+
+
+def shared_out(applied: Applied) -> list[Applied]:
+    """An update by the optimizers that make it: several of a `MultiOptimizer`."""
+    found = []
+    optimizers = keras_compat.optimizers_of(applied.optimizer)
+    if not optimizers:
+        return [applied]
+    pairs = list(zip(applied.variables, applied.gradients, strict=True))
+    for optimizer in optimizers:
+        own = {id(v) for v in keras_compat.trained_variables(optimizer)}
+        mine = [(v, g) for v, g in pairs if id(v) in own]
+        if mine:
+            variables, gradients = map(list, zip(*mine, strict=True))
+            found.append(Applied(optimizer, variables, gradients))
+    return found
 
 
 def prepared(

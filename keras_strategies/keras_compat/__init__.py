@@ -144,7 +144,11 @@ from keras_strategies.keras_compat.training import (
     should_evaluate,
     split_for_validation,
 )
-from keras_strategies.keras_compat.updates import update_without_conditions
+from keras_strategies.keras_compat.updates import (
+    optimizers_of,
+    update_without_conditions,
+    used_by_update,
+)
 from keras_strategies.keras_compat.variables import (
     IdSet,
     guard_value,
@@ -216,6 +220,7 @@ __all__ = [
     "move_variable",
     "object_state",
     "optimizer_kind",
+    "optimizers_of",
     "outside_stateless_scopes",
     "plain_optimizer",
     "py_dataset_batches",
@@ -249,6 +254,7 @@ __all__ = [
     "trained_variables",
     "uninstall",
     "update_without_conditions",
+    "used_by_update",
     "values_scope",
     "variable_maker",
     "weight_decay_applies",

@@ -113,6 +113,7 @@ def install(hooks: ModelHooks) -> None:
     from keras.src.models.model import Trainer as BackendTrainer
     from keras.src.optimizers.base_optimizer import BaseOptimizer
     from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+    from keras.src.optimizers.multi_optimizer import MultiOptimizer
     from keras.src.saving import saving_lib
     from keras.src.trainers.epoch_iterator import EpochIterator
 
@@ -202,6 +203,16 @@ def install(hooks: ModelHooks) -> None:
             return hooks.optimizer_apply(
                 self, functools.partial(original, self), grads, trainable_variables
             )
+
+        return apply
+
+    def wrap_shared_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            # Otherwise it is the optimizers that it calls that matter.
+            if applying.sink is not None:
+                return applying.sink(self, grads, trainable_variables)
+            return original(self, grads, trainable_variables)
 
         return apply
 
@@ -308,6 +319,7 @@ def install(hooks: ModelHooks) -> None:
     replace(EpochIterator, "__init__", wrap_epochs)
     replace(BaseOptimizer, "apply", wrap_apply)
     replace(LossScaleOptimizer, "apply", wrap_apply)
+    replace(MultiOptimizer, "apply", wrap_shared_apply)
     replace(LossScaleOptimizer, "stateless_apply", wrap_stateless_apply)
     replace(KerasVariable, "assign", wrap_assign)
     replace(KerasVariable, "assign_add", wrap_assign_add)

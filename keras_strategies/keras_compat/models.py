@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.keras_compat.updates import optimizers_of
 from keras_strategies.keras_compat.variables import raw_value
 
 STRATEGY_ATTRIBUTE = "_keras_strategies_strategy"
@@ -27,9 +28,10 @@ def portable_optimizer(model: Any) -> Iterator[None]:
     Keras 3.15 on Torch: an optimizer is of a class in `keras.src.backend.torch`, and a
     file that says so makes an optimizer for Torch tensors on any backend.
     """
-    optimizer = getattr(model, "optimizer", None)
+    optimizers = [getattr(model, "optimizer", None)]
     changed = []
-    while optimizer is not None:
+    while optimizers:
+        optimizer = optimizers.pop()
         kind = type(optimizer)
         if kind.__module__.startswith("keras.src.backend."):
             public = next(
@@ -39,7 +41,9 @@ def portable_optimizer(model: Any) -> Iterator[None]:
             )
             object.__setattr__(optimizer, "__class__", public)
             changed.append((optimizer, kind))
-        optimizer = getattr(optimizer, "inner_optimizer", None)
+        optimizers += optimizers_of(optimizer)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            optimizers.append(optimizer.inner_optimizer)
     try:
         yield
     finally:
