@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from keras_strategies import context, keras_compat
 from keras_strategies.coordinator.loss_scale import has_dynamic_scale, innermost
-from keras_strategies.coordinator.pickling import original_function
+from keras_strategies.coordinator.pickling import Described, original_function
 from keras_strategies.coordinator.status import Status, status_of
 from keras_strategies.coordinator.tasks import Definition, Reference, Resource
 from keras_strategies.errors import ClusterTimeoutError, InvalidArgumentError
@@ -180,10 +180,7 @@ class ClusterCoordinator:
         dispatcher.raise_error()
         number, local, _ = self._definition(fn)
         arguments = _with_references((tuple(args or ()), dict(kwargs or {})))
-        blob, generation, variables, optimizers = self._registry.dump(
-            arguments, self._is_strategy
-        )
-        self._send_optimizers(optimizers, variables)
+        blob, generation, _ = self._dump(arguments)
         value = RemoteValue()
         dispatcher.schedule(number, blob, generation, value.set, local)
         return value
@@ -327,14 +324,7 @@ class ClusterCoordinator:
         return self._definitions[key][:2]
 
     def _define(self, kind: str, what: Any) -> tuple[int, tuple[int, ...], Any]:
-        blob, generation, variables, optimizers = self._registry.dump(
-            what, self._is_strategy
-        )
-        if self._send_optimizers(optimizers, variables):
-            # Optimizers have been built, and now have variables too.
-            blob, generation, variables, _ = self._registry.dump(
-                what, self._is_strategy
-            )
+        blob, generation, variables = self._dump(what)
         self._registry.warn_of_imbalance()
         number = next(self._numbers)
         numbers = tuple(variables)
@@ -344,11 +334,25 @@ class ClusterCoordinator:
         local = tuple(n for n, about in variables.items() if about.kind == "local")
         return number, local, what
 
+    def _dump(self, what: Any) -> tuple[bytes, int, dict[int, Described]]:
+        """Pickles something for workers, and gives servers the optimizers in it.
+
+        Returns:
+            The bytes, their generation, and the variables in them.
+        """
+        dump = self._registry.dump
+        blob, generation, variables, optimizers = dump(what, self._is_strategy)
+        if self._send_optimizers(optimizers, variables):
+            # Optimizers have more variables now, or have them in other places.
+            blob, generation, variables, _ = dump(what, self._is_strategy)
+        return blob, generation, variables
+
     def _send_optimizers(
-        self, optimizers: Iterable[Any], variables: Mapping[int, Any]
+        self, optimizers: Sequence[Any], variables: Mapping[int, Any]
     ) -> bool:
-        """Gives servers the optimizers; whether one was built for it."""
+        """Gives servers the optimizers; whether what was said of them is outdated."""
         inner = [innermost(o) for o in optimizers if has_dynamic_scale(o)]
+        inner += [each for o in optimizers for each in keras_compat.optimizers_of(o)]
         # One that is wrapped is built with what wraps it.
         unbuilt = [
             o for o in optimizers if not (o.built or any(o is each for each in inner))
@@ -369,10 +373,18 @@ class ClusterCoordinator:
                 return False
             with self._strategy.scope():
                 unbuilt[0].build(trainable)
+            made = keras_compat.optimizers_of(innermost(unbuilt[0]))
+            optimizers = [
+                *optimizers,
+                *(o for o in made if not any(o is each for each in optimizers)),
+            ]
+        has_changed = bool(unbuilt)
         for optimizer in optimizers:
             if optimizer.built:
-                self._registry.send_optimizer(optimizer, self._is_strategy)
-        return bool(unbuilt)
+                has_changed |= self._registry.send_optimizer(
+                    optimizer, self._is_strategy
+                )
+        return has_changed
 
 
 def get_current_worker_index() -> int | None:

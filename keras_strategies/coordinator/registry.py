@@ -16,7 +16,7 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.coordinator.initial import CONSTANTS, parts_maker
-from keras_strategies.coordinator.optimizers import Optimizers, check_scalar
+from keras_strategies.coordinator.optimizers import Optimizers
 from keras_strategies.coordinator.pickling import Described, Part, dump
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.states import LocalVariables
@@ -103,6 +103,8 @@ class Registry:
             elif reference is not None:
                 parts = self.describe(reference).parts
                 self.references[number] = self.describe(reference).number
+            elif kind == "slot":
+                parts = (Part(0, 0, shape[0]),)
             else:
                 placed = self._places.place(shape, dtype)
                 parts = tuple(Part(p.server, p.start, p.stop) for p in placed)
@@ -125,8 +127,8 @@ class Registry:
         if maker is None or not keras_compat.is_optimizer(maker):
             return "weight", None
         keras_compat.plain_optimizer(maker)
-        check_scalar(maker, variable, shape)
-        return "scalar", None
+        # Of another shape than what it is for, which shows when the optimizer is used.
+        return ("slot" if shape else "scalar"), None
 
     def _begin(
         self, variable: Any, part: Callable[[int, int], Any], whole: Any
@@ -238,12 +240,9 @@ class Registry:
             return f"on ps:{about.parts[0].server}"
         return f"{len(names)} parts on {', '.join(names)}"
 
-    def put_everywhere(self, optimizer: Any, variable: Any) -> None:
+    def put_everywhere(self, variable: Any) -> None:
         """Gives every server an optimizer's scalar, such as Nadam's, made unnamed."""
         about = self.describe(variable)
-        if about.kind == "scalar":
-            return
-        check_scalar(optimizer, variable, about.shape)
         value = self.read(variable)
         everywhere = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
         self._described[about.number] = dataclasses.replace(
@@ -251,6 +250,39 @@ class Registry:
         )
         part = ((about.number, 0), value)
         self._servers.ask_all("create", {p.server: [part] for p in everywhere})
+
+    def put_with(self, variable: Any, home: Described) -> int:
+        """Puts an optimizer's variable on the server of a whole variable.
+
+        Args:
+            variable: a `keras.Variable` of any shape.
+            home: the variable that it is for, in one part.
+
+        Returns:
+            The variable's number, which is another one: nothing that was sent before
+            means it.
+        """
+        before = self.describe(variable)
+        server = home.parts[0].server
+        value = self.read(variable)
+        with self._lock:
+            number = next(self._numbers)
+            self._described[number] = dataclasses.replace(
+                before,
+                number=number,
+                kind="slot",
+                parts=(Part(server, 0, before.shape[0]),),
+            )
+            self.references[number] = home.number
+            self._servers.ask_all("create", {server: [((number, 0), value)]})
+            self._number_of_id[id(variable)] = number
+            self._variables[number] = variable
+            del self._variables[before.number]
+        old: dict[int, list[Any]] = {}
+        for part in before.parts:
+            old.setdefault(part.server, []).append((before.number, part.start))
+        self._servers.ask_all("delete", old)
+        return number
 
     # Sending things
 
@@ -284,9 +316,13 @@ class Registry:
 
     def send_optimizer(
         self, optimizer: Any, is_strategy: Callable[[Any], bool]
-    ) -> None:
-        """Gives the servers an optimizer, unless they have it."""
-        self._optimizers.send(optimizer, is_strategy)
+    ) -> bool:
+        """Gives the servers an optimizer, unless they have it.
+
+        Returns:
+            Whether it has to be pickled again: variables are in other places since.
+        """
+        return self._optimizers.send(optimizer, is_strategy)
 
     # Who holds how much
 

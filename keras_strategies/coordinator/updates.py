@@ -45,6 +45,8 @@ class OptimizerSpec:
             of the whole variable.
         exact_rows: bool, whether rows that a batch has not touched are updated too,
             as on one device, where they would change: by momentum, by weight decay.
+        whole: numbers of slots that are of a variable and not of its rows, such as
+            Adafactor's. What has one is updated as a whole.
     """
 
     number: int
@@ -55,6 +57,7 @@ class OptimizerSpec:
     decays: dict[int, bool]
     constraints: dict[int, Any]
     exact_rows: bool
+    whole: frozenset[int] = frozenset()
 
 
 class Updater:
@@ -71,7 +74,8 @@ class Updater:
         self._store = store
         self._engine = engine
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._packs = Packs(spec.slots, spec.decays, spec.constraints, self._attempt)
+        apart = {*spec.constraints, *filter(self._has_whole_slots, spec.slots)}
+        self._packs = Packs(spec.slots, spec.decays, apart, self._attempt)
         self._by_rows: dict[int, bool] = {}
         optimizer = spec.optimizer
         self._is_of_keras = keras_compat.is_of_keras(optimizer)
@@ -92,7 +96,7 @@ class Updater:
             template = spec.templates[number]
             shape = tuple(template.shape)
             self._rows[number] = shape[0] if shape else None
-            if shape:
+            if shape and number not in spec.whole:
                 keras_compat.set_variable_shape(template, (None, *shape[1:]))
         # What counts steps or keeps averages does so for variables, not for numbers.
         self._is_plain = not (
@@ -111,6 +115,8 @@ class Updater:
             template = self.spec.templates[number]
             if not tuple(template.shape) or not _is_float(template):
                 continue
+            if self._has_whole_slots(number):
+                continue
             value, kept, gradient = self._numbers(number)
             gradient[...] = 0
             before = [value.copy(), *(k.copy() for k in kept)]
@@ -125,6 +131,8 @@ class Updater:
         Not so where an optimizer looks at the norm of a variable, as `Lamb` does, or at
         it as a matrix, as `Muon` does.
         """
+        if self._has_whole_slots(number):
+            return False
         if number not in self._by_rows:
             if not _is_float(self.spec.templates[number]):
                 return True
@@ -136,6 +144,9 @@ class Updater:
                 for own, every in zip(alone, together, strict=True)
             )
         return self._by_rows[number]
+
+    def _has_whole_slots(self, number: int) -> bool:
+        return not self.spec.whole.isdisjoint(self.spec.slots[number])
 
     def _numbers(self, number: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
         """Four rows of a variable, of its slots and of a gradient."""

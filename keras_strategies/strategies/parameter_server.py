@@ -47,6 +47,10 @@ class ParameterServerStrategy(Strategy):
     with a gradient that is not finite updates nothing, and halves the scale that it was
     computed with, unless another worker's step has changed that scale before.
 
+    All of Keras's optimizers can be used. One that computes with all rows of a variable
+    together, as `Lamb`, `Muon` and `Adafactor` do, needs variables that are not cut,
+    and updates a whole table for the rows that a batch looks up.
+
     Without a resolver and without `TF_CONFIG` it starts a cluster of its own on this
     machine, which ends with the strategy: with `close()`, at the end of a `with` block,
     when the strategy is garbage, or when the program ends.

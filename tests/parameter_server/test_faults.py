@@ -198,6 +198,44 @@ def test_nothing_is_lost_that_is_in_a_snapshot(recovered, coordinator) -> None:
     np.testing.assert_array_equal(late.numpy(), later.numpy())
 
 
+def test_factored_moments_are_in_a_snapshot(recovered, coordinator) -> None:
+    with recovered.scope():
+        table = keras.Variable(np.ones((10, 2)), name="table", dtype="float32")
+        optimizer = keras.optimizers.Adafactor(0.1)
+        optimizer.build([table])
+    alone = keras.Variable(np.ones((10, 2)), dtype="float32")
+    reference = keras.optimizers.Adafactor(0.1)
+    reference.build([alone])
+
+    def step():
+        def loss_fn():
+            return keras.ops.sum(keras.ops.take(table, np.array([1, 4]), axis=0))
+
+        _, gradients = ks.value_and_grad(loss_fn, [table])()
+        optimizer.apply(gradients, [table])
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            coordinator.schedule(lambda: recovered.run(step)).fetch(clusters.SECONDS)
+
+    run(2)
+    server = recovered.registry.describe(table).parts[0].server
+    recovered.cluster.servers.ask(server, "snapshot")
+    clusters.kill(recovered, "ps", server)
+    run(1)
+    coordinator.join(clusters.SECONDS)
+    gradient = np.zeros((10, 2), "float32")
+    gradient[[1, 4]] = 1
+    for _ in range(3):
+        reference.apply([keras.ops.convert_to_tensor(gradient)], [alone])
+    for ours, expected in zip(
+        clusters.values([table, *optimizer.variables]),
+        clusters.values([alone, *reference.variables]),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_stopped_server_is_replaced(recovered, coordinator, total) -> None:
     server = recovered.registry.describe(total).parts[0].server
     before = deaths(recovered, "ps", server)
