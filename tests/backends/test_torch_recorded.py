@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import keras
@@ -241,3 +242,69 @@ def test_a_loss_of_the_users_is_not_kerass():
     made = model()
     made.compile("sgd", lambda y, p: keras.ops.mean(y - p))
     assert not keras_compat.is_of_keras(made)
+
+
+def adagrad(scalars, values, slots, gradients):
+    """An update as a server is given it, of arrays that it may write into."""
+    [rate] = scalars
+    for value, [kept], gradient in zip(values, slots, gradients, strict=True):
+        kept.add_(gradient * gradient)
+        value.sub_(rate * gradient / torch.sqrt(kept + 1e-7))
+    return [rate + 1], values, slots
+
+
+def large(size: int):
+    random = np.random.default_rng(size)
+    arrays = random.uniform(0.1, 1, (3, size)).astype("float32")
+    return [np.float32(0.5).reshape(())], [arrays[0]], [[arrays[1]]], [arrays[2]]
+
+
+def updated(size: int, is_recorded: bool, calls: int = 6):
+    """What several updates come to, and the recorder of the last."""
+    update = ENGINE.compile_update(adagrad, is_recorded)
+    scalars, values, slots, gradients = large(size)
+    for _ in range(calls):
+        _, values, slots = update(scalars, values, slots, gradients)
+    return values[0], slots[0][0], update._recorder
+
+
+def is_fused(recorder) -> bool:
+    [graph] = recorder._graphs.values()
+    return graph.is_fused
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_updates_of_large_arrays_are_fused_and_in_place() -> None:
+    value, kept, recorder = updated(300_000, True)
+    assert is_fused(recorder)
+    expected = updated(300_000, False)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(kept, expected[1], rtol=1e-6, atol=1e-6)
+    update = ENGINE.compile_update(adagrad, True)
+    scalars, values, slots, gradients = large(300_000)
+    for _ in range(6):
+        _, [after], [[after_kept]] = update(scalars, values, slots, gradients)
+        assert after is values[0] and after_kept is slots[0][0]
+
+
+def test_updates_of_small_arrays_are_not_worth_it() -> None:
+    assert not is_fused(updated(1000, True)[2])
+
+
+def test_without_a_compiler_updates_are_the_same(monkeypatch, caplog, tmp_path) -> None:
+    from torch._inductor import cpp_builder
+
+    # Nor what was compiled before.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cpp_builder.cpp_compiler_search.cache_clear()
+    try:
+        with caplog.at_level("INFO", "keras_strategies.backends.torch.recorded"):
+            value, kept, recorder = updated(290_000, True)
+    finally:
+        cpp_builder.cpp_compiler_search.cache_clear()
+    assert not is_fused(recorder)
+    assert "not fused: " in caplog.text
+    expected = updated(290_000, False)
+    np.testing.assert_array_equal(value, expected[0])
+    np.testing.assert_array_equal(kept, expected[1])

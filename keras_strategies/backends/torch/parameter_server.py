@@ -85,7 +85,7 @@ class _Update:
 
     def __init__(self, update: Callable[..., Any], is_recorded: bool):
         self._update = update
-        self._recorder = Recorder(self._flat) if is_recorded else None
+        self._recorder = Recorder(self._flat, fuses=True) if is_recorded else None
         self._scalars = 0
         self._slots: list[int] = []
 

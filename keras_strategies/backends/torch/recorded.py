@@ -9,10 +9,15 @@ It is recorded with tensors that have no numbers. What would depend on numbers, 
 tensor that is no input, is an error then, and the function is called as it is from then
 on: nothing can be left in a graph from the batch that it was recorded with. State of
 Python's is another matter, which is why only code of Keras's is recorded unless asked.
+
+A graph can be *fused*: TorchInductor makes one loop of operations that each go through
+the same memory. That takes a C++ compiler and several seconds, so it is for what is run
+again and again on arrays larger than a cache.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,10 +44,17 @@ _SAME_INTEGERS = frozenset(
     )
 )
 _WIDE = (torch.int32, torch.int64)
+#: Bytes of inputs from which on fusing pays, and calls after which it is done.
+_FUSED_BYTES = 1 << 20
+_FUSED_CALLS = 3
 
 
 class NotRecordableError(Exception):
     """A function does what depends on more than the shapes of its inputs."""
+
+
+class NotFusableError(Exception):
+    """There is no C++ compiler, or it cannot compile a graph."""
 
 
 class Graph:
@@ -71,12 +83,35 @@ class Graph:
             self._module = make_fx(flat, tracing_mode="fake")(*inputs)
         except Exception as error:  # Whatever the function meets without numbers.
             raise NotRecordableError(str(error)) from error
-        self._run = self._module.forward
+        self._run: Callable[..., Any] = self._module.forward
+        self.is_fused = False
+        #: How often it has been asked for.
+        self.calls = 0
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Does the same to other tensors of these shapes and dtypes."""
         with torch.no_grad():
             return pytree.tree_unflatten(self._run(*inputs), self._structure)
+
+    def fuse(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Lets TorchInductor compile this graph.
+
+        Args:
+            inputs: tensors of its shapes, which stay as they are.
+
+        Raises:
+            Exception: `NotFusableError` if it cannot.
+        """
+        try:
+            from torch._inductor import compile, config
+
+            # Others would compile in a pool of processes that stay.
+            config.compile_threads = 1
+            # It may change the graph, and fail later.
+            self._run = compile(copy.deepcopy(self._module), list(inputs))
+        except Exception as error:  # No compiler, or what it does not know.
+            raise NotFusableError(str(error).partition("\n")[0]) from error
+        self.is_fused = True
 
     def passed_on(self, output: int) -> int | None:
         """Which input a leaf of the output is, an integer that nothing has changed."""
@@ -102,6 +137,7 @@ class Recorder:
         check: called with each new graph; raises `NotRecordableError` if it will not
             do.
         is_asked_for: bool, whether somebody is to be told where there is none.
+        fuses: bool, whether graphs on large arrays are fused.
     """
 
     def __init__(
@@ -109,12 +145,14 @@ class Recorder:
         function: Function,
         check: Callable[[Graph], None] = lambda graph: None,
         is_asked_for: bool = False,
+        fuses: bool = False,
     ):
         self._function = function
         self._check = check
         self._level = logging.WARNING if is_asked_for else logging.INFO
         self._graphs: dict[Any, Graph | None] = {}
         self._is_recordable = True
+        self._fuses = fuses
 
     def graph(self, inputs: Sequence[torch.Tensor]) -> Graph | None:
         """The graph for inputs of these shapes, from the second time on.
@@ -140,4 +178,18 @@ class Recorder:
                 self._is_recordable = False
                 return None
             self._graphs[key] = graph
-        return self._graphs[key]
+        found = self._graphs[key]
+        assert found is not None
+        found.calls += 1
+        if self._fuses and found.calls == _FUSED_CALLS:
+            self._fuse(found, inputs)
+        return found
+
+    def _fuse(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
+        if sum(tensor.nbytes for tensor in inputs) < _FUSED_BYTES:
+            return
+        try:
+            graph.fuse(inputs)
+        except NotFusableError as error:
+            _logger.info("Run operation by operation, not fused: %s", error)
+            self._fuses = False
