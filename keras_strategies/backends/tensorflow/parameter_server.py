@@ -36,6 +36,43 @@ _GIVEN = "_keras_strategies_given"
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
+class _Traced:
+    """A function of tensors, traced for one signature.
+
+    A call of a `ConcreteFunction` binds and checks its arguments, which takes as long
+    as a server's whole update of small variables. Here they are known to be right.
+
+    Args:
+        function: takes tensors; returns a list of tensors and None.
+        specs: the `tf.TensorSpec` of each argument.
+        jit_compile: bool, whether XLA compiles it.
+
+    Attributes:
+        concrete: the `ConcreteFunction`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., list[Any]],
+        specs: list[Any],
+        jit_compile: bool | None = None,
+    ):
+        traced = tf.function(
+            function, input_signature=specs, autograph=False, jit_compile=jit_compile
+        )
+        self.concrete = traced.get_concrete_function()
+        self._captured = self.concrete.captured_inputs
+        outputs = self.concrete.structured_outputs
+        self._is_tensor = [output is not None for output in outputs]
+
+    def __call__(self, *tensors: Any) -> list[Any]:
+        found = self.concrete.inference_fn.call_flat(*tensors, *self._captured)
+        if all(self._is_tensor):
+            return list(found)
+        given = iter(found)
+        return [next(given) if there else None for there in self._is_tensor]
+
+
 class TensorFlowProgram(Program):
     """Two functions of TensorFlow's, traced for each signature of a batch."""
 
@@ -64,16 +101,16 @@ class TensorFlowProgram(Program):
         while True:
             tables = list(self.variables.tables)
             found, program = self._trace_lookups(signature)
-            read = _read_handles(program.graph)
+            read = _read_handles(program.concrete.graph)
             whole = [t for t in tables if id(_handle(t)) in read]
-            if not whole and _depend_on_state(program.outputs):
+            if not whole and _depend_on_state(program.concrete.outputs):
                 # Ids that depend on values are not known ahead of the step.
                 whole = list({id(t): t for t in found}.values())
             if not whole:
-                return found, _passed_on(program), program
+                return found, _passed_on(program.concrete), program
             self.variables.become_dense(whole)
 
-    def _trace_lookups(self, signature: Any) -> tuple[list[Any], Any]:
+    def _trace_lookups(self, signature: Any) -> tuple[list[Any], _Traced]:
         """A program of a batch that returns ids, and the tables that they are for."""
         found: list[Any] = []
         ids: list[Any] = []
@@ -89,7 +126,6 @@ class TensorFlowProgram(Program):
             rows.set_shape([*indices.shape, *list(x.shape)[1:]])
             return rows
 
-        @tf.function(input_signature=_flat(signature), autograph=False)
         def ids_of(*leaves: Any) -> Any:
             found.clear()
             ids.clear()
@@ -101,7 +137,7 @@ class TensorFlowProgram(Program):
                 self.body(keras.tree.pack_sequence_as(signature, list(leaves)))
             return list(ids)
 
-        return found, ids_of.get_concrete_function()
+        return found, _Traced(ids_of, _flat(signature))
 
     def _is_table(self, x: Any) -> bool:
         return any(x is table for table in self.variables.tables)
@@ -192,18 +228,17 @@ class TensorFlowProgram(Program):
             *(tf.TensorSpec(raw.shape, raw.dtype) for raw in raws),
             *_flat(signature),
         ]
-        traced = tf.function(step, input_signature=specs, autograph=False)
-        program = traced.get_concrete_function()
+        program = _Traced(step, specs)
         structure = keras.tree.map_structure(lambda leaf: 0, structure)
         return program, structure, list(sink.applied), list(changed_variables)
 
 
 #: The table of each lookup, the number of the batch's leaf that its ids are, None
 #: where they are computed, and a program of the leaves that returns ids.
-_Lookups = tuple[list[Any], list[int | None], Any]
+_Lookups = tuple[list[Any], list[int | None], _Traced]
 #: A program, the structure of what it returns flat, the updates that it asks for, and
 #: the variables that it changes.
-_Step = tuple[Any, Any, list[Applied], list[Any]]
+_Step = tuple[_Traced, Any, list[Applied], list[Any]]
 
 
 def _dense(gradient: Any) -> Any:
@@ -363,7 +398,9 @@ class TensorFlowEngine(Engine):
         return run
 
 
-def _flat_program(update: Callable[..., Any], arguments: Any, jit_compile: bool) -> Any:
+def _flat_program(
+    update: Callable[..., Any], arguments: Any, jit_compile: bool
+) -> _Traced:
     def flat(*leaves: Any) -> list[Any]:
         given = keras.tree.pack_sequence_as(arguments, list(leaves))
         return list(keras.tree.flatten(update(*given)))
@@ -371,10 +408,7 @@ def _flat_program(update: Callable[..., Any], arguments: Any, jit_compile: bool)
     specs = [
         tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(arguments)
     ]
-    traced = tf.function(
-        flat, input_signature=specs, autograph=False, jit_compile=jit_compile
-    )
-    return traced.get_concrete_function()
+    return _Traced(flat, specs, jit_compile)
 
 
 def _given(variable: Any) -> np.ndarray:
