@@ -78,6 +78,27 @@ def test_variables_of_optimizers_are_told_from_others() -> None:
     assert not keras_compat.is_in_optimizer()
 
 
+def test_slots_are_seen_by_a_hook_that_comes_after_the_first_plain_optimizer() -> None:
+    class Momentum(keras.optimizers.SGD):
+        """A kind of optimizer that nobody has made plain yet."""
+
+    kernel = keras.Variable([1.0, 2.0])
+    seen = []
+    keras_compat.uninstall()
+    try:
+        keras_compat.plain_optimizer(Momentum(momentum=0.5))
+        keras_compat.hook_slots(lambda slot, reference: seen.append((slot, reference)))
+        optimizer = Momentum(momentum=0.5)
+        keras_compat.plain_optimizer(optimizer)
+        optimizer.build([kernel])
+    finally:
+        keras_compat.uninstall()
+        keras_compat.install(StrategyHooks())
+    assert [(id(s), id(r)) for s, r in seen] == [
+        (id(optimizer.momentums[0]), id(kernel))
+    ]
+
+
 def test_it_is_known_what_the_update_of_each_variable_uses() -> None:
     with keras.device("cpu:0"):
         kernels = [keras.Variable(keras.ops.ones((3, 2))) for _ in range(2)]

@@ -57,10 +57,20 @@ def _plain(kind: Any) -> Any:
         for name, value in vars(backend_kinds[0]).items()
         if callable(value) and name != "__init__" and hasattr(BaseOptimizer, name)
     }
-    methods = {name: getattr(BaseOptimizer, name) for name in names}
+    methods = {name: _of(BaseOptimizer, name) for name in names}
     # Next to the backend's class, so that an optimizer's own methods come before it.
     stands_before = type("PlainOptimizer", (backend_kinds[0],), methods)
     return type(kind.__name__, (kind, stands_before), {"__module__": kind.__module__})
+
+
+def _of(kind: Any, name: str) -> Callable[..., Any]:
+    """A method that is a class's at the time of the call: hooks come and go."""
+
+    @functools.wraps(getattr(kind, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(kind, name)(self, *args, **kwargs)
+
+    return method
 
 
 def optimizer_kind(optimizer: Any) -> Any:
