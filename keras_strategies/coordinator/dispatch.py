@@ -126,7 +126,10 @@ class Dispatcher:
             self._unfinished.add(number)
             task = Task(number, definition, arguments, generation=generation)
             self.queue.append(Pending(task, result, local))
-        self._service.wake()
+            # Workers that have all that they may have get it with their next outcome.
+            is_wanted = bool(self._ready_workers())
+        if is_wanted:
+            self._service.wake()
 
     def wait_for_room(self, is_known: Callable[[], bool]) -> bool:
         """Waits until a closure is done, or until nothing is queued for workers.
@@ -287,19 +290,18 @@ class Dispatcher:
     def _assign(self) -> None:
         if self.fatal is not None:
             return
-        while self.queue:
-            under_way = sum(len(w.in_flight) for w in self.workers.values())
-            if self.max_staleness is not None and under_way > self.max_staleness:
-                return
-            ahead = self._ahead()
-            ready = [
-                w
-                for w in self.workers.values()
-                if w.is_alive and len(w.in_flight) < ahead
-            ]
-            if not ready:
-                return
+        while self.queue and (ready := self._ready_workers()):
             self._give(min(ready, key=lambda w: len(w.in_flight)))
+
+    def _ready_workers(self) -> list[WorkerState]:
+        """Those that may have the first closure of the queue."""
+        workers = [w for w in self.workers.values() if w.is_alive]
+        if self.max_staleness is not None:
+            under_way = sum(len(w.in_flight) for w in self.workers.values())
+            if under_way > self.max_staleness:
+                return []
+        ahead = self._ahead()
+        return [w for w in workers if len(w.in_flight) < ahead]
 
     def _ahead(self) -> int:
         """How many tasks a worker may have."""

@@ -174,6 +174,8 @@ def _start_ray(setup: Setup) -> Any:
         object_store_memory=setup.store_bytes,
         _node_ip_address="127.0.0.1",
         _temp_dir=setup.folder,
+        # Ray would run them at niceness 15, and any other program before them.
+        _system_config={"worker_niceness": 0},
     )
     return ray
 
