@@ -26,6 +26,7 @@ Every class is also a built-in exception, so that code written for
         ├── PeerError                          another process could not do it
         ├── ClusterTimeoutError                a process that did not answer in time
         ├── ServerLostError                    a parameter server is gone for good
+        ├── SnapshotError                      a snapshot that cannot be written or read
         └── ClosureCancelledError              scheduled work that was not done
 """
 
@@ -132,6 +133,10 @@ class ClusterTimeoutError(ReplicaError):
 
 class ServerLostError(ReplicaError):
     """A parameter server died, and what it held cannot be restored."""
+
+
+class SnapshotError(ReplicaError):
+    """A parameter server cannot write or read its snapshots."""
 
 
 class ClosureCancelledError(ReplicaError):

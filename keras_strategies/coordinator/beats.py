@@ -6,6 +6,7 @@ whose machine is gone does not.
 
 from __future__ import annotations
 
+import collections
 import math
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ def beat(
     announce: Callable[[], tuple[str, Any]] | None = None,
     lost: Callable[[str], None] | None = None,
     patience: float = math.inf,
+    notices: collections.deque[tuple[str, Any]] | None = None,
 ) -> None:
     """Tells the coordinator that this process lives, until it ends.
 
@@ -36,6 +38,8 @@ def beat(
         announce: makes what the coordinator is told first, and when it has come back.
         lost: called with the reason once the coordinator is gone for too long.
         patience: float, seconds that it may be gone.
+        notices: messages for the coordinator, pairs of a kind and a value, to which
+            other threads append.
     """
     connection = Connection(address, keys, "the coordinator")
     returns = 0
@@ -43,6 +47,8 @@ def beat(
         connection.post((0, announce()))
     while True:
         connection.post((0, ("beat", (index, incarnation))))
+        while notices:
+            connection.post((0, notices.popleft()))
         # Nobody answers; this looks after the connection.
         connection.receive(BEAT_SECONDS)
         if announce is not None and connection.returns > returns:

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,11 @@ from keras_strategies.coordinator.processes import (
 )
 from keras_strategies.coordinator.ray_channel import STORE_BYTES
 from keras_strategies.coordinator.servers import Servers
+from keras_strategies.coordinator.snapshots import check_folder
 from keras_strategies.coordinator.states import LocalVariables
 from keras_strategies.coordinator.transport import Connection, Keys, Service
 from keras_strategies.coordinator.worker import Worker
-from keras_strategies.errors import WorkerError
+from keras_strategies.errors import SnapshotError, WorkerError
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class ClusterOptions:
     pull_ahead: bool = False
     snapshot_seconds: float | None = None
     snapshot_folder: str | None = None
+    on_snapshot_error: str = "raise"
     timeout_seconds: float = 120.0
     silence_seconds: float = 30.0
     start_seconds: float = 180.0
@@ -86,8 +89,8 @@ class Cluster:
         if options.snapshot_seconds is not None and self._snapshots is None:
             self._own_snapshots = tempfile.mkdtemp(prefix="ks-snapshots-")
             self._snapshots = self._own_snapshots
-        if self._snapshots is not None:
-            os.makedirs(self._snapshots, exist_ok=True)
+        if self._snapshots is not None and is_local:
+            self._check_snapshots(self._snapshots)
         self._name = secrets.token_hex(8)
         self._service = Service(control or f"ipc://{folder}/control", keys)
         self.local = LocalVariables()
@@ -103,6 +106,7 @@ class Cluster:
             # Of servers that others have started, it is known when they are back.
             can_restore=self._snapshots is not None or not is_local,
             name=self._name,
+            on_snapshot_error=options.on_snapshot_error,
         )
         self._manager: Manager | None = None
         self.servers: Servers | None = None
@@ -119,13 +123,28 @@ class Cluster:
                 self.dispatcher.start_all()
             self.dispatcher.wait_ready(options.start_seconds)
             self.servers = Servers(
-                self._addresses, keys, options.timeout_seconds, self._name
+                self._addresses,
+                keys,
+                options.timeout_seconds,
+                self._name,
+                check=self.dispatcher.raise_fatal,
             )
             everyone = dict.fromkeys(range(options.servers), self._name)
             self.servers.ask_all("begin", everyone)
         except BaseException:
             self.close()
             raise
+
+    def _check_snapshots(self, folder: str) -> None:
+        """Raises or warns before any process starts, if snapshots cannot be written."""
+        try:
+            check_folder(folder)
+        except SnapshotError as error:
+            if self.options.on_snapshot_error == "raise":
+                raise
+            warnings.warn(
+                f"{error} Training continues without snapshots.", stacklevel=5
+            )
 
     def _process(self, kind: str, index: int, incarnation: int) -> Start:
         common: dict[str, Any] = {
@@ -200,7 +219,8 @@ def server_process(
     reasons: list[str] = []
 
     def ready(server: server_module.ParameterServer) -> None:
-        value = (index, incarnation, os.getpid(), server.is_restored)
+        restored = (server.is_restored, server.damage)
+        value = (index, incarnation, os.getpid(), *restored)
 
         def lost(reason: str) -> None:
             reasons.append(reason)
@@ -214,6 +234,7 @@ def server_process(
             lambda: ("server", value),
             lost,
             patience,
+            server.notices,
         )
 
     server_module.main(index, address, keys, snapshots, interval, ready)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from keras_strategies.coordinator.transport import Service
 from keras_strategies.errors import (
     ClosureCancelledError,
     ClusterTimeoutError,
+    SnapshotError,
     WorkerError,
 )
 
@@ -46,6 +48,7 @@ class Dispatcher:
         silence: float, seconds without a sign of life after which a process is dead.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's, whom workers and servers work for.
+        on_snapshot_error: str, `"raise"` or `"continue"`.
     """
 
     def __init__(
@@ -60,8 +63,12 @@ class Dispatcher:
         silence: float,
         can_restore: bool,
         name: str,
+        on_snapshot_error: str = "raise",
     ):
         self._service = service
+        self._on_snapshot_error = on_snapshot_error
+        # For the user's thread, which emits them.
+        self._warnings: collections.deque[str] = collections.deque()
         self._local = local
         self._silence = silence
         self.max_staleness = max_staleness
@@ -78,6 +85,8 @@ class Dispatcher:
             lost=self._worker_lost,
             broken=self._break,
             changed=self.condition.notify_all,
+            damaged=self._warnings.append,
+            snapshots=self._on_snapshots,
         )
         self.workers = self.roster.workers
         self.servers = self.roster.servers
@@ -85,6 +94,8 @@ class Dispatcher:
         self.max_queued = 256
         self.error: BaseException | None = None
         self.fatal: BaseException | None = None
+        #: Why snapshots cannot be written at present; None while they can.
+        self.snapshot_problem: str | None = None
         self.done_steps = 0
         self._definitions: dict[int, Definition] = {}
         self._resources: dict[int, Resource] = {}
@@ -116,6 +127,7 @@ class Dispatcher:
         local: tuple[int, ...],
     ) -> None:
         """Queues a closure; waits only while the queue is full."""
+        self._emit_warnings()
         with self.condition:
             self.condition.wait_for(
                 lambda: len(self.queue) < self.max_queued or self._is_broken()
@@ -152,6 +164,7 @@ class Dispatcher:
             finished = self.condition.wait_for(
                 lambda: not self._unfinished or self.fatal is not None, timeout
             )
+            self._emit_warnings()
             self.raise_error()
             if not finished:
                 raise ClusterTimeoutError(
@@ -194,6 +207,15 @@ class Dispatcher:
             error, self.error = self.error, None
             if error is not None:
                 raise error
+
+    def raise_fatal(self) -> None:
+        """Raises the error after which nothing can go on, if there is one."""
+        if self.fatal is not None and not self._is_closed:
+            raise self.fatal
+
+    def _emit_warnings(self) -> None:
+        while self._warnings:
+            warnings.warn(self._warnings.popleft(), stacklevel=4)
 
     def _is_broken(self) -> bool:
         return self.error is not None or self.fatal is not None
@@ -378,6 +400,27 @@ class Dispatcher:
             pending = self.queue.popleft()
             self._unfinished.discard(pending.task.number)
             pending.result(None, error)
+
+    def _on_snapshots(self, problem: str | None) -> None:
+        """A server could not write its snapshots, or (None) can write them again."""
+        before, self.snapshot_problem = self.snapshot_problem, problem
+        if problem is None:
+            if isinstance(self.error, SnapshotError):
+                self.error = None
+        elif self._on_snapshot_error == "continue":
+            if before is None:
+                self._warnings.append(
+                    f"{problem} Training continues without snapshots: if this server "
+                    "dies, its updates since its last snapshot are lost."
+                )
+        elif self.error is None:
+            self.error = SnapshotError(
+                f"{problem} The variables are intact: save the model elsewhere, or "
+                "free space and train on. `on_snapshot_error='continue'` of the "
+                "strategy trains on without snapshots."
+            )
+            self._cancel(self.error)
+            self.condition.notify_all()
 
     def _break(self, error: BaseException) -> None:
         """Nothing can go on."""

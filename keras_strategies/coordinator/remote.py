@@ -14,6 +14,7 @@ from keras_strategies.cluster.spec import (
     check_parameter_server_cluster,
 )
 from keras_strategies.coordinator.cluster import server_process
+from keras_strategies.coordinator.snapshots import check_folder
 from keras_strategies.coordinator.transport import Keys
 from keras_strategies.errors import ClusterError, InvalidArgumentError
 
@@ -49,7 +50,7 @@ class Server:
         cluster_spec: `ClusterSpec`, a dict for one, or a resolver.
         job_name: str, `"worker"` or `"ps"`; None for the resolver's task.
         task_index: int, the number in the job.
-        snapshot_folder: str, where a parameter server keeps snapshots; None for none.
+        snapshot_folder: str, where a parameter server writes snapshots; None for none.
         snapshot_seconds: float, seconds between snapshots.
         timeout_seconds: float, seconds that a server may take to answer a worker.
         coordinator_seconds: float, seconds that the coordinator may be gone once it was
@@ -57,6 +58,8 @@ class Server:
 
     Raises:
         ValueError: for a cluster or a task that cannot be, or without the secret.
+        RuntimeError: as `ks.errors.SnapshotError`, if a parameter server cannot write
+            to `snapshot_folder`.
 
     Example:
 
@@ -96,6 +99,8 @@ class Server:
         self._index = int(task_index or 0)
         self._spec.task_address(self._job, self._index)
         self._keys = cluster_keys()
+        if snapshot_folder is not None and job_name == "ps":
+            check_folder(snapshot_folder)
         self._snapshots = (snapshot_folder, snapshot_seconds)
         self._timeout = timeout_seconds
         self._patience = coordinator_seconds

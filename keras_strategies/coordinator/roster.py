@@ -10,7 +10,7 @@ from keras_strategies.coordinator.processes import Start
 from keras_strategies.coordinator.states import ServerState, WorkerState
 from keras_strategies.errors import ServerLostError, WorkerError
 
-#: A worker that has died so often without having done anything is given up.
+#: A process that has died so often without having done anything is given up.
 _HOPELESS_STARTS = 4
 
 
@@ -29,6 +29,10 @@ class Roster:
         lost: called with a worker that died, and why.
         broken: called with an error after which nothing can go on.
         changed: called when somebody has come or is ready.
+        damaged: called with the account of a server that was restored although files
+            were damaged.
+        snapshots: called with a server's problem with its snapshots, a str, or None
+            when it can write them again.
     """
 
     def __init__(
@@ -43,6 +47,8 @@ class Roster:
         lost: Callable[[WorkerState, str], None],
         broken: Callable[[BaseException], None],
         changed: Callable[[], None],
+        damaged: Callable[[str], None],
+        snapshots: Callable[[str | None], None],
     ):
         self.workers = {i: WorkerState(i) for i in range(workers)}
         self.servers = {i: ServerState(i) for i in range(servers)}
@@ -54,6 +60,8 @@ class Roster:
         self._lost_worker = lost
         self._broken = broken
         self._changed = changed
+        self._damaged = damaged
+        self._snapshots = snapshots
         self._manager: bytes | None = None
         self._waiting_starts: list[Start] = []
         self._looked = time.monotonic()
@@ -129,19 +137,25 @@ class Roster:
         self._send(sender, ("welcome", self._name))
         self._changed()
 
-    def _on_server(self, sender: bytes, value: tuple[int, int, int, bool]) -> None:
-        index, incarnation, pid, is_restored = value
+    def _on_server(self, sender: bytes, value: tuple[int, int, int, bool, str]) -> None:
+        index, incarnation, pid, is_restored, damage = value
         server = self.servers[index]
         came_back = server.pid not in (0, pid)
         server.pid, server.incarnation = pid, incarnation
         server.is_ready = True
+        server.futile_starts = 0
         server.last_sign = time.monotonic()
         if came_back and not is_restored:
-            self._lose(
-                f"Parameter server {index} died and was started anew, and there was "
-                "no snapshot that it could restore."
-            )
+            reason = damage or "There was no snapshot that it could restore."
+            self._lose(f"Parameter server {index} died and was restarted. {reason}")
+        elif came_back and damage:
+            self._damaged(damage)
         self._changed()
+
+    def _on_snapshots(self, sender: bytes, value: tuple[int, str | None, bool]) -> None:
+        index, problem, is_restorable = value
+        self.servers[index].unsaved = "" if is_restorable else problem or ""
+        self._snapshots(problem)
 
     def _on_beat(self, sender: bytes, value: tuple[Any, int]) -> None:
         name, incarnation = value
@@ -182,21 +196,35 @@ class Roster:
 
     def _server_died(self, server: ServerState, reason: str) -> None:
         server.deaths += 1
+        server.futile_starts += not server.is_ready
         server.is_ready = False
         if not self._can_restore:
             self._lose(f"Parameter server {server.index} died: {reason}.")
+            return
+        if server.unsaved:
+            self._lose(
+                f"Parameter server {server.index} died: {reason}. Its snapshots are "
+                f"incomplete: {server.unsaved}"
+            )
+            return
+        if server.futile_starts >= _HOPELESS_STARTS:
+            self._lose(
+                f"Parameter server {server.index} ended {server.futile_starts} times "
+                f"before it was ready: {reason}."
+            )
             return
         server.incarnation += 1
         self._start("ps", server.index, server.incarnation)
 
     def _lose(self, what: str) -> None:
-        self._broken(
-            ServerLostError(
-                f"{what} What it held is lost. Give the strategy `snapshot_seconds` so "
-                "that a server that dies goes on from a snapshot, or train again from "
-                "a checkpoint with a new strategy."
+        advice = "Train again from a checkpoint with a new strategy."
+        if not self._can_restore:
+            advice = (
+                "Give the strategy `snapshot_seconds` so that a server that dies goes "
+                "on from a snapshot, or train again from a checkpoint with a new "
+                "strategy."
             )
-        )
+        self._broken(ServerLostError(f"{what} What it held is lost. {advice}"))
 
     def look_for_silence(self) -> None:
         """Kills and replaces who has given no sign of life for too long."""

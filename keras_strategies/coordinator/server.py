@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import pickle
 import threading
@@ -31,7 +32,7 @@ from keras_strategies.coordinator.transport import (
     serve,
 )
 from keras_strategies.coordinator.updates import Updater
-from keras_strategies.errors import PeerError
+from keras_strategies.errors import PeerError, SnapshotError
 
 #: Seconds between looks at whether there is something to do.
 _IDLE_SECONDS = 0.2
@@ -104,19 +105,33 @@ class ParameterServer:
         self._interval = interval
         self._saved_at = time.monotonic()
         self._saved_version = -1
+        # Whether something was created that neither snapshot nor journal has.
+        self._is_incomplete = False
+        self._has_failed = False
+        #: Messages for the coordinator: `("snapshots", (index, problem, restorable))`.
+        self.notices: collections.deque[tuple[str, Any]] = collections.deque()
+        #: str, which files were damaged when this server began; "" for none.
+        self.damage = ""
         self.is_restored = self._restore()
         self.is_stopped = False
 
     def _restore(self) -> bool:
-        """Goes on from what a process before this one has left; whether there was."""
+        """Restores the state of an earlier process; whether there was one."""
         if self._snapshots is None:
             return False
-        found = self._snapshots.load()
-        if found is not None:
-            self._store, (self._owner, self._optimizers) = found
+        try:
+            found = self._snapshots.load()
+        except SnapshotError as error:
+            self.damage = str(error)
+            return False
+        if found is None:
+            return False
+        self._store, self.damage = found.store, found.damage
+        if found.extra is not None:
+            self._owner, self._optimizers = found.extra
             for number in self._optimizers:
                 self._make_updater(number)
-        for kind, value in self._snapshots.journal():
+        for kind, value in found.events:
             if kind == "owner":
                 self._owner = value
             elif kind == "parts":
@@ -179,7 +194,7 @@ class ParameterServer:
         if self._owner == owner:
             return
         if self._snapshots is not None:
-            self._snapshots.clear()
+            self._attempt(self._snapshots.clear)
         if self._owner is not None:
             self._store = Store()
             self._updaters, self._optimizers = {}, {}
@@ -187,8 +202,25 @@ class ParameterServer:
         self._note("owner", owner)
 
     def _note(self, kind: str, value: Any) -> None:
-        if self._snapshots is not None:
-            self._snapshots.note(kind, value)
+        snapshots = self._snapshots
+        if snapshots is not None:
+            self._attempt(lambda: snapshots.note(kind, value))
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        """Writes to the journal; reports a failure, after which a snapshot is due."""
+        try:
+            write()
+        except SnapshotError as error:
+            self._is_incomplete = True
+            self._report(str(error))
+
+    def _report(self, problem: str | None) -> None:
+        """Reports to the coordinator that writing failed, or that it works again."""
+        if problem is None and not self._has_failed:
+            return
+        self._has_failed = problem is not None
+        value = (self._index, problem, not self._is_incomplete)
+        self.notices.append(("snapshots", value))
 
     def on_create(self, parts: list[tuple[Key, Any]]) -> None:
         """Begins parts: pairs of a key and an array, or a function that makes it."""
@@ -246,10 +278,13 @@ class ParameterServer:
         """Writes a snapshot now; the path."""
         if self._snapshots is None:
             raise PeerError("This parameter server was started without a folder.")
-        if self._store.version != self._saved_version:
+        self._saved_at = time.monotonic()
+        if self._store.version != self._saved_version or self._is_incomplete:
             self._snapshots.save(self._store, (self._owner, self._optimizers))
         self._saved_version = self._store.version
         self._saved_at = time.monotonic()
+        self._is_incomplete = False
+        self._report(None)
         return str(self._snapshots.path)
 
     def on_status(self, argument: None = None) -> dict[str, Any]:
@@ -271,8 +306,12 @@ class ParameterServer:
         if self._snapshots is None or self._interval is None or self._owner is None:
             return
         # Early, so that writing it ends within the interval.
-        if time.monotonic() - self._saved_at >= _EARLY * self._interval:
+        if time.monotonic() - self._saved_at < _EARLY * self._interval:
+            return
+        try:
             self.on_snapshot()
+        except SnapshotError as error:
+            self._report(str(error))
 
     @property
     def idle_seconds(self) -> float:

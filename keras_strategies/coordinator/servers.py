@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class Servers:
         timeout: float, seconds that a server may take to answer, a restart included.
         owner: str, the coordinator's name; of another one's steps, none is made.
         channel: str, what carries requests, one of `CHANNELS`.
+        check: called now and then during a wait; raises to end it. None for no check.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class Servers:
         timeout: float,
         owner: str | None = None,
         channel: str = "zeromq",
+        check: Callable[[], None] | None = None,
     ):
         self.owner = owner
         self._connections = [
-            _connected(channel, i, address, keys) for i, address in enumerate(addresses)
+            _connected(channel, i, address, keys, check)
+            for i, address in enumerate(addresses)
         ]
         self._timeout = timeout
         self._is_closed = False
@@ -212,12 +215,18 @@ def check_channel(channel: str, is_local: bool) -> None:
         )
 
 
-def _connected(channel: str, index: int, address: str, keys: Keys | None) -> Channel:
+def _connected(
+    channel: str,
+    index: int,
+    address: str,
+    keys: Keys | None,
+    check: Callable[[], None] | None,
+) -> Channel:
     if channel == "ray":
         from keras_strategies.coordinator.ray_channel import RayChannel
 
         return RayChannel(index)
-    return Connection(address, keys, f"parameter server {index}")
+    return Connection(address, keys, f"parameter server {index}", check)
 
 
 def _row_bytes(described: Described) -> int:

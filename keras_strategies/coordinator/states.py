@@ -65,6 +65,9 @@ class ServerState:
     pid: int = 0
     last_sign: float = 0.0
     deaths: int = 0
+    futile_starts: int = 0
+    #: Why its files lack something that was created; "" if they are complete.
+    unsaved: str = ""
 
 
 class LocalVariables:

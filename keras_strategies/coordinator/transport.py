@@ -39,6 +39,8 @@ COPY_BYTES = 65536
 _LENT = b""
 #: Milliseconds that a socket may go on sending when it is closed.
 _LINGER_MS = 500
+#: Seconds between checks whether a wait for a reply is in vain.
+_CHECK_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -272,10 +274,19 @@ class Connection(Channel):
         address: str, the service's.
         keys: `Keys`, needed for TCP.
         peer: str, what the service is to people, such as `"parameter server 0"`.
+        check: called now and then during a wait; raises to end it. None for no check.
     """
 
-    def __init__(self, address: str, keys: Keys | None = None, peer: str = "the peer"):
+    def __init__(
+        self,
+        address: str,
+        keys: Keys | None = None,
+        peer: str = "the peer",
+        check: Callable[[], None] | None = None,
+    ):
         import zmq
+
+        self._check = check
 
         self._zmq = zmq
         self.address = address
@@ -345,8 +356,12 @@ class Connection(Channel):
         """
         until = time.monotonic() + timeout
         while number not in self._replies:
-            message = self.receive(until - time.monotonic())
+            left = until - time.monotonic()
+            wait = left if self._check is None else min(left, _CHECK_SECONDS)
+            message = self.receive(wait)
             if message is None:
+                if self._check is not None:
+                    self._check()
                 if time.monotonic() < until:
                     continue
                 del self._waiting[number]

@@ -77,6 +77,10 @@ class ParameterServerStrategy(Strategy):
         snapshot_folder: str, a folder for snapshots, which stay there when the strategy
             ends; another strategy that is given it begins anew. None for a temporary
             one.
+        on_snapshot_error: str, what happens when a server cannot write a snapshot
+            because its disk is full or its folder cannot be written. `"raise"` raises
+            from the method that trains; the variables are intact. `"continue"` warns
+            and trains on.
         timeout_seconds: float, seconds that a server may take to answer, a restart
             included.
         silence_seconds: float, seconds without a sign of life after which a process is
@@ -88,7 +92,8 @@ class ParameterServerStrategy(Strategy):
     Raises:
         ValueError: for a cluster that cannot be: without a worker or a server, with two
             chiefs; for a partitioner that is not callable.
-        RuntimeError: if the cluster does not start in time.
+        RuntimeError: if the cluster does not start in time; as
+            `ks.errors.SnapshotError`, if snapshots cannot be written.
         ImportError: if what the extra `ps` installs is missing.
 
     Example:
@@ -111,6 +116,7 @@ class ParameterServerStrategy(Strategy):
         lazy_rows: bool | None = None,
         snapshot_seconds: float | None = None,
         snapshot_folder: str | None = None,
+        on_snapshot_error: str = "raise",
         timeout_seconds: float = 120.0,
         silence_seconds: float = 30.0,
         start_seconds: float = 180.0,
@@ -140,6 +146,11 @@ class ParameterServerStrategy(Strategy):
                 raise InvalidArgumentError(
                     f"`{name}` is a number of seconds above 0. Received: {seconds!r}"
                 )
+        if on_snapshot_error not in ("raise", "continue"):
+            raise InvalidArgumentError(
+                "`on_snapshot_error` is 'raise' or 'continue'. Received: "
+                f"{on_snapshot_error!r}"
+            )
         resolver = cluster_resolver or find_cluster() or LocalClusterResolver()
         spec = resolver.cluster_spec()
         check_parameter_server_cluster(spec)
@@ -159,6 +170,7 @@ class ParameterServerStrategy(Strategy):
             pull_ahead=pull_ahead and max_staleness is None,
             snapshot_seconds=snapshot_seconds,
             snapshot_folder=snapshot_folder,
+            on_snapshot_error=on_snapshot_error,
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
             start_seconds=start_seconds,

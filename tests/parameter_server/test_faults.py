@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -203,6 +205,64 @@ def test_nothing_is_lost_that_is_in_a_snapshot(recovered, coordinator) -> None:
     # Steps of 1, 1.5 and 1.75.
     np.testing.assert_allclose(table.numpy()[[0, 1, 4], 0], [0, -4.25, -4.25])
     np.testing.assert_array_equal(late.numpy(), later.numpy())
+
+
+@contextlib.contextmanager
+def without_a_folder(folder: Path):
+    """Puts a file where the folder of snapshots was."""
+    aside = folder.with_name("aside")
+    folder.rename(aside)
+    folder.write_text("")
+    try:
+        yield
+    finally:
+        folder.unlink()
+        aside.rename(folder)
+
+
+def test_snapshots_that_cannot_be_written(
+    recovered, coordinator, total, monkeypatch
+) -> None:
+    dispatcher = recovered.cluster.dispatcher
+    server = recovered.registry.describe(total).parts[0].server
+    made = 0
+
+    def train() -> None:
+        nonlocal made
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            coordinator.schedule(counting(total), args=(1.0,)).fetch(clusters.SECONDS)
+            made += 1
+
+    with without_a_folder(Path(recovered.cluster.options.snapshot_folder)):
+        with pytest.raises(ks.errors.SnapshotError, match=r"Not a directory.* intact"):
+            train()
+        assert float(total.numpy()) == made
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatcher, "snapshot_problem", None)
+            patch.setattr(dispatcher, "_on_snapshot_error", "continue")
+            patch.setattr(dispatcher, "error", None)
+            with pytest.warns(UserWarning, match="continues without snapshots"):
+                train()
+    recovered.cluster.servers.ask(server, "snapshot")
+    clusters.wait_until(lambda: dispatcher.snapshot_problem is None, "it is written")
+    coordinator.join(clusters.SECONDS)
+    assert float(total.numpy()) == made
+
+
+def test_a_damaged_snapshot_is_not_used(recovered, coordinator, total) -> None:
+    about = recovered.registry.describe(total)
+    server = about.parts[0].server
+    for _ in range(2):
+        coordinator.schedule(counting(total), args=(1.0,)).fetch(clusters.SECONDS)
+        path = Path(recovered.cluster.servers.ask(server, "snapshot"))
+    path.write_bytes(path.read_bytes()[:-1])
+    clusters.kill(recovered, "ps", server)
+    with pytest.warns(UserWarning, match=rf"{path.name} is truncated.* goes on from"):
+        coordinator.schedule(counting(total), args=(1.0,))
+        coordinator.join(clusters.SECONDS)
+        coordinator.join()
+    assert float(total.numpy()) == 2.0
 
 
 def test_factored_moments_are_in_a_snapshot(recovered, coordinator) -> None:

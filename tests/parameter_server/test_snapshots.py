@@ -1,0 +1,198 @@
+"""Snapshots that cannot be written or read: what is reported, and what is restored."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.coordinator.roster import Roster
+from keras_strategies.coordinator.server import ParameterServer
+from keras_strategies.coordinator.snapshots import check_folder
+from parameter_server.full_disk import full_disk
+
+KEY = (0, 0)
+
+
+def begun(folder, interval: float | None = None) -> ParameterServer:
+    server = ParameterServer(0, str(folder), interval)
+    server.handle(("begin", "me"))
+    server.handle(("create", [(KEY, np.zeros(200, "float32"))]))
+    return server
+
+
+def add_one(server: ParameterServer) -> None:
+    version = server.handle(("status", None))["version"]
+    server.handle(("add", (KEY, np.ones(200, "float32"), "a", version)))
+
+
+def first(server: ParameterServer) -> float:
+    return float(server.handle(("read", (KEY, 0, 1)))[0])
+
+
+def with_two_snapshots(folder) -> ParameterServer:
+    """A server with snapshots of the values 1 and 2, and a part after each."""
+    server = begun(folder)
+    for number in (1, 2):
+        add_one(server)
+        server.handle(("snapshot", None))
+        server.handle(("create", [((number, 0), np.full(3, number, "float32"))]))
+    return server
+
+
+def flip(path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def test_a_full_disk_is_named_and_the_server_goes_on(tmp_path) -> None:
+    server = begun(tmp_path, interval=1e-6)
+    server.idle()
+    assert (tmp_path / "ps-0.1.snapshot").exists() and not server.notices
+    add_one(server)
+    with full_disk(tmp_path, ["ps-0.part", "ps-0.1.journal"]) as mounted:
+        server.idle()
+        kind, (_, problem, is_restorable) = server.notices.popleft()
+        assert kind == "snapshots" and is_restorable
+        assert os.strerror(errno.ENOSPC) in problem
+        assert f"{tmp_path}/ps-0.2.snapshot" in problem
+        assert f"The filesystem mounted at {mounted} has " in problem
+        # What is created now, no file has: the server cannot be restored.
+        server.handle(("create", [((1, 0), np.full(3, 7.0))]))
+        _, (_, problem, is_restorable) = server.notices.popleft()
+        assert "ps-0.1.journal" in problem and not is_restorable
+        assert first(server) == 1.0 and not (tmp_path / "ps-0.2.snapshot").exists()
+    server.idle()
+    assert server.notices.popleft() == ("snapshots", (0, None, True))
+    assert not server.notices
+    again = ParameterServer(0, str(tmp_path))
+    assert first(again) == 1.0 and again.damage == ""
+    assert again.handle(("read", ((1, 0), 0, 3))).tolist() == [7.0] * 3
+
+
+def test_a_journal_without_space_has_no_half_record(tmp_path) -> None:
+    server = begun(tmp_path)
+    path = tmp_path / "ps-0.0.journal"
+    before = path.read_bytes()
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, hard))
+    try:
+        server.handle(("create", [((1, 0), np.zeros(1000))]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    _, (_, problem, _) = server.notices.popleft()
+    assert os.strerror(errno.EFBIG) in problem
+
+
+def test_a_folder_that_is_a_file_is_said_at_once(tmp_path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    for folder in (path, path / "below"):
+        with pytest.raises(ks.errors.SnapshotError, match="mounted at") as raised:
+            check_folder(str(folder))
+        assert f"snapshot_folder={str(folder)!r}" in str(raised.value)
+    cluster = {"chief": ["c:1"], "worker": ["a:1"], "ps": ["b:1"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KS_CLUSTER_SECRET", "correct horse battery staple")
+        with pytest.raises(ks.errors.SnapshotError, match="cannot be written"):
+            ks.Server(cluster, "ps", 0, snapshot_folder=str(path))
+    with pytest.raises(ks.errors.SnapshotError, match="cannot be written"):
+        ks.ParameterServerStrategy(snapshot_seconds=1.0, snapshot_folder=str(path))
+    with pytest.raises(ks.errors.InvalidArgumentError, match="'raise' or 'continue'"):
+        ks.ParameterServerStrategy(on_snapshot_error="ignore")
+    # Also where it is noticed later, by the server.
+    server = begun(path)
+    assert os.strerror(errno.ENOTDIR) in server.notices[0][1][1]
+    with pytest.raises(ks.errors.SnapshotError, match=os.strerror(errno.ENOTDIR)):
+        server.handle(("snapshot", None))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "head", "values", "header"])
+def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, damage) -> None:
+    with_two_snapshots(tmp_path)
+    path = tmp_path / "ps-0.2.snapshot"
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-50])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        flip(path, {"head": 40, "values": -5, "header": 6}[damage])
+    server = ParameterServer(0, str(tmp_path))
+    assert server.is_restored and first(server) == 1.0
+    # Parts that were created after either of the snapshots.
+    for number in (1, 2):
+        found = server.handle(("read", ((number, 0), 0, 3)))
+        assert found.tolist() == [number] * 3
+    assert "ps-0.2.snapshot is" in server.damage
+    assert "ps-0.1.snapshot" in server.damage
+    # The one that was used stays until there is another one that is complete.
+    server.handle(("snapshot", None))
+    assert (tmp_path / "ps-0.1.snapshot").exists()
+    flip(tmp_path / "ps-0.3.snapshot", -5)
+    assert first(ParameterServer(0, str(tmp_path))) == 1.0
+
+
+def test_without_a_complete_snapshot_nothing_is_restored(tmp_path) -> None:
+    with_two_snapshots(tmp_path)
+    for number in (1, 2):
+        flip(tmp_path / f"ps-0.{number}.snapshot", -5)
+    server = ParameterServer(0, str(tmp_path))
+    assert not server.is_restored
+    assert "can restore none" in server.damage and "0.1.snapshot" in server.damage
+
+
+def test_a_damaged_journal_is_not_used(tmp_path) -> None:
+    with_two_snapshots(tmp_path)
+    flip(tmp_path / "ps-0.2.journal", -5)
+    server = ParameterServer(0, str(tmp_path))
+    assert not server.is_restored and "ps-0.2.journal is damaged" in server.damage
+
+
+def test_two_generations_stay(tmp_path) -> None:
+    server = with_two_snapshots(tmp_path)
+    add_one(server)
+    server.handle(("snapshot", None))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "ps-0.2.snapshot",
+        "ps-0.2.journal",
+        "ps-0.3.snapshot",
+    }
+
+
+def test_what_a_coordinator_makes_of_a_servers_files() -> None:
+    broken, damaged, problems, sent = [], [], [], []
+    roster = Roster(
+        0,
+        1,
+        starts=lambda *name: name,
+        silence=8.0,
+        can_restore=True,
+        name="me",
+        send=lambda receiver, message: sent.append(message),
+        lost=lambda worker, reason: None,
+        broken=broken.append,
+        changed=lambda: None,
+        damaged=damaged.append,
+        snapshots=problems.append,
+    )
+    roster.handle("manager", b"m", 1)
+    roster.handle("server", b"s", (0, 0, 50, False, ""))
+    roster.handle("ended", b"m", ("ps", 0, 0, "it was killed"))
+    roster.handle("server", b"s", (0, 1, 51, True, "f.snapshot is damaged."))
+    assert damaged == ["f.snapshot is damaged."] and not broken
+    roster.handle("snapshots", b"s", (0, "The disk is full.", False))
+    assert problems == ["The disk is full."]
+    roster.handle("ended", b"m", ("ps", 0, 1, "it was killed"))
+    assert "Its snapshots are incomplete: The disk is full." in str(broken.pop())
+    roster.handle("snapshots", b"s", (0, None, True))
+    # One that cannot start is given up, instead of being waited for.
+    for incarnation in (1, 2, 3, 4):
+        roster.handle("ended", b"m", ("ps", 0, incarnation, "no memory"))
+    assert "before it was ready: no memory" in str(broken.pop())
