@@ -8,12 +8,18 @@ runs once on each). An empty stack means the default strategy.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keras_strategies.errors import ContextError, MixedStrategyError
+from keras_strategies.errors import (
+    ContextError,
+    InvalidArgumentError,
+    MixedStrategyError,
+)
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -145,6 +151,39 @@ class ReplicaContext:
             f"<ReplicaContext {self._replica_id} of {self.num_replicas_in_sync} "
             f"on {self.devices[0]}>"
         )
+
+
+def check_returns(fn: Callable[..., Any], what: str) -> None:
+    """Raises for functions whose code runs after they have returned.
+
+    Args:
+        fn: callable.
+        what: str, what it was given to, for the message.
+
+    Raises:
+        InvalidArgumentError: if `fn` is a generator function or a coroutine function.
+    """
+    checks = (
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+        inspect.iscoroutinefunction,
+    )
+    if any(check(fn) for check in checks):
+        raise InvalidArgumentError(
+            f"`{what}` was given {fn!r}, a generator or coroutine function, which "
+            "returns before its code has run: that would run later, outside of the "
+            "replicas. Return tensors, or a list of what the function yields."
+        )
+
+
+def check_results(results: Sequence[Any]) -> None:
+    """Raises if replicas return what runs later, outside of them."""
+    for result in results:
+        if isinstance(result, (types.GeneratorType, types.CoroutineType)):
+            raise InvalidArgumentError(
+                f"A function of `run` returned {result!r}, which would run later, "
+                "outside of the replicas. Return a list of what it yields."
+            )
 
 
 def _frame() -> _Frame | None:

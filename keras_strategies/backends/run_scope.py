@@ -21,7 +21,7 @@ import keras
 
 from keras_strategies import keras_compat
 from keras_strategies.context import ReplicaContext
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import ContextError, InvalidArgumentError
 
 
 def is_local(variable: Any) -> bool:
@@ -72,6 +72,53 @@ def parts(variable: Any, value: Any, count: int) -> list[Any]:
     return [value] * count
 
 
+class TurnsNeededError(BaseException):
+    """A variable is made in a run whose replicas run side by side.
+
+    A `BaseException`, since the user's code is between here and `run`.
+    """
+
+
+class MadeVariables:
+    """Variables made by the replicas of one run: each once, for all of them.
+
+    Args:
+        in_turns: bool, whether one replica runs at a time, so that what the first one
+            makes and stores is found by the others.
+    """
+
+    def __init__(self, in_turns: bool = True):
+        self._in_turns = in_turns
+        self._makers: dict[Any, tuple[int, str]] = {}
+
+    def begin(self) -> None:
+        """A replica is about to make a variable."""
+        if not self._in_turns:
+            raise TurnsNeededError("a variable was made by one of several threads")
+
+    def add(self, variable: Any, replica_id: int) -> None:
+        """A replica has made a variable.
+
+        Raises:
+            ContextError: if another replica made one of this shape and dtype too.
+        """
+        kind = (tuple(variable.shape), variable.dtype)
+        maker, path = self._makers.setdefault(kind, (replica_id, variable.path))
+        if maker != replica_id:
+            raise ContextError(
+                f"Replica {maker} made variable {path!r} in `run`, and replica "
+                f"{replica_id} made another one, {variable.path!r}, of the same shape "
+                f"{kind[0]} and dtype {kind[1]}. {MAKE_ONCE}"
+            )
+
+
+MAKE_ONCE = (
+    "A variable, layer, metric or optimizer is made once, for all replicas and all "
+    "runs: make it in `with strategy.scope():` before `run`, or in the first run only "
+    "(`if self.counter is None: self.counter = keras.Variable(0.0)`)."
+)
+
+
 class RunScope(keras.StatelessScope):
     """The values that one replica sees while `run` is under way.
 
@@ -80,6 +127,8 @@ class RunScope(keras.StatelessScope):
         copy: gives the value of a variable on this replica's device; None leaves
             the read to the variable itself.
         local_values: where on-read values are kept.
+        made: the variables that the replicas of the run make; None where that is
+            checked elsewhere.
     """
 
     def __init__(
@@ -87,9 +136,11 @@ class RunScope(keras.StatelessScope):
         replica: ReplicaContext,
         copy: Callable[[Any], Any],
         local_values: LocalValues,
+        made: MadeVariables | None = None,
     ):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.replica = replica
+        self.made = made
         self._copy = copy
         self._local_values = local_values
         self.updates: dict[int, tuple[Any, Any]] = {}
@@ -169,12 +220,12 @@ class RunScope(keras.StatelessScope):
         return self.replica.all_reduce("SUM", own)
 
 
-def is_under_way() -> bool:
-    """Whether code runs in a `RunScope`, or in a scope that Keras opened in one."""
+def current() -> RunScope | None:
+    """The innermost `RunScope`, through scopes that Keras opened in it; or None."""
     scope = keras_compat.current_stateless_scope()
     while scope is not None and not isinstance(scope, RunScope):
         scope = scope.original_scope
-    return scope is not None
+    return scope
 
 
 def _mean_dtype(variable: Any) -> str:

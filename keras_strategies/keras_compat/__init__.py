@@ -113,6 +113,7 @@ from keras_strategies.keras_compat.sending import (
 from keras_strategies.keras_compat.state import (
     build_optimizer_without_values,
     current_stateless_scope,
+    deferred_variables,
     forgetting_deferred_variables,
     has_deferred_variables,
     initialize_deferred_variables,
@@ -178,6 +179,7 @@ __all__ = [
     "clip_gradients",
     "container_state",
     "current_stateless_scope",
+    "deferred_variables",
     "distribution_class",
     "element_spec",
     "epoch_iterator",

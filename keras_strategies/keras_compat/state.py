@@ -101,6 +101,16 @@ def forgetting_deferred_variables() -> Iterator[None]:
         global_state.set_global_attribute("uninitialized_variables", before)
 
 
+def deferred_variables() -> list[Any]:
+    """The variables that were made in a stateless scope and wait for their values.
+
+    Keras 3.15: the global attribute "uninitialized_variables".
+    """
+    from keras.src.backend.common import global_state
+
+    return list(global_state.get_global_attribute("uninitialized_variables", []))
+
+
 def initialize_deferred_variables(scope_of: Callable[[Any], Any]) -> bool:
     """Gives variables that were made in a stateless scope their values.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ def hook_tensorflow(
     on_replica: Callable[[], bool],
     has_several_devices: Callable[[Any], bool],
     initialize: Callable[[Any, Callable[[Any], None], Any], None],
+    outside_replicas: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
     """Tells Keras what it cannot see of replicas; later calls do nothing.
 
@@ -21,14 +23,19 @@ def hook_tensorflow(
         has_several_devices: whether a model is trained on several devices.
         initialize: `initialize(variable, original, value)`, called instead of
             `original(value)`, which makes the `tf.Variable` of a variable.
+        outside_replicas: gives the context in which TensorFlow's default strategy is
+            the current one.
 
     Keras 3.15: `scale_loss_for_distribution` and its inverse divide by the number
     of replicas in a `tf.distribute` strategy; where `on_replica()`, losses are of
     the replica's rows already. `Trainer._resolve_auto_jit_compile` chooses XLA on
     accelerators, which cannot compile a program for several of them.
     `Variable._initialize` makes the `tf.Variable`, at once or later.
+    `TFOptimizer.__init__` takes the current `tf.distribute` strategy as the one of its
+    slots.
     """
     from keras.src.backend import Variable
+    from keras.src.backend.tensorflow.optimizer import TFOptimizer
     from keras.src.losses import loss
 
     Trainer = base_trainer()
@@ -55,7 +62,19 @@ def hook_tensorflow(
 
         return _initialize
 
+    def wrap_optimizer(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if not on_replica():
+                original(self, *args, **kwargs)
+                return
+            with outside_replicas():
+                original(self, *args, **kwargs)
+
+        return __init__
+
     if not is_patched(loss):
+        replace(TFOptimizer, "__init__", wrap_optimizer)
         replace(owner, "_initialize", wrap_initialize)
         replace(loss, "scale_loss_for_distribution", wrap_scale)
         replace(loss, "unscale_loss_for_distribution", wrap_scale)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement, TrainerAdapter, Workers
+from keras_strategies.context import check_results, check_returns
 from keras_strategies.errors import (
     ContextError,
     InvalidArgumentError,
@@ -225,11 +226,13 @@ class Strategy:
                 f"the function. Received: {type(args).__name__}. Write "
                 "`args=(value,)` for one argument."
             )
+        check_returns(fn, "run")
         replicas = range(self.replicas_here)
         own_args = [tuple(select_replica(i, list(args))) for i in replicas]
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
         with self.scope():
             results = self._backend.run_replicas(self, fn, own_args, own_kwargs)
+        check_results(results)
         return regroup(results)
 
     def reduce(

@@ -30,6 +30,8 @@ class StrategyHooks:
             return
         strategy = context.get_strategy()
         keras_compat.set_strategy(made, strategy)
+        if isinstance(made, keras.Variable):
+            _made_in_run(made)
         if (
             isinstance(made, keras.Variable)
             and run_scope.is_local(made)
@@ -44,8 +46,11 @@ class StrategyHooks:
 
     def creating(self) -> contextlib.AbstractContextManager[Any]:
         replica = context.current_replica()
-        if replica is None or not run_scope.is_under_way():
+        scope = None if replica is None else run_scope.current()
+        if replica is None or scope is None:
             return contextlib.nullcontext()
+        if scope.made is not None:
+            scope.made.begin()
         return replica.strategy.trainer.creating_variable()
 
     @contextlib.contextmanager
@@ -184,6 +189,13 @@ class StrategyHooks:
         ):
             return original(inputs, mask)
         return replica_moments(replica, layer, inputs, mask)
+
+
+def _made_in_run(variable: Any) -> None:
+    replica = context.current_replica()
+    scope = None if replica is None else run_scope.current()
+    if replica is not None and scope is not None and scope.made is not None:
+        scope.made.add(variable, replica.replica_id_in_sync_group)
 
 
 def _check_read_on_replica(variable: Any) -> None:

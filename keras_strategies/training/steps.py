@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies.backends import get_backend
+from keras_strategies.context import check_returns
 from keras_strategies.coordinator.pickling import remember_function
 
 
@@ -67,6 +68,7 @@ def function(
     """
     if fn is None:
         return lambda fn: function(fn, jit_compile=jit_compile)
+    check_returns(fn, "ks.function")
     original = fn
     compiled = get_backend().function(fn, jit_compile=jit_compile)
     if compiled is original:

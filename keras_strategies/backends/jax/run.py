@@ -27,7 +27,9 @@ from keras_strategies.backends.jax.closures import function_key
 from keras_strategies.backends.jax.devices import jax_device
 from keras_strategies.backends.jax.in_shards import Sharded
 from keras_strategies.backends.jax.layout import Layout
+from keras_strategies.backends.jax.replica_scope import MergeScope
 from keras_strategies.backends.jax.scopes import (
+    MAX_TRACES,
     ProgramScope,
     TraceScope,
     check_sees_all,
@@ -94,6 +96,12 @@ class JaxRun:
         """The replicas' results, inside of a trace."""
         scope = keras_compat.current_stateless_scope()
         root = scope.root if isinstance(scope, TraceScope) else None
+        if isinstance(scope, MergeScope):
+            raise ContextError(
+                "`run` was called in the function of a `merge_call`, inside another "
+                "`run`. On JAX replicas do not run inside replicas: call it after the "
+                "outer `run` has returned."
+            )
         if root is None:
             raise ContextError(
                 "`run` was called where JAX traces or differentiates a function that "
@@ -125,7 +133,7 @@ class JaxRun:
         columns: Columns,
     ) -> list[Any]:
         cells = self._known.get(key, {})
-        while True:
+        for _ in range(MAX_TRACES):
             body = Sharded(self, fn, columns, list(cells.values()))
             program = body.program()
             inputs = body.inputs(scope, root)
@@ -133,6 +141,11 @@ class JaxRun:
             if not body.missing:
                 break
             cells = {**cells, **body.missing}
+        else:
+            raise ContextError(
+                f"{fn!r} was traced {MAX_TRACES} times, and read variables in each "
+                "trace that it had not read in the ones before."
+            )
         if not cells:
             results = program(*inputs)
         if len(self._known) < 1000:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
 
 
+# Traces of one call, after which a function is refused. One or two find its state.
+MAX_TRACES = 100
+
+
 class Given:
     """Values of variables that a scope has in place of those around it.
 

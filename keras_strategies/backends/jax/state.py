@@ -26,10 +26,13 @@ from keras_strategies import keras_compat
 from keras_strategies.backends.jax.cells import Cell, VariableCell
 from keras_strategies.backends.jax.layout import Layout
 from keras_strategies.backends.jax.scopes import (
+    MAX_TRACES,
     MissingStateError,
     ProgramScope,
     is_stacked,
 )
+from keras_strategies.backends.run_scope import MAKE_ONCE
+from keras_strategies.errors import ContextError
 
 if TYPE_CHECKING:
     from keras_strategies.backends.jax.workers import JaxWorkers
@@ -67,6 +70,8 @@ class Program:
         # The variables that will come out new, for each of which a layout is needed.
         self._expected: list[Any] = []
         self._new_stacks: list[Cell] = []
+        # The variables that the last trace has made.
+        self._made: list[Any] = []
         self._jitted: Callable[..., Results] | None = None
         self.layout = Layout()
 
@@ -79,14 +84,20 @@ class Program:
             plain: arrays.
             parts: for each array that is split, the replicas' parts.
         """
-        while self._jitted is None:
-            self._discover(plain, parts)
-        try:
-            return self._run(plain, parts)
-        except MissingStateError as missing:
-            # The function took another way than in the traces before.
-            self._extend(missing.scope)
-            return self(plain, parts)
+        self._made = []
+        for _ in range(MAX_TRACES):
+            if self._jitted is None:
+                self._discover(plain, parts)
+                continue
+            try:
+                return self._run(plain, parts)
+            except MissingStateError as missing:
+                # The function took another way than in the traces before.
+                self._extend(missing.scope)
+        raise ContextError(
+            f"A function was traced {MAX_TRACES} times, and each trace read or made "
+            f"variables that the traces before had not. {MAKE_ONCE}"
+        )
 
     def _discover(self, plain: list[Any], parts: list[Sequence[Any]]) -> None:
         joined = [_joined_shape(own, self._replicas(own)) for own in parts]
@@ -104,6 +115,10 @@ class Program:
             scope = scopes[0]
         except MissingStateError as missing:
             scope = missing.scope
+        except Exception:
+            # What was built before the error can be used.
+            keras_compat.initialize_deferred_variables(_scope_of)
+            raise
         self._extend(scope)
 
     def _replicas(self, parts: Sequence[Any]) -> int:
@@ -112,7 +127,9 @@ class Program:
 
     def _extend(self, scope: ProgramScope) -> None:
         """Prepares the program for the state that a trace has met."""
-        made = keras_compat.initialize_deferred_variables(_scope_of)
+        made = keras_compat.deferred_variables()
+        keras_compat.initialize_deferred_variables(_scope_of)
+        self._check_made(made, scope)
         if self._workers is not None:
             _share([cell.variable for cell in scope.missing.values()])
         self._cells.update(scope.missing)
@@ -134,6 +151,20 @@ class Program:
                 layout.split,
             ),
         )
+
+    def _check_made(self, made: list[Any], scope: ProgramScope) -> None:
+        """Raises if a function makes its variables in each trace, for none to use."""
+        before, self._made = self._made, made
+        if not made or list(map(_kind, before)) != list(map(_kind, made)):
+            return
+        cells = (*scope.reads.values(), *scope.written.values())
+        used = {id(cell.variable) for cell in (*cells, *scope.missing.values())}
+        if not any(id(variable) in used for variable in before):
+            paths = ", ".join(repr(variable.path) for variable in made)
+            raise ContextError(
+                "A function that `run` or `ks.function` compiles makes new variables "
+                f"each time that it is traced: {paths}. {MAKE_ONCE}"
+            )
 
     def _trace(
         self,
@@ -211,6 +242,10 @@ class Program:
             cell.set(value)
         for cell, value in zip(self._new_stacks, stacks, strict=True):
             cell.set(value)
+
+
+def _kind(variable: Any) -> Any:
+    return (tuple(variable.shape), variable.dtype)
 
 
 def _variables(cells: Iterable[Cell]) -> list[Any]:

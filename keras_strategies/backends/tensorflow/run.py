@@ -23,7 +23,7 @@ from tensorflow.python.framework import ops as graph_ops
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
-from keras_strategies.backends.run_scope import LocalValues, RunScope
+from keras_strategies.backends.run_scope import LocalValues, MadeVariables, RunScope
 from keras_strategies.backends.tensorflow.devices import tf_device
 from keras_strategies.backends.tensorflow.function import (
     leave_to_python,
@@ -201,11 +201,12 @@ class TensorFlowRun:
     ) -> list[Any]:
         communicator = _RunCommunicator(self)
         tasks = []
+        made = MadeVariables()
         for i in range(len(args)):
             replica = context.ReplicaContext(
                 self.strategy, self.team.first + i, communicator
             )
-            scope = RunScope(replica, self._copier(i), self.local_values)
+            scope = RunScope(replica, self._copier(i), self.local_values, made)
             communicator.scopes.append(scope)
             device = self._devices[i]
             tasks.append(_task(fn, args[i], kwargs[i], replica, scope, device))

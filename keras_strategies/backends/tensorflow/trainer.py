@@ -23,6 +23,7 @@ from keras_strategies.backends.tensorflow.replicas import ReplicaEngine
 from keras_strategies.backends.tensorflow.run import (
     TensorFlowRun,
     creating_variables,
+    outside_engine,
     sum_gradients,
 )
 from keras_strategies.backends.tensorflow.steps import StepFunction
@@ -51,7 +52,9 @@ class TensorFlowTrainer(TrainerAdapter):
         self._call: TensorFlowDataParallelCall | None = None
         if not self.placement.is_single:
             self._call = TensorFlowDataParallelCall(strategy, self.engine)
-            keras_compat.hook_tensorflow(_on_replica, _has_several_devices, _initialize)
+            keras_compat.hook_tensorflow(
+                _on_replica, _has_several_devices, _initialize, outside_engine
+            )
         self.run = TensorFlowRun(strategy, self.engine)
         home = self.placement.variables
         # Several replicas get their rows from the step, each its own.

@@ -27,6 +27,13 @@ from keras_strategies.types import ReduceOp
 from keras_strategies.values import regroup, select_replica
 
 
+class _Thread(threading.local):
+    is_replica = False
+
+
+_thread = _Thread()
+
+
 class ReplicaThreads:
     """One thread for each replica, kept for the life of a strategy.
 
@@ -43,14 +50,19 @@ class ReplicaThreads:
         kernels = max(1, torch.get_num_threads() // cpus) if cpus else 0
 
         def prepare() -> None:
+            _thread.is_replica = True
             if kernels:
                 torch.set_num_threads(kernels)
 
-        self._pools = [
-            ThreadPoolExecutor(1, f"replica-{i}", initializer=prepare)
-            for i in range(len(devices))
-        ]
+        self._prepare = prepare
+        self._pools = self._make_pools()
         weakref.finalize(self, _shut_down, self._pools)
+
+    def _make_pools(self) -> list[ThreadPoolExecutor]:
+        return [
+            ThreadPoolExecutor(1, f"replica-{i}", initializer=self._prepare)
+            for i in range(len(self._devices))
+        ]
 
     def run(
         self,
@@ -86,9 +98,11 @@ class ReplicaThreads:
         if len(self._devices) == 1:
             # A thread of its own would only be waited for.
             return [replica(task, i) for i, task in enumerate(tasks)]
+        # In the function of a `merge_call`, the strategy's own threads are waiting.
+        pools = self._make_pools() if _thread.is_replica else self._pools
         futures: list[Future[Any]] = [
             pool.submit(replica, task, i)
-            for i, (pool, task) in enumerate(zip(self._pools, tasks, strict=False))
+            for i, (pool, task) in enumerate(zip(pools, tasks, strict=False))
         ]
         try:
             wait(futures)
@@ -96,6 +110,9 @@ class ReplicaThreads:
             communicator.fail(error)
             wait(futures)
             raise
+        finally:
+            if pools is not self._pools:
+                _shut_down(pools)
         if communicator.error is not None:
             raise communicator.error
         return [future.result() for future in futures]
@@ -236,6 +253,8 @@ class ThreadCommunicator(Communicator):
         self._counters = [itertools.count() for _ in devices]
         self._finished: set[int] = set()
         self.error: BaseException | None = None
+        #: bool, whether the replicas have met in a collective.
+        self.has_exchanged = False
 
     @property
     def team(self) -> Team:
@@ -314,6 +333,7 @@ class ThreadCommunicator(Communicator):
             self._pass_turn(replica_id)
             if not slot.missing:
                 del self._slots[key]
+                self.has_exchanged = True
                 slot.result = merge(slot.values) if merge else slot.values
                 slot.missing.add(-1)  # Marks the result as being there.
                 self._condition.notify_all()

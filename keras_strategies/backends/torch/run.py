@@ -12,7 +12,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
-from keras_strategies.backends.run_scope import LocalValues, RunScope
+from keras_strategies.backends.run_scope import (
+    LocalValues,
+    MadeVariables,
+    RunScope,
+    TurnsNeededError,
+)
 from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.random import RandomCalls
 from keras_strategies.backends.torch.replicas import (
@@ -21,6 +26,7 @@ from keras_strategies.backends.torch.replicas import (
     ThreadCommunicator,
 )
 from keras_strategies.backends.torch.variables import ReplicaVariables
+from keras_strategies.errors import ContextError
 from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -95,20 +101,40 @@ class TorchRun:
     ) -> list[Any]:
         owner = _owner(fn)
         # In its first run a function may build models: once, and not in a race.
-        communicator = _RunCommunicator(self, takes_turns=owner not in self._has_run)
+        in_turns = owner not in self._has_run or len(args) == 1
+        communicator = _RunCommunicator(self, in_turns)
+        try:
+            results = self._run(fn, args, kwargs, owner, communicator)
+        except TurnsNeededError:
+            # It makes a variable in a later run: this one is begun again, in turns.
+            self._has_run.discard(owner)
+            communicator.check_restart(getattr(fn, "__qualname__", repr(fn)))
+            communicator = _RunCommunicator(self, takes_turns=True)
+            results = self._run(fn, args, kwargs, owner, communicator)
+        self._has_run.add(owner)
+        return results
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        owner: Any,
+        communicator: _RunCommunicator,
+    ) -> list[Any]:
         scopes: list[RunScope] = []
         tasks = []
+        made = MadeVariables(communicator.takes_turns)
         for i in range(len(args)):
             replica = context.ReplicaContext(
                 self.strategy, self.team.first + i, communicator
             )
-            scope = RunScope(replica, self._copier(i), self.local_values)
+            scope = RunScope(replica, self._copier(i), self.local_values, made)
             scopes.append(scope)
             tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
         communicator.scopes = scopes
         with self._random_calls.call(owner, None) as random:
             results = self._threads.run(tasks, communicator, random)
-        self._has_run.add(owner)
         self.commit(scopes)
         return results
 
@@ -172,9 +198,22 @@ class _RunCommunicator(ThreadCommunicator):
     def __init__(self, run: TorchRun, takes_turns: bool):
         super().__init__(run.placement.replicas, takes_turns, run.team)
         self._run = run
+        self.takes_turns = takes_turns
         self.scopes: list[RunScope] = []
+        self._has_merged = False
+
+    def check_restart(self, name: str) -> None:
+        """Raises unless all that the run has done so far can be done once more."""
+        met_workers = self.team.workers is not None and self.has_exchanged
+        if self._has_merged or met_workers:
+            raise ContextError(
+                f"{name!r} made a variable in a run that was not its first, after a "
+                "`merge_call` or `optimizer.apply`. On Torch replicas run side by side "
+                f"then. {run_scope.MAKE_ONCE}"
+            )
 
     def merged(self, merge_fn: Callable[[], Any]) -> Any:
+        self._has_merged = True
         placement = self._run.placement
         lead = str(torch_device(placement.variables))
         with keras_compat.outside_stateless_scopes(), keras.device(lead):
