@@ -12,9 +12,6 @@ from keras_strategies.collectives import (
 )
 from keras_strategies.context import (
     ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
@@ -24,12 +21,15 @@ from keras_strategies.coordinator.cluster_coordinator import (
     RemoteValue,
     get_current_worker_index,
 )
-from keras_strategies.coordinator.remote import Server
 from keras_strategies.coordinator.status import Status
 from keras_strategies.input.dataset import DistributedDataset, DistributedIterator
-from keras_strategies.input.model import DatasetCreator
 from keras_strategies.strategies.base import Strategy, ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
+from keras_strategies.strategies.current import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+)
 from keras_strategies.strategies.default import DefaultStrategy
 from keras_strategies.strategies.describe import Description
 from keras_strategies.strategies.devices import set_virtual_cpu_devices
@@ -40,12 +40,14 @@ from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategies.one_device import OneDeviceStrategy
 from keras_strategies.strategies.parameter_server import ParameterServerStrategy
 from keras_strategies.strategies.plan import Plan
+from keras_strategies.strategies.server import Server
 from keras_strategies.strategies.tpu import DeviceAssignment, TPUStrategy
 from keras_strategies.training.hooks import gradients_are_aggregated
 from keras_strategies.training.losses import (
     compute_average_loss,
     scale_regularization_loss,
 )
+from keras_strategies.training.model_input import DatasetCreator
 from keras_strategies.training.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,

@@ -39,13 +39,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# Set by the room of strategies, which stands below this one.
-_default_strategy: Callable[[], Strategy] | None = None
-
-
-def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
-    global _default_strategy
-    _default_strategy = factory
 
 
 class ReplicaContext:
@@ -190,14 +183,13 @@ def _frame() -> _Frame | None:
     return _thread.frames[-1] if _thread.frames else None
 
 
-def get_strategy() -> Strategy:
-    """The current strategy; the default one outside every scope."""
+def current_strategy() -> Strategy | None:
+    """The strategy of the innermost open scope or `run`; None outside of all.
+
+    `ks.get_strategy`, in a higher layer, returns the default strategy there.
+    """
     frame = _frame()
-    if frame is not None:
-        return frame.strategy
-    if _default_strategy is None:
-        raise ContextError("keras_strategies has not been imported completely.")
-    return _default_strategy()
+    return frame.strategy if frame is not None else None
 
 
 def has_strategy() -> bool:
@@ -205,17 +197,10 @@ def has_strategy() -> bool:
     return _frame() is not None
 
 
-def get_replica_context() -> ReplicaContext | None:
-    """The current replica's context; None in cross-replica context."""
-    frame = _frame()
-    if frame is not None:
-        return frame.replica
-    return get_strategy().default_replica_context
-
-
 def in_cross_replica_context() -> bool:
     """Whether code runs once for all replicas: in a scope, outside `run`."""
-    return get_replica_context() is None
+    frame = _frame()
+    return frame is not None and frame.replica is None
 
 
 def current_replica() -> ReplicaContext | None:
@@ -269,11 +254,11 @@ def _pushed(frame: _Frame) -> Iterator[None]:
         del _thread.frames[depth:]
 
 
-def experimental_set_strategy(strategy: Strategy | None) -> None:
+def set_strategy(strategy: Strategy | None) -> None:
     """Makes a strategy current until the next call, as an open scope would.
 
     Args:
-        strategy: a strategy, or None to go back to the default one.
+        strategy: a strategy, or None for none.
 
     Raises:
         RuntimeError: inside a scope.

@@ -30,6 +30,8 @@ COMMON = (
     "tests/cli",
     "tests/cluster",
     "tests/packaging",
+    # The hooks into Keras are installed in the same way on each backend.
+    "tests/test_entry_points.py",
     # Bytes on their way, and processes that meet: no backend has a part in it.
     "tests/parameter_server/test_channels.py",
     "tests/parameter_server/test_server.py",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from keras_strategies.backends.base import Backend
 from keras_strategies.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from keras_strategies.backends.parameter_server import Engine
 
 _BACKENDS = ("jax", "torch", "tensorflow")
 
@@ -36,7 +40,33 @@ def _load(name: str) -> Backend:
         from keras_strategies.backends.tensorflow import TensorFlowBackend
 
         return TensorFlowBackend()
-    raise InvalidArgumentError(
+    raise _unknown(name)
+
+
+def get_engine() -> Engine:
+    """The parameter-server engine of Keras's backend, imported when first used."""
+    name = backend_name()
+    if name == "jax":
+        from keras_strategies.backends.jax.parameter_server import ENGINE as jax_engine
+
+        return jax_engine
+    if name == "torch":
+        from keras_strategies.backends.torch.parameter_server import (
+            ENGINE as torch_engine,
+        )
+
+        return torch_engine
+    if name == "tensorflow":
+        from keras_strategies.backends.tensorflow.parameter_server import (
+            ENGINE as tensorflow_engine,
+        )
+
+        return tensorflow_engine
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
         f"Keras runs on the backend {name!r}, which has no strategies. Set the "
         f"environment variable KERAS_BACKEND to one of {', '.join(_BACKENDS)} "
         "before Keras is imported."

@@ -10,7 +10,6 @@ a row for each id, summed by the framework.
 from __future__ import annotations
 
 import abc
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends import backend_name
 
 #: A step: callable of a batch, which may use variables, apply optimizers and look up
 #: rows; returns what the coordinator is to get.
@@ -190,13 +188,6 @@ class Engine(abc.ABC):
             A callable of NumPy arrays that returns NumPy arrays. It may overwrite the
             arrays of `values` and `slots` and return them.
         """
-
-
-def get_engine() -> Engine:
-    """The engine of the backend that Keras runs on."""
-    name = f"keras_strategies.backends.{backend_name()}.parameter_server"
-    engine: Engine = importlib.import_module(name).ENGINE
-    return engine
 
 
 class Sink:

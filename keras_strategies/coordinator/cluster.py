@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.backends import get_engine
 from keras_strategies.coordinator import server as server_module
 from keras_strategies.coordinator.beats import start_beating
 from keras_strategies.coordinator.dispatch import Dispatcher

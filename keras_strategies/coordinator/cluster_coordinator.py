@@ -394,7 +394,7 @@ def get_current_worker_index() -> int | None:
 
     >>> coordinator.schedule(ks.get_current_worker_index).fetch()
     """
-    index: int | None = getattr(context.get_strategy(), "worker_index", None)
+    index: int | None = getattr(context.current_strategy(), "worker_index", None)
     return index
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.backends import get_engine
 from keras_strategies.coordinator.loss_scale import ScaleReport
 from keras_strategies.coordinator.ray_channel import HANDLER
 from keras_strategies.coordinator.snapshots import Snapshots

@@ -25,6 +25,7 @@ from keras_strategies.strategies import combine
 from keras_strategies.strategies.describe import Description, describe
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.plan import Plan, plan
+from keras_strategies.training.hooks import install_hooks
 from keras_strategies.types import InputContext, InputOptions, ReduceOp
 from keras_strategies.values import (
     DistributedValues,
@@ -35,14 +36,6 @@ from keras_strategies.values import (
 
 if TYPE_CHECKING:
     from keras_strategies.collectives import CrossDeviceOps
-
-# Called with the first strategy; the room of training sets it, which stands below.
-_on_first_use: list[Callable[[], None]] = []
-
-
-def on_first_use(callback: Callable[[], None]) -> None:
-    """Calls `callback` before the first strategy is made."""
-    _on_first_use.append(callback)
 
 
 @dataclass(frozen=True)
@@ -79,8 +72,7 @@ class Strategy:
         sync_batch_norm: bool = True,
         always_split: bool = False,
     ):
-        for callback in _on_first_use:
-            callback()
+        install_hooks()
         self._backend = get_backend()
         self._placement = placement
         self._cross_device_ops = cross_device_ops
@@ -457,8 +449,8 @@ class Strategy:
         if context.current_replica() is not None:
             raise ContextError(
                 f"`{method}` was called inside a replica function of "
-                f"{context.get_strategy()!r}, where code runs on each replica. Call "
-                "it outside of `run`; inside, `ks.get_replica_context()` has "
+                f"{context.current_strategy()!r}, where code runs on each replica. "
+                "Call it outside of `run`; inside, `ks.get_replica_context()` has "
                 "`all_reduce`, `all_gather` and `merge_call`."
             )
 

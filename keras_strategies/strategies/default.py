@@ -104,10 +104,11 @@ class DefaultStrategy(Strategy):
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Does nothing; inside another strategy's scope it is a `RuntimeError`."""
-        if context.has_strategy():
+        current = context.current_strategy()
+        if current is not None:
             raise MixedStrategyError(
                 "Mixing different strategies: the scope of the default strategy was "
-                f"opened where {context.get_strategy()!r} is current."
+                f"opened where {current!r} is current."
             )
         yield self
 
@@ -115,6 +116,3 @@ class DefaultStrategy(Strategy):
 @functools.cache
 def get_default_strategy() -> DefaultStrategy:
     return DefaultStrategy()
-
-
-context.set_default_strategy_factory(get_default_strategy)

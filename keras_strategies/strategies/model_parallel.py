@@ -28,7 +28,7 @@ from keras_strategies.layouts import (
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
 from keras_strategies.strategies.multi_worker import find_workers
-from keras_strategies.strategies.seeds import same_random_numbers
+from keras_strategies.training.seeds import same_random_numbers
 from keras_strategies.types import CommunicationOptions
 
 _AXES = (BATCH_AXIS, MODEL_AXIS)

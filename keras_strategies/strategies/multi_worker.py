@@ -20,7 +20,7 @@ from keras_strategies.cluster.torchrun import TorchrunClusterResolver
 from keras_strategies.errors import ClusterError, InvalidArgumentError
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
-from keras_strategies.strategies.seeds import same_random_numbers
+from keras_strategies.training.seeds import same_random_numbers
 from keras_strategies.types import CommunicationOptions
 
 #: Seconds that workers wait for one another where nothing else is said.
@@ -183,11 +183,6 @@ def _job(addresses: list[str], resolver: ClusterResolver) -> str:
     found = [os.environ.get(name, "") for name in names]
     count = str(resolver.num_workers)
     return "|".join([addresses[0], count, *found])
-
-
-def current_group() -> WorkerGroup | None:
-    """The workers that this process has met; None where it is alone."""
-    return next((workers.group for workers in _joined.values()), None)
 
 
 def leave_cluster() -> None:

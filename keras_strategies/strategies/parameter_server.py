@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from keras_strategies import keras_compat
+from keras_strategies import context, keras_compat
+from keras_strategies.backends import get_engine
 from keras_strategies.backends.base import Placement, TrainerAdapter, VariableCopy
-from keras_strategies.backends.parameter_server import get_engine
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.local import LocalClusterResolver
 from keras_strategies.cluster.resolver import ClusterResolver
@@ -22,7 +22,7 @@ from keras_strategies.coordinator.cluster import (
     worker_process,
 )
 from keras_strategies.coordinator.registry import Registry
-from keras_strategies.coordinator.remote import cluster_keys
+from keras_strategies.coordinator.secret import cluster_keys
 from keras_strategies.coordinator.servers import check_channel
 from keras_strategies.coordinator.worker import Worker
 from keras_strategies.devices import Device
@@ -344,14 +344,10 @@ class WorkerStrategy(Strategy):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        from keras_strategies import context
-
         with context.cross_replica(self):
             yield self
 
 
 def worker_main(**arguments: Any) -> None:
     """A worker's process."""
-    # The hooks into Keras stand below this room.
-    importlib.import_module("keras_strategies.api")
     worker_process(**arguments, make_strategy=WorkerStrategy)

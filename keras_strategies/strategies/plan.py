@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies import keras_compat
+from keras_strategies.backends.abstract_scope import AbstractScope
 from keras_strategies.backends.base import StepCost, itemsize
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
@@ -21,13 +22,6 @@ if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
 
 _HEADER = ("variable", "shape", "dtype", "layout", "bytes per device")
-
-
-class AbstractScope(keras.StatelessScope):
-    """Variables that are made inside have shapes, and never values."""
-
-    def __init__(self) -> None:
-        super().__init__(initialize_variables=False)
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,32 @@ import keras
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import get_backend, run_scope
+from keras_strategies.backends.abstract_scope import AbstractScope
 from keras_strategies.backends.run_scope import RunScope
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
-from keras_strategies.input.model import model_arguments, on_first_dataset
 from keras_strategies.input.sharding import check_batch
-from keras_strategies.strategies.base import on_first_use
-from keras_strategies.strategies.plan import AbstractScope
 from keras_strategies.training import workers
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.files import read_seeds, replacing
+from keras_strategies.training.model_input import model_arguments
+
+
+def install_hooks() -> None:
+    """Hooks Keras's models, layers and optimizers, once for the process.
+
+    Strategies and `DatasetCreator` call it when they are made, so that nothing depends
+    on which module was imported, or in which order.
+    """
+    keras_compat.install(StrategyHooks())
 
 
 class StrategyHooks:
     """What Keras models do because there are strategies (`ModelHooks`)."""
 
     def created(self, made: Any) -> None:
-        if not context.has_strategy():
+        strategy = context.current_strategy()
+        if strategy is None:
             return
-        strategy = context.get_strategy()
         keras_compat.set_strategy(made, strategy)
         if isinstance(made, keras.Variable):
             _made_in_run(made)
@@ -41,8 +49,9 @@ class StrategyHooks:
             keras_compat.guard_value(made, _check_read_on_replica)
 
     def making(self, variable: Any) -> None:
-        if context.has_strategy():
-            context.get_strategy().trainer.making(variable)
+        strategy = context.current_strategy()
+        if strategy is not None:
+            strategy.trainer.making(variable)
 
     def creating(self) -> contextlib.AbstractContextManager[Any]:
         replica = context.current_replica()
@@ -57,13 +66,14 @@ class StrategyHooks:
     def method(self, model: Any, name: str) -> Iterator[None]:
         strategy = keras_compat.strategy_of(model)
         if strategy is None:
-            if context.has_strategy() and not context.current_replica():
+            current = context.current_strategy()
+            if current is not None and not context.current_replica():
                 raise ModelScopeError(
-                    f"`{name}` was called inside the scope of "
-                    f"{context.get_strategy()!r} on model {model.name!r}, which was "
-                    "made outside of it, so its variables are not where the strategy "
-                    "keeps them. Move the lines that make and compile the model into "
-                    "`with strategy.scope():`; `fit` may stay where it is."
+                    f"`{name}` was called inside the scope of {current!r} on model "
+                    f"{model.name!r}, which was made outside of it, so its variables "
+                    "are not where the strategy keeps them. Move the lines that make "
+                    "and compile the model into `with strategy.scope():`; `fit` may "
+                    "stay where it is."
                 )
             yield
             return
@@ -75,7 +85,8 @@ class StrategyHooks:
             yield
 
     def input_made(self, adapter: Any) -> None:
-        if context.get_strategy().num_replicas_in_sync > 1:
+        strategy = context.current_strategy()
+        if strategy is not None and strategy.num_replicas_in_sync > 1:
             spec = keras_compat.element_spec(adapter)
             if spec is not None:
                 check_batch(spec)
@@ -247,7 +258,3 @@ def gradients_are_aggregated() -> Iterator[None]:
         yield
     finally:
         _aggregation.done = previous
-
-
-on_first_use(lambda: keras_compat.install(StrategyHooks()))
-on_first_dataset(lambda: keras_compat.install(StrategyHooks()))

@@ -58,9 +58,10 @@ def compute_average_loss(
 def _global_rows(loss: Any, given: Any) -> Any:
     if given is None:
         rows = ops.cast(ops.shape(loss)[0], loss.dtype)
-        replica = context.get_replica_context()
-        assert replica is not None
-        total = replica.all_reduce("SUM", ops.convert_to_tensor(rows))
+        total = ops.convert_to_tensor(rows)
+        replica = context.current_replica()
+        if replica is not None:
+            total = replica.all_reduce("SUM", total)
         # No rows on any replica: an empty sum, not a division by zero.
         return ops.maximum(total, 1)
     is_tensor = ops.is_tensor(given)
@@ -91,7 +92,8 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     losses = keras.tree.flatten(regularization_loss)
     if not losses:
         return ops.zeros((), dtype=keras.config.floatx())
-    count = context.get_strategy().num_replicas_in_sync
+    replica = context.current_replica()
+    count = 1 if replica is None else replica.num_replicas_in_sync
     return sum(ops.sum(ops.convert_to_tensor(loss)) for loss in losses) / count
 
 

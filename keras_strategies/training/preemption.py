@@ -19,10 +19,9 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends import get_backend
-from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group import WorkerGroup, current_group
 from keras_strategies.errors import ContextError, InvalidArgumentError
-from keras_strategies.strategies.multi_worker import current_group
-from keras_strategies.strategies.seeds import random_numbers, set_random_numbers
+from keras_strategies.training.seeds import random_numbers, set_random_numbers
 
 #: The exit code after a save, by which a launcher knows that it is to start again.
 RESTART_EXIT_CODE = 42

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -12,8 +12,10 @@ import numpy as np
 from keras_strategies import keras_compat
 from keras_strategies.backends.base import Workers
 from keras_strategies.errors import ClusterError, InvalidArgumentError, WorkerError
-from keras_strategies.strategies.base import Strategy
-from keras_strategies.strategies.seeds import same_random_numbers
+from keras_strategies.training.seeds import same_random_numbers
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
 
 # Their files are the chief's to write and read; they decide nothing.
 _WRITERS = (

@@ -17,8 +17,8 @@ LAYERS = (
     ("backends.base",),
     ("backends", "collectives", "context"),
     ("variables", "input", "coordinator"),
-    ("strategies",),
     ("training",),
+    ("strategies",),
     ("__init__", "__main__", "api", "experimental", "cli"),
 )
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}

@@ -131,7 +131,8 @@ class FakeCommunicator(Communicator):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        strategy = context.get_strategy()
+        strategy = context.current_strategy()
+        assert strategy is not None
         with context.merged_replicas(strategy):
             return merge_fn(strategy, *args, **kwargs)
 

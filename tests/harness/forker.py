@@ -69,11 +69,16 @@ class Forked:
 
 
 class Forker:
-    """Starts scripts; closing it kills those that are left."""
+    """Starts scripts; closing it kills those that are left.
 
-    def __init__(self) -> None:
+    Args:
+        imports_strategies: bool, whether scripts find `keras_strategies` imported;
+            False for scripts that test the order of its imports.
+    """
+
+    def __init__(self, imports_strategies: bool = True) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.forker"],
+            [sys.executable, "-m", "harness.forker", str(int(imports_strategies))],
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -170,10 +175,11 @@ def _reap(logs: dict[int, Path]) -> None:
 def _main() -> None:
     import keras
 
-    import keras_strategies as ks
+    if sys.argv[1] == "1":
+        import keras_strategies as ks
 
+        assert ks.MultiWorkerMirroredStrategy
     # What imports more when it is first used; saving looks for TensorFlow.
-    assert ks.MultiWorkerMirroredStrategy
     keras.saving.serialize_keras_object(keras.layers.Dense(1))
     assert len(os.listdir("/proc/self/task")) == 1, "forks need a single thread"
     # A fork would copy all this memory when it collects garbage at its end.

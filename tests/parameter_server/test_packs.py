@@ -8,7 +8,7 @@ import pytest
 from keras import optimizers
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import get_engine
+from keras_strategies.backends import get_engine
 from keras_strategies.coordinator.store import Store
 from keras_strategies.coordinator.updates import OptimizerSpec, Updater
 

@@ -298,8 +298,7 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if in_trace():
             return fn(*args, **kwargs)
-        strategy = context.get_strategy() if context.has_strategy() else None
-        return compiled(args, kwargs, Same(strategy))
+        return compiled(args, kwargs, Same(context.current_strategy()))
 
     return wrapped
 

@@ -184,8 +184,8 @@ def _has_several_devices(model: Any) -> bool:
 
 def _initialize(variable: Any, original: Callable[[Any], None], value: Any) -> None:
     strategy = keras_compat.strategy_of(variable)
-    if strategy is None and context.has_strategy():
-        strategy = context.get_strategy()
+    if strategy is None:
+        strategy = context.current_strategy()
     if strategy is None:
         original(value)
     else:

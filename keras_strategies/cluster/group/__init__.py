@@ -8,6 +8,6 @@ addresses, from which the engine is started, compare what has to be the same, an
 telling that they are alive. No tensor of a step goes this way.
 """
 
-from keras_strategies.cluster.group.worker_group import Loss, WorkerGroup
+from keras_strategies.cluster.group.worker_group import Loss, WorkerGroup, current_group
 
-__all__ = ["Loss", "WorkerGroup"]
+__all__ = ["Loss", "WorkerGroup", "current_group"]

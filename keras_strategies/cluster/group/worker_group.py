@@ -20,6 +20,13 @@ from keras_strategies.errors import ClusterError, WorkerError
 
 # Ports after the first one's that the hub may be at (see `WorkerGroup.join`).
 _MORE_PORTS = 16
+# The groups that this process is a member of; one, outside of tests.
+_joined: list[WorkerGroup] = []
+
+
+def current_group() -> WorkerGroup | None:
+    """The group of workers that this process has joined, or None."""
+    return _joined[0] if _joined else None
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,9 @@ class WorkerGroup:
             if hub is not None:
                 hub.close()
             raise
-        return cls(index, members, line, hub, timeout)
+        group = cls(index, members, line, hub, timeout)
+        _joined.append(group)
+        return group
 
     @property
     def own_host(self) -> str:
@@ -320,6 +329,8 @@ class WorkerGroup:
         if self._closed.is_set():
             return
         self._closed.set()
+        if self in _joined:
+            _joined.remove(self)
         self._line.send({"kind": "bye"})
         if self._hub is not None:
             # The others may still have something to say to it.

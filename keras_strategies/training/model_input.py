@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies import context
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset
@@ -18,14 +17,6 @@ from keras_strategies.input.feeds import PerReplicaFeed
 from keras_strategies.input.joined import WorkersSource, over_workers
 from keras_strategies.input.sources import Source, is_tf_data, source_of
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
-
-# Called with the first creator; the room of training sets it, which stands below.
-_on_first_dataset: list[Callable[[], None]] = []
-
-
-def on_first_dataset(callback: Callable[[], None]) -> None:
-    """Calls `callback` before the first `DatasetCreator` is made."""
-    _on_first_dataset.append(callback)
 
 
 class DatasetCreator:
@@ -74,8 +65,10 @@ class DatasetCreator:
                 "`input_options` is a ks.InputOptions. "
                 f"Received: {input_options!r} of type {type(input_options).__name__}"
             )
-        for callback in _on_first_dataset:
-            callback()
+        # `hooks` imports this module.
+        from keras_strategies.training.hooks import install_hooks
+
+        install_hooks()
         self.dataset_fn = dataset_fn
         self.input_options = input_options
 
@@ -185,9 +178,11 @@ def _model_input(
         if group is not None and not value.feed.is_global:
             source = WorkersSource(source, group)
     elif isinstance(value, DatasetCreator):
-        strategy = strategy or context.get_strategy()
-        local_replicas = len(strategy.placement.replicas)
-        source = value.source(strategy.input_context(), local_replicas)
+        if strategy is None:
+            source = value.source(InputContext(1, 0, 1), 1)
+        else:
+            local_replicas = len(strategy.placement.replicas)
+            source = value.source(strategy.input_context(), local_replicas)
         if group is not None:
             source = WorkersSource(source, group)
     elif is_tf_data(value):

@@ -1,42 +1,20 @@
-"""Clusters whose processes others start, at addresses that `TF_CONFIG` names."""
+"""`Server`: a worker or parameter server of a cluster that `TF_CONFIG` describes."""
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.cluster.environment import SECRET
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.spec import (
     ClusterSpec,
     check_parameter_server_cluster,
 )
 from keras_strategies.coordinator.cluster import server_process
+from keras_strategies.coordinator.secret import cluster_keys
 from keras_strategies.coordinator.snapshots import check_folder
-from keras_strategies.coordinator.transport import Keys
-from keras_strategies.errors import ClusterError, InvalidArgumentError
-
-_LEAST_CHARACTERS = 16
-
-
-def cluster_keys() -> Keys:
-    """The keys of this process's cluster.
-
-    Raises:
-        ValueError: if the secret is not set.
-    """
-    secret = os.environ.get(SECRET, "")
-    if len(secret) < _LEAST_CHARACTERS:
-        raise InvalidArgumentError(
-            f"The environment variable {SECRET} has {len(secret)} characters. Tasks "
-            "send each other code, so they prove by a secret that they belong "
-            f"together: set it to the same {_LEAST_CHARACTERS} characters or more for "
-            'all tasks, for example to what `python -c "import secrets; '
-            'print(secrets.token_hex())"` prints.'
-        )
-    return Keys.from_secret(secret)
+from keras_strategies.errors import ClusterError
+from keras_strategies.strategies.parameter_server import worker_main
 
 
 class Server:
@@ -134,9 +112,7 @@ class Server:
                 patience=self._patience,
             )
             return
-        # The worker's strategy stands below this room.
-        module = importlib.import_module("keras_strategies.strategies.parameter_server")
-        module.worker_main(
+        worker_main(
             index=self._index,
             incarnation=0,
             control=control,

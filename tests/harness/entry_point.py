@@ -1,0 +1,49 @@
+"""Script: trains a layer after the code in its first argument, which may set
+
+- `s`, the strategy whose scope the model is made in; and
+- `data`, what `fit` gets instead of the rows of this worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+
+X = np.arange(6, dtype="float32").reshape(3, 2)
+Y = np.array([[1.0], [2.0], [4.0]], "float32")
+# One step of SGD from zeros on all three rows.
+EXPECTED = 0.1 * 2 / 3 * X.T @ Y
+
+
+def fit(model: Any, data: Any) -> None:
+    if data is None:
+        model.fit(X, Y, batch_size=3, verbose=0)
+    else:
+        model.fit(data, verbose=0)
+
+
+def main(code: str) -> None:
+    assert "keras_strategies" not in sys.modules
+    given: dict[str, Any] = {"X": X, "Y": Y}
+    exec(code, given)
+    s = given.get("s")
+    with s.scope() if s is not None else contextlib.nullcontext():
+        dense = keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)
+        model = keras.Sequential([dense])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    fit(model, given.get("data"))
+    kernel = keras.ops.convert_to_numpy(dense.kernel)
+    np.testing.assert_allclose(kernel, EXPECTED, rtol=1e-5)
+    found = {"kernel": repr(dense.kernel)}
+    if s is not None:
+        found["owns"] = s.owns(model) and s.created(dense.kernel)
+    print("FOUND", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

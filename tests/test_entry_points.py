@@ -1,0 +1,129 @@
+"""Every public way to a strategy gives one that trains, in a process of its own.
+
+What has been imported, and in which order, must not matter: Keras is hooked when a
+strategy is made. Each script is forked from a process that has imported Keras and
+nothing of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import entry_point
+from harness.forker import Forked, Forker
+
+from keras_strategies.cluster.local import free_addresses
+
+SECONDS = 120.0
+TWO = "['cpu:0', 'cpu:1']"
+CORES = "[['cpu:0'], ['cpu:1']]"
+# The module of each strategy, and arguments for one on CPUs.
+STRATEGIES = {
+    "OneDeviceStrategy": ("one_device", "'cpu:0'"),
+    "MirroredStrategy": ("mirrored", TWO),
+    "CentralStorageStrategy": ("central_storage", TWO),
+    "MultiWorkerMirroredStrategy": ("multi_worker", f"devices={TWO}"),
+    "ModelParallelStrategy": ("model_parallel", f"devices={TWO}"),
+    "TPUStrategy": ("tpu", f"None, A({CORES})"),
+}
+EXPERIMENTAL = ("CentralStorageStrategy", "MultiWorkerMirroredStrategy", "TPUStrategy")
+ASSIGNMENT = "from keras_strategies.strategies.tpu import DeviceAssignment as A; "
+CREATOR = "ks.DatasetCreator(lambda context: [(X, Y)])"
+
+
+def ways_to_strategies() -> Iterator[str]:
+    """Scripts that set `s`."""
+    for name, (module, arguments) in STRATEGIES.items():
+        call = f"{name}({arguments})"
+        before = ASSIGNMENT if "A(" in arguments else ""
+        yield f"{before}import keras_strategies as ks; s = ks.{call}"
+        path = f"keras_strategies.strategies.{module}"
+        yield f"{before}import {path} as m; s = m.{call}"
+        if name in EXPERIMENTAL:
+            yield f"{before}import keras_strategies as ks; s = ks.experimental.{call}"
+            way = f"from keras_strategies.experimental import {name}; s = {call}"
+            yield before + way
+
+
+MIRRORED = f"s = ks.MirroredStrategy({TWO})"
+CENTRAL = f"s = ks.experimental.CentralStorageStrategy({TWO})"
+ORDERS = [
+    f"import keras_strategies as ks; data = {CREATOR}",
+    f"import keras_strategies as ks; data = {CREATOR}; {CENTRAL}",
+    f"import keras_strategies.training.model_input as ks; data = {CREATOR}",
+    f"import keras_strategies as ks; assert not ks.has_strategy(); {CENTRAL}",
+    f"import keras_strategies.context as c; assert not c.has_strategy(); "
+    f"import keras_strategies as ks; {CENTRAL}",
+    f"import keras_strategies as ks; ks.get_strategy(); {CENTRAL}",
+    f"import keras_strategies as ks; ks.experimental.coordinator; {CENTRAL}",
+    f"import keras_strategies.coordinator; import keras_strategies as ks; {CENTRAL}",
+    f"import keras_strategies.api; import keras_strategies as ks; {MIRRORED}",
+    f"import keras_strategies.training.hooks; import keras_strategies as ks; {CENTRAL}",
+    f"from keras_strategies import *; import keras_strategies as ks; {MIRRORED}",
+]
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    with Forker(imports_strategies=False) as forker:
+        yield forker
+
+
+def start(forker: Forker, log: Path, code: str, **environment: str) -> Forked:
+    return forker.start(log, entry_point.__file__, code, **environment)
+
+
+def result(script: Forked) -> dict[str, Any]:
+    code, _ = script.wait(SECONDS)
+    text = script.text()
+    assert code == 0, text
+    line = re.search("^FOUND (.*)$", text, re.MULTILINE)
+    assert line, text
+    return dict(json.loads(line[1]))
+
+
+@pytest.mark.parametrize("code", list(ways_to_strategies()))
+def test_strategy_trains_its_models(forker: Forker, tmp_path: Path, code: str) -> None:
+    found = result(start(forker, tmp_path / "log", code))
+    assert found["owns"], found
+
+
+@pytest.mark.parametrize("code", ORDERS)
+def test_order_of_names_does_not_matter(
+    forker: Forker, tmp_path: Path, code: str
+) -> None:
+    found = result(start(forker, tmp_path / "log", code))
+    assert found.get("owns", "s = " not in code), found
+
+
+def test_workers_train_together(forker: Forker, tmp_path: Path) -> None:
+    code = (
+        "import keras_strategies as ks; s = ks.experimental.MultiWorkerMirroredStrategy"
+        "(devices=['cpu:0']); import numpy as np\n"
+        # Each worker has one or two rows of the three.
+        "i = s.cluster_resolver.task_id; part = slice(2 * i, 2 + i)\n"
+        "data = ks.DatasetCreator(lambda context: [(X[part], Y[part])])"
+    )
+    addresses = free_addresses(2)
+    scripts = []
+    for index in range(2):
+        task = {"type": "worker", "index": index}
+        config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+        log = tmp_path / f"worker{index}.log"
+        scripts.append(start(forker, log, code, TF_CONFIG=config))
+    assert [result(script)["owns"] for script in scripts] == [True, True]
+
+
+def test_parameter_servers_train(forker: Forker, tmp_path: Path) -> None:
+    code = (
+        "import keras_strategies as ks; from keras_strategies.cluster import local\n"
+        "s = ks.experimental.ParameterServerStrategy(local.LocalClusterResolver(1, 1))"
+    )
+    found = result(start(forker, tmp_path / "log", code))
+    assert found["owns"], found
+    assert "on ps:0" in found["kernel"]
