@@ -15,12 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from keras_strategies.collectives.options import (
+    all_reduce_in_packs,
+    call_options,
+    gather_options,
+)
 from keras_strategies.errors import (
     ContextError,
     InvalidArgumentError,
     MixedStrategyError,
 )
-from keras_strategies.types import ReduceOp
+from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.backends.base import Communicator
@@ -98,30 +103,57 @@ class ReplicaContext:
         """bool, whether batch normalization uses the global batch."""
         return self._strategy.sync_batch_norm
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
         """Reduces a structure of tensors over all replicas, for all of them.
 
         Args:
             reduce_op: `ReduceOp` or its name.
             value: a structure of tensors, with the same shapes on each replica.
+            options: `CommunicationOptions`, or None for those of the strategy.
+                `bytes_per_pack` is the size of this call's messages; the engine and
+                its timeout are the strategy's, which the options may only repeat.
 
         Returns:
             The structure, reduced. Its gradient is the same all-reduce.
+
+        Raises:
+            ValueError: for an unknown operation, or options that the call cannot have.
         """
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
+        if options is not None:
+            size = call_options(options, self._strategy.workers).bytes_per_pack
+            if size:
+                return all_reduce_in_packs(
+                    self._communicator, self._replica_id, op, value, size
+                )
         return self._communicator.all_reduce(self._replica_id, op, value)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None
+    ) -> Any:
         """Concatenates a structure of tensors over all replicas, for all of them.
 
         Args:
             value: a structure of tensors; lengths may differ along `axis` only.
             axis: int, the axis to concatenate along.
+            options: `CommunicationOptions` that repeat the strategy's engine and
+                timeout, or None. Each tensor travels on its own, so that
+                `bytes_per_pack` is refused.
 
         Returns:
             The structure, concatenated in replica order; differentiable.
+
+        Raises:
+            ValueError: for options that the call cannot have.
         """
+        if options is not None:
+            gather_options(options, self._strategy.workers)
         return self._communicator.all_gather(self._replica_id, value, axis)
 
     def merge_call(

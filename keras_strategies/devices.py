@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from keras_strategies.errors import (
     DuplicateDeviceError,
@@ -19,11 +20,11 @@ KINDS = ("cpu", "gpu", "tpu", "mps", "xpu")
 # torch says "cuda" (and "hip" builds say it too) where Keras says "gpu".
 _ALIASES = {"cuda": "gpu", "xla_gpu": "gpu", "xla_cpu": "cpu"}
 
-# "gpu", "gpu:0", "/gpu:0", "GPU:0", "/device:GPU:0" and
+# "gpu", "gpu:0", "/gpu:0", "GPU:0", "/device:GPU:0", "/physical_device:GPU:0" and
 # "/job:localhost/replica:0/task:0/device:GPU:0".
 _NAME = re.compile(
     r"""^(?:/job:[\w-]+)?(?:/replica:\d+)?(?:/task:\d+)?   # a TensorFlow prefix
-        /?(?:device:)?
+        /?(?:(?:physical_)?device:)?
         (?P<kind>[a-z_]+)(?::(?P<index>\d+|\*))?$""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -45,7 +46,9 @@ def parse_device(name: object) -> Device:
 
     Args:
         name: str, `"gpu:1"`, `"GPU:1"`, `"/gpu:1"`, `"cuda:1"`, `"gpu"` (which
-            is `"gpu:0"`), or a full TensorFlow name; or a `Device`.
+            is `"gpu:0"`), or a full TensorFlow name; a `Device`; or a framework's
+            device object: a `torch.device`, `jax.Device`, `tf.config.LogicalDevice`
+            or `tf.config.PhysicalDevice`.
 
     Returns:
         A `Device`.
@@ -58,7 +61,8 @@ def parse_device(name: object) -> Device:
     """
     if isinstance(name, Device):
         return name
-    match = _NAME.match(name.strip()) if isinstance(name, str) else None
+    text = _name_of_object(name)
+    match = _NAME.match(text.strip()) if text is not None else None
     if match:
         kind = match["kind"].lower()
         kind = _ALIASES.get(kind, kind)
@@ -67,13 +71,55 @@ def parse_device(name: object) -> Device:
             return Device(kind, int(index))
     raise InvalidArgumentError(
         f"{name!r} is not a device name. Use a kind and an index, as in "
-        f"'gpu:0' or '/job:localhost/replica:0/task:0/device:GPU:0'; "
-        f"kinds are {', '.join(KINDS)}."
+        f"'gpu:0' or '/job:localhost/replica:0/task:0/device:GPU:0', or a device "
+        f"object of the framework; kinds are {', '.join(KINDS)}."
     )
 
 
+def is_device(value: object) -> bool:
+    """Whether a value is the name of a device, or an object that stands for one."""
+    return isinstance(value, Device) or _name_of_object(value) is not None
+
+
+def _name_of_object(value: object) -> str | None:
+    """The name in a string or in a framework's device object; None for others.
+
+    No framework is imported for it, so objects are recognized by what they have.
+    """
+    if isinstance(value, str):
+        return value
+    module = type(value).__module__.partition(".")[0]
+    if module == "torch" and type(value).__name__ == "device":
+        return str(value)  # "cuda:1"
+    if module == "tensorflow" and hasattr(value, "device_type"):
+        return str(value.name)  # type: ignore[attr-defined]  # "/device:CPU:0"
+    if hasattr(value, "platform") and hasattr(value, "client"):
+        return _name_of_jax_device(value)
+    return None
+
+
+def _name_of_jax_device(device: Any) -> str:
+    # The index counts the devices of one process, and `id` those of all.
+    local = list(device.client.local_devices())
+    if device not in local:
+        raise UnknownDeviceError(
+            f"{device!r} is a device of another process. Name devices of this one: "
+            f"{', '.join(map(repr, local))}."
+        )
+    return f"{device.platform}:{local.index(device)}"
+
+
+def as_devices(devices: object) -> list[Device]:
+    """Reads one device or an iterable of devices, names and objects alike."""
+    if is_device(devices):
+        return [parse_device(devices)]
+    if not isinstance(devices, Iterable):
+        parse_device(devices)  # It raises, and says what a device is.
+    return [parse_device(device) for device in devices]  # type: ignore[attr-defined]
+
+
 def check_devices(
-    names: Iterable[object], available: Sequence[Device], *, what: str = "devices"
+    names: object, available: Sequence[Device], *, what: str = "devices"
 ) -> tuple[Device, ...]:
     """Reads a list of device names and holds it against what exists.
 
@@ -89,9 +135,7 @@ def check_devices(
         ValueError: for an empty list, a name that is not one, a device that
             does not exist or one named twice. The message lists what exists.
     """
-    if isinstance(names, str):
-        names = [names]
-    devices = tuple(parse_device(name) for name in names)
+    devices = tuple(as_devices(names))
     exist = ", ".join(str(device) for device in available)
     if not devices:
         raise InvalidArgumentError(

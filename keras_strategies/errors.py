@@ -11,6 +11,7 @@ Every class is also a built-in exception, so that code written for
     │   ├── GatherError                        values that cannot be concatenated
     │   ├── LayoutError                        a variable that cannot be cut like that
     │   └── ClusterError                       a cluster that cannot be as described
+    ├── InvalidTypeError (TypeError)           an argument of the wrong type
     ├── CheckpointError (ValueError)           a checkpoint that is not there or other
     ├── InputError (RuntimeError)              input that cannot be read again
     ├── OutOfRangeError (IndexError)           an iterator without another batch
@@ -43,6 +44,10 @@ class KerasStrategiesError(Exception):
 
 class InvalidArgumentError(KerasStrategiesError, ValueError):
     """An argument has a value or a type that cannot be right."""
+
+
+class InvalidTypeError(KerasStrategiesError, TypeError):
+    """An argument is of a type that cannot be right."""
 
 
 class UnknownDeviceError(InvalidArgumentError):

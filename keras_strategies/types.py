@@ -4,8 +4,40 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
+
+_Options = TypeVar("_Options")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises `TypeError` for a flag that is not a bool."""
+    if not isinstance(value, bool):
+        raise InvalidTypeError(
+            f"`{name}` is True or False. Received: {value!r} of type "
+            f"{type(value).__name__}"
+        )
+
+
+def _parsed_fields(
+    cls: type[_Options], value: Any, what: str, error: type[Exception]
+) -> _Options:
+    """An instance of a dataclass of options, or of tf.distribute's class of that name.
+
+    tf.distribute's classes have the same fields.
+    """
+    if value is None:
+        return cls()
+    if isinstance(value, cls):
+        return value
+    names = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    if not isinstance(value, type) and all(hasattr(value, name) for name in names):
+        return cls(**{name: getattr(value, name) for name in names})
+    raise error(
+        f"`{what}` is a ks.{cls.__name__}. "
+        f"Received: {value!r} of type {type(value).__name__}"
+    )
 
 
 class _NamedEnum(enum.Enum):
@@ -113,18 +145,88 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
+        size, seconds = self.bytes_per_pack, self.timeout_seconds
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise InvalidArgumentError(
                 "`bytes_per_pack` is a number of bytes, 0 or more. "
-                f"Received: bytes_per_pack={self.bytes_per_pack!r}"
+                f"Received: bytes_per_pack={size!r}"
             )
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and seconds > 0):
             raise InvalidArgumentError(
                 "`timeout_seconds` is a number of seconds above 0, or None. "
-                f"Received: timeout_seconds={self.timeout_seconds!r}"
+                f"Received: timeout_seconds={seconds!r}"
             )
         implementation = CommunicationImplementation.parse(self.implementation)
         object.__setattr__(self, "implementation", implementation)
+
+    @classmethod
+    def parse(cls, value: Any, what: str = "options") -> CommunicationOptions:
+        """Options from an argument: None for the defaults, or those of tf.distribute.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        return _parsed_fields(cls, value, what, InvalidArgumentError)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How `Strategy.run` runs a function.
+
+    Args:
+        experimental_enable_dynamic_batch_size: bool, whether replicas may get arrays
+            of different shapes, as in an uneven last batch. False makes that a
+            `ValueError`, for functions that are only right for one static shape.
+        experimental_bucketizing_dynamic_shape: bool, must be False. Inputs are never
+            padded to a bucket size, since results would depend on the padding; pad
+            them in the input pipeline.
+        experimental_xla_options: must be None. Options of XLA are set for the process,
+            by the environment variable XLA_FLAGS; variables are sharded by
+            `ks.ModelParallelStrategy`.
+
+    Raises:
+        TypeError: for a flag that is not a bool.
+        ValueError: for a setting that is not supported.
+
+    Example:
+
+    >>> options = ks.RunOptions(experimental_enable_dynamic_batch_size=False)
+    >>> strategy.run(train_step, args=(batch,), options=options)
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "experimental_enable_dynamic_batch_size",
+            "experimental_bucketizing_dynamic_shape",
+        ):
+            check_flag(name, getattr(self, name))
+        if self.experimental_bucketizing_dynamic_shape:
+            raise InvalidArgumentError(
+                "`experimental_bucketizing_dynamic_shape=True` is not supported: "
+                "inputs are never padded, since results would depend on the padding. "
+                "Pad them in the input pipeline and leave this option out."
+            )
+        if self.experimental_xla_options is not None:
+            raise InvalidArgumentError(
+                "`experimental_xla_options` is not supported. Set XLA's options for "
+                "the process, with the environment variable XLA_FLAGS; to shard "
+                "variables use ks.ModelParallelStrategy. "
+                f"Received: {self.experimental_xla_options!r}"
+            )
+
+    @classmethod
+    def parse(cls, value: Any, what: str = "options") -> RunOptions:
+        """Options from an argument: None for the defaults, or those of tf.distribute.
+
+        Raises:
+            TypeError: for anything else.
+        """
+        return _parsed_fields(cls, value, what, InvalidTypeError)
 
 
 @dataclass(frozen=True)
@@ -132,8 +234,8 @@ class InputOptions:
     """How the batches of a distributed dataset come to the replicas.
 
     Args:
-        experimental_fetch_to_device: bool, whether batches are moved to the replicas'
-            devices; False leaves them on the host.
+        experimental_fetch_to_device: bool or None, whether batches are moved to the
+            replicas' devices; None for True. False leaves them on the host.
         experimental_replication_mode: an `InputReplicationMode` or its name. With
             `PER_REPLICA`, `distribute_datasets_from_function` calls its function once
             for each replica.
@@ -144,6 +246,7 @@ class InputOptions:
             their use; 0 moves each when it is asked for.
 
     Raises:
+        TypeError: for a flag that is not a bool.
         ValueError: for a negative size, or a dataset placed on a device without
             `PER_REPLICA`.
 
@@ -152,7 +255,7 @@ class InputOptions:
     >>> ks.InputOptions(experimental_per_replica_buffer_size=2)
     """
 
-    experimental_fetch_to_device: bool = True
+    experimental_fetch_to_device: bool | None = None
     experimental_replication_mode: InputReplicationMode | str = (
         InputReplicationMode.PER_WORKER
     )
@@ -162,6 +265,14 @@ class InputOptions:
     def __post_init__(self) -> None:
         mode = InputReplicationMode.parse(self.experimental_replication_mode)
         object.__setattr__(self, "experimental_replication_mode", mode)
+        fetch = self.experimental_fetch_to_device
+        fetch = True if fetch is None else fetch
+        check_flag("experimental_fetch_to_device", fetch)
+        object.__setattr__(self, "experimental_fetch_to_device", fetch)
+        check_flag(
+            "experimental_place_dataset_on_device",
+            self.experimental_place_dataset_on_device,
+        )
         size = self.experimental_per_replica_buffer_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise InvalidArgumentError(
@@ -177,6 +288,20 @@ class InputOptions:
                 "replica. Set `experimental_replication_mode` to "
                 f"InputReplicationMode.PER_REPLICA. Received: {mode}"
             )
+
+    @classmethod
+    def parse(
+        cls,
+        value: Any,
+        what: str = "options",
+        error: type[Exception] = InvalidArgumentError,
+    ) -> InputOptions:
+        """Options from an argument: None for the defaults, or those of tf.distribute.
+
+        Raises:
+            ValueError: for anything else, or `error`.
+        """
+        return _parsed_fields(cls, value, what, error)
 
 
 @dataclass(frozen=True)

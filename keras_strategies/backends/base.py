@@ -351,6 +351,12 @@ class TrainerAdapter(abc.ABC):
     def copies(self, variable: Any) -> list[VariableCopy]:
         """Where the memory of a `keras.Variable` is."""
 
+    def local_values(self, variable: Any) -> list[Any]:
+        """A variable's value on each local replica, on the device of that replica."""
+        raw = keras_compat.raw_value(variable)
+        backend = self.strategy.backend
+        return [backend.to_device(raw, device) for device in self.placement.replicas]
+
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         """See `Strategy.save_sharded`."""
         raise BackendError(_NO_SHARDS.format(keras.backend.backend()))
@@ -506,6 +512,15 @@ class Backend(abc.ABC):
             is_chosen: bool, whether they were named.
         """
         return devices
+
+    def memories(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """Of several devices those that have a memory of their own."""
+        return tuple(devices)
+
+    def check_options(  # noqa: B027
+        self, placement: Placement, cross_device_ops: Any, sync_batch_norm: bool
+    ) -> None:
+        """Raises for options of a strategy that would have no effect here."""
 
     # Data
 

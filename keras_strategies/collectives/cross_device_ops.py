@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import abc
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,52 +9,98 @@ import keras
 
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend
-from keras_strategies.collectives.packs import pack, pack_indices, unpack
+from keras_strategies.collectives.arguments import (
+    device_names,
+    packs_of_values,
+    per_replica,
+)
+from keras_strategies.collectives.options import call_options
+from keras_strategies.collectives.packs import pack, unpack
 from keras_strategies.devices import Device, parse_device
-from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.types import ReduceOp
-from keras_strategies.values import DistributedValues, Mirrored
+from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
+from keras_strategies.types import CommunicationOptions, ReduceOp
+from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 
 
-class CrossDeviceOps(abc.ABC):
-    """Reduces and broadcasts values between the devices of one machine.
+class CrossDeviceOps:
+    """Reduces and broadcasts values between the devices of one process.
 
-    A value is a `PerReplica` with a tensor per device, all of one shape and dtype.
+    A strategy that is given one combines by it what its replicas have: the gradients
+    of `fit` and of `optimizer.apply` in `run`, `ReplicaContext.all_reduce`,
+    `Strategy.reduce` and `extended.reduce_to`. Between workers the backend's engine
+    goes on with the result.
+
+    A subclass overrides `reduce_implementation`, `batch_reduce_implementation`,
+    `broadcast_implementation`, or several of them; what it leaves out is done by
+    those that it overrides, and else as `ReductionToOneDevice` does it. A value is a
+    `PerReplica` with a tensor per replica, all of one shape and dtype. `reduce_op` is
+    any `ReduceOp`. Within `tf.function`, as in `fit` on TensorFlow, the Python of a
+    subclass runs when the program is traced. On JAX, where XLA inserts the reductions
+    of a program, a strategy takes the classes of this package only.
+
+    Example:
+
+    >>> class Counting(ks.CrossDeviceOps):
+    ...     values = 0
+    ...     def reduce_implementation(self, reduce_op, value, destinations, options):
+    ...         self.values += 1
+    ...         return super().reduce_implementation(
+    ...             reduce_op, value, destinations, options)
+    >>> ops = Counting()
+    >>> strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
     """
 
     @property
     def backend(self) -> Backend:
+        """The backend whose tensors are combined."""
         return get_backend()
 
     def reduce(
-        self, reduce_op: ReduceOp | str, per_replica_value: Any, destinations: Any
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
     ) -> Any:
         """Reduces a value and puts the result on the destinations.
 
         Args:
             reduce_op: `ReduceOp` or its name, in any case.
             per_replica_value: `PerReplica` of tensors; a tensor is a value of one.
-            destinations: a device name, a sequence of them, or a
-                `DistributedValues`, whose devices are meant.
+            destinations: a device name or object, a sequence of them, or a
+                `DistributedValues`, tensor or variable, for its devices.
+            options: `CommunicationOptions`, or None for the defaults.
+                `bytes_per_pack` is the size of packs of `batch_reduce`.
 
         Returns:
             A tensor for one destination, `Mirrored` for several.
 
         Raises:
-            ValueError: for an unknown operation, tensors that differ in shape, or
-                destinations that are none.
+            ValueError: for an unknown operation, tensors that differ in shape,
+                destinations or options of another type, or an engine in the options,
+                which is chosen where workers connect.
 
         Example:
 
         >>> ks.ReductionToOneDevice().reduce("sum", per_replica, ["cpu:0", "cpu:1"])
         """
-        (result,) = self.batch_reduce(reduce_op, [(per_replica_value, destinations)])
-        return result
+        if _overrides(self, "batch_reduce") and not _overrides(self, "reduce"):
+            pairs = [(per_replica_value, destinations)]
+            (result,) = self.batch_reduce(reduce_op, pairs, **_given(options))
+            return result
+        op = ReduceOp.parse(reduce_op)
+        assert isinstance(op, ReduceOp)
+        value = per_replica(per_replica_value)
+        names = device_names(destinations, self.backend)
+        checked = call_options(options)
+        result = self.reduce_implementation(op, value, names, checked)
+        return _checked_result(self, "reduce_implementation", result, names)
 
     def batch_reduce(
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduces many values together, packed where this kind of reduction packs.
 
@@ -64,33 +108,35 @@ class CrossDeviceOps(abc.ABC):
             reduce_op: `ReduceOp` or its name.
             value_destination_pairs: sequence of `(value, destinations)`, as for
                 `reduce`.
+            options: as for `reduce`.
 
         Returns:
             list of results, as of `reduce`.
+
+        Raises:
+            ValueError: as `reduce`.
         """
+        if _overrides(self, "reduce") and not _overrides(self, "batch_reduce"):
+            return [
+                self.reduce(reduce_op, value, destinations, **_given(options))
+                for value, destinations in value_destination_pairs
+            ]
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
-        values = [_components(value) for value, _ in value_destination_pairs]
-        devices = [
-            _destinations(destinations, self.backend)
-            for _, destinations in value_destination_pairs
+        pairs = [
+            (per_replica(value), device_names(destinations, self.backend))
+            for value, destinations in value_destination_pairs
         ]
-        results: list[Any] = [None] * len(values)
-        for indices in self._packs(values):
-            packed = [
-                pack([values[i][replica] for i in indices])
-                for replica in range(len(values[indices[0]]))
-            ]
-            wanted = list(dict.fromkeys(d for i in indices for d in devices[i]))
-            placed = self._reduce(op, packed, wanted)
-            for device, tensor in zip(wanted, placed, strict=True):
-                parts = unpack(tensor, [values[i][0] for i in indices])
-                for i, part in zip(indices, parts, strict=True):
-                    if device in devices[i]:
-                        results[i] = {**(results[i] or {}), device: part}
+        results = self.batch_reduce_implementation(op, pairs, call_options(options))
+        where = "batch_reduce_implementation"
+        if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
+            raise InvalidArgumentError(
+                f"`{type(self).__name__}.{where}` returns a list with a result for "
+                f"each of the {len(pairs)} values. It returned: {results!r}"
+            )
         return [
-            _result([found[device] for device in wanted])
-            for found, wanted in zip(results, devices, strict=True)
+            _checked_result(self, where, result, names)
+            for result, (_, names) in zip(results, pairs, strict=True)
         ]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
@@ -103,37 +149,166 @@ class CrossDeviceOps(abc.ABC):
         Returns:
             A tensor for one destination, `Mirrored` for several.
         """
-        devices = _destinations(destinations, self.backend)
+        names = device_names(destinations, self.backend)
+        result = self.broadcast_implementation(tensor, names)
+        return _checked_result(self, "broadcast_implementation", result, names)
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: tuple[str, ...],
+        options: CommunicationOptions,
+    ) -> Any:
+        """Reduces one value, for a subclass to override.
+
+        Args:
+            reduce_op: a `ReduceOp`.
+            per_replica_value: `PerReplica` of tensors of one shape and dtype.
+            destinations: tuple of str, the devices to put the result on.
+            options: `CommunicationOptions`.
+
+        Returns:
+            A tensor for one destination, `Mirrored` with a tensor for each of several.
+        """
+        pairs = [(per_replica_value, destinations)]
+        name = "batch_reduce_implementation"
+        if _overrides(self, name) and not _overrides(self, "reduce_implementation"):
+            (result,) = self.batch_reduce_implementation(reduce_op, pairs, options)
+        else:
+            (result,) = self._in_packs(reduce_op, pairs, options)
+        return result
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, tuple[str, ...]]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Reduces many values, for a subclass to override.
+
+        Args:
+            reduce_op: a `ReduceOp`.
+            value_destination_pairs: sequence of `(value, destinations)`, as for
+                `reduce_implementation`.
+            options: `CommunicationOptions`.
+
+        Returns:
+            list of results, as of `reduce_implementation`.
+        """
+        if _overrides(self, "reduce_implementation"):
+            return [
+                self.reduce_implementation(reduce_op, value, destinations, options)
+                for value, destinations in value_destination_pairs
+            ]
+        return self._in_packs(reduce_op, value_destination_pairs, options)
+
+    def broadcast_implementation(
+        self, tensor: Any, destinations: tuple[str, ...]
+    ) -> Any:
+        """Copies a tensor to devices, for a subclass to override.
+
+        Args:
+            tensor: a tensor.
+            destinations: tuple of str, the devices.
+
+        Returns:
+            A tensor for one destination, `Mirrored` with a tensor for each of several.
+        """
+        devices = [parse_device(name) for name in destinations]
         return _result(self.backend.broadcast(tensor, devices))
 
-    def _packs(self, values: Sequence[Sequence[Any]]) -> list[list[int]]:
-        """Which values travel together; each on its own unless a class packs."""
-        return [[i] for i in range(len(values))]
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
 
-    @abc.abstractmethod
+    # What the classes of this package do.
+
+    def _in_packs(
+        self,
+        op: ReduceOp,
+        pairs: Sequence[tuple[PerReplica, tuple[str, ...]]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        values = [value.values for value, _ in pairs]
+        devices = [[parse_device(name) for name in names] for _, names in pairs]
+        results: list[dict[Device, Any]] = [{} for _ in values]
+        for indices in self._packs(values, options):
+            packed = [
+                pack([values[i][replica] for i in indices])
+                for replica in range(len(values[indices[0]]))
+            ]
+            wanted = list(dict.fromkeys(d for i in indices for d in devices[i]))
+            placed = self._reduced(op, packed, wanted)
+            for device, tensor in zip(wanted, placed, strict=True):
+                parts = unpack(tensor, [values[i][0] for i in indices])
+                for i, part in zip(indices, parts, strict=True):
+                    if device in devices[i]:
+                        results[i][device] = part
+        return [
+            _result([found[device] for device in own])
+            for found, own in zip(results, devices, strict=True)
+        ]
+
+    def _reduced(
+        self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
+    ) -> list[Any]:
+        dtype = keras.backend.standardize_dtype(tensors[0].dtype)
+        if op is ReduceOp.MEAN and not keras.backend.is_float_dtype(dtype):
+            totals = self._reduce(ReduceOp.SUM, tensors, devices)
+            return [total / len(tensors) for total in totals]
+        return self._reduce(op, tensors, devices)
+
+    def _packs(
+        self, values: Sequence[Sequence[Any]], options: CommunicationOptions
+    ) -> list[list[int]]:
+        """Which values travel together; each on its own unless that is asked for."""
+        if not options.bytes_per_pack:
+            return [[i] for i in range(len(values))]
+        return packs_of_values(values, bytes_per_pack=options.bytes_per_pack)
+
     def _reduce(
         self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
     ) -> list[Any]:
-        """Reduces one tensor per device; the result on each of `devices`."""
+        """Reduces one tensor per replica; the result on each of `devices`."""
+        moved = [self.backend.to_device(tensor, devices[0]) for tensor in tensors]
+        return self._copies(self.backend.all_reduce(op, moved)[0], devices)
+
+    def _copies(self, tensor: Any, devices: Sequence[Device]) -> list[Any]:
+        """The tensor on each of the devices."""
+        names = tuple(str(device) for device in devices)
+        result = self.broadcast_implementation(tensor, names)
+        where = "broadcast_implementation"
+        checked = _checked_result(self, where, result, names)
+        return [checked] if len(names) == 1 else list(checked.values)
 
 
 class ReductionToOneDevice(CrossDeviceOps):
     """Copies all values to one device, reduces them there and copies the result.
 
     Args:
-        reduce_to_device: str, the device to reduce on; None for the destination.
+        reduce_to_device: str or device object, the device to reduce on; None for the
+            first destination.
         accumulation_fn: callable of a list of tensors that returns their sum; None
-            for the backend's sum. Used for SUM and MEAN.
+            for the backend's sum. Used for SUM and MEAN. On JAX it can be called
+            directly, but a strategy refuses it, as it refuses subclasses.
+
+    Raises:
+        TypeError: if `accumulation_fn` is not callable.
     """
 
     def __init__(
         self,
-        reduce_to_device: str | None = None,
+        reduce_to_device: object | None = None,
         accumulation_fn: Callable[[list[Any]], Any] | None = None,
     ):
         self._device = (
             None if reduce_to_device is None else parse_device(reduce_to_device)
         )
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise InvalidTypeError(
+                "`accumulation_fn` is a function of a list of tensors that returns "
+                f"their sum, or None. Received: {accumulation_fn!r}"
+            )
         self._accumulate = accumulation_fn
 
     def _reduce(
@@ -147,7 +322,7 @@ class ReductionToOneDevice(CrossDeviceOps):
                 reduced = reduced / len(moved)
         else:
             reduced = self.backend.all_reduce(op, moved)[0]
-        return self.backend.broadcast(reduced, devices)
+        return self._copies(reduced, devices)
 
 
 class _PackedAllReduce(CrossDeviceOps):
@@ -155,26 +330,30 @@ class _PackedAllReduce(CrossDeviceOps):
 
     Args:
         num_packs: int, how many packs the tensors of a `batch_reduce` make; 0 sends
-            each tensor on its own.
+            each tensor on its own. `bytes_per_pack` of the options of a call comes
+            before it.
 
     Raises:
         ValueError: for a negative number.
     """
 
     def __init__(self, num_packs: int = 1):
-        if num_packs < 0:
+        if (
+            isinstance(num_packs, bool)
+            or not isinstance(num_packs, int)
+            or num_packs < 0
+        ):
             raise InvalidArgumentError(
-                f"`num_packs` is 0 or more. Received: num_packs={num_packs}"
+                f"`num_packs` is an int, 0 or more. Received: num_packs={num_packs!r}"
             )
         self._num_packs = num_packs
 
-    def _packs(self, values: Sequence[Sequence[Any]]) -> list[list[int]]:
-        firsts = [value[0] for value in values]
-        dtypes = [keras.backend.standardize_dtype(first.dtype) for first in firsts]
-        # The number of replicas is part of what must agree within a pack.
-        kinds = [f"{d} x {len(v)}" for d, v in zip(dtypes, values, strict=True)]
-        sizes = [math.prod(first.shape) for first in firsts]
-        return pack_indices(kinds, sizes, num_packs=self._num_packs)
+    def _packs(
+        self, values: Sequence[Sequence[Any]], options: CommunicationOptions
+    ) -> list[list[int]]:
+        if options.bytes_per_pack:
+            return super()._packs(values, options)
+        return packs_of_values(values, num_packs=self._num_packs)
 
 
 class NcclAllReduce(_PackedAllReduce):
@@ -194,9 +373,9 @@ class NcclAllReduce(_PackedAllReduce):
     ) -> list[Any]:
         reduced = self.backend.all_reduce(op, tensors)
         have = [self.backend.device_of(tensor) for tensor in reduced]
-        if have == list(devices):
+        if have == list(devices) and not _overrides(self, "broadcast_implementation"):
             return reduced
-        return self.backend.broadcast(reduced[0], devices)
+        return self._copies(reduced[0], devices)
 
 
 class HierarchicalCopyAllReduce(_PackedAllReduce):
@@ -215,33 +394,55 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
         reduced = self.backend.all_reduce(inner, partial)[0]
         if op is ReduceOp.MEAN:
             reduced = reduced / len(tensors)
-        return self.backend.broadcast(reduced, devices)
+        return self._copies(reduced, devices)
 
 
-def _components(value: Any) -> list[Any]:
-    components = list(value.values) if isinstance(value, DistributedValues) else [value]
-    tensors = [keras.ops.convert_to_tensor(component) for component in components]
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if len(set(shapes)) > 1:
-        raise InvalidArgumentError(
-            "Values of the replicas are reduced element by element, so their shapes "
-            f"must be equal. Found: {shapes}."
-        )
-    return components if shapes else tensors
+def _overrides(ops: CrossDeviceOps, method: str) -> bool:
+    """Whether a subclass of the user's has this method of its own."""
+    return getattr(type(ops), method) is not getattr(CrossDeviceOps, method)
 
 
-def _destinations(destinations: Any, backend: Backend) -> tuple[Device, ...]:
-    if isinstance(destinations, DistributedValues):
-        return tuple(backend.device_of(value) for value in destinations.values)
-    if isinstance(destinations, (str, Device)):
-        return (parse_device(destinations),)
-    if isinstance(destinations, (list, tuple)) and destinations:
-        return tuple(parse_device(name) for name in destinations)
-    if backend.is_tensor(destinations):
-        return (backend.device_of(destinations),)
+def is_built_in(ops: CrossDeviceOps) -> bool:
+    """Whether the reduction is one of this package, with a sum of its own."""
+    kinds = (ReductionToOneDevice, NcclAllReduce, HierarchicalCopyAllReduce)
+    return type(ops) in kinds and getattr(ops, "_accumulate", None) is None
+
+
+def check_cross_device_ops(value: Any) -> None:
+    """Raises `TypeError` for what is no `CrossDeviceOps` of this package."""
+    if value is None or isinstance(value, CrossDeviceOps):
+        return
+    kind = value if isinstance(value, type) else type(value)
+    use = "ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce(), "
+    use += "ks.ReductionToOneDevice(), an instance of a subclass of "
+    use += "ks.CrossDeviceOps, or None for the backend's own way"
+    if isinstance(value, type) and issubclass(value, CrossDeviceOps):
+        use = f"an instance: {value.__name__}()"
+    elif kind.__module__.partition(".")[0] == "tensorflow":
+        use = f"those of this package in place of tf.distribute's: {use}"
+    raise InvalidTypeError(
+        f"`cross_device_ops` must be a ks.CrossDeviceOps. Use {use}. "
+        f"Received: {value!r} of type {type(value).__name__}"
+    )
+
+
+def _given(options: CommunicationOptions | None) -> dict[str, Any]:
+    """Keyword arguments for an override that may not have the parameter."""
+    return {} if options is None else {"options": options}
+
+
+def _checked_result(
+    ops: CrossDeviceOps, method: str, result: Any, names: tuple[str, ...]
+) -> Any:
+    """The result of an implementation, one tensor for each destination."""
+    is_several = isinstance(result, DistributedValues)
+    tensors = result.values if is_several else (result,)
+    if len(tensors) == len(names) and all(map(keras.ops.is_tensor, tensors)):
+        return tensors[0] if len(names) == 1 else result
+    what = "a tensor" if len(names) == 1 else f"a Mirrored of {len(names)} tensors"
     raise InvalidArgumentError(
-        "`destinations` is a device name, a list of them, or values that lie on "
-        f"devices. Received: {destinations!r}"
+        f"`{type(ops).__name__}.{method}` returns {what}, for the destinations "
+        f"{', '.join(names)}. It returned: {result!r} of type {type(result).__name__}"
     )
 
 

@@ -28,7 +28,7 @@ def dataset(
     batch_size: int | None,
 ) -> DistributedDataset:
     """See `Strategy.experimental_distribute_dataset`."""
-    options = _checked(options)
+    options = InputOptions.parse(options)
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InvalidArgumentError(
             "`experimental_distribute_dataset` splits one dataset over all replicas. "
@@ -55,7 +55,7 @@ def from_function(
     options: InputOptions | None,
 ) -> DistributedDataset:
     """See `Strategy.distribute_datasets_from_function`."""
-    options = _checked(options)
+    options = InputOptions.parse(options)
     check_dataset_fn(dataset_fn)
     pipelines = strategy.input_context()
     count = strategy.input_share().count
@@ -88,21 +88,6 @@ def iterates_batches(given: Any) -> bool:
     if isinstance(given, (keras.utils.PyDataset, str, bytes, dict)):
         return False
     return isinstance(given, (Iterable, ArrayDataset)) and not are_arrays(given)
-
-
-def _checked(options: InputOptions | None) -> InputOptions:
-    if options is None:
-        return InputOptions()
-    if isinstance(options, InputOptions):
-        return options
-    # Those of tf.distribute have the same fields.
-    names = InputOptions.__dataclass_fields__
-    if all(hasattr(options, name) for name in names):
-        return InputOptions(**{name: getattr(options, name) for name in names})
-    raise InvalidArgumentError(
-        "`options` is a ks.InputOptions. "
-        f"Received: {options!r} of type {type(options).__name__}"
-    )
 
 
 def _distributed(

@@ -7,11 +7,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement, TrainerAdapter, Workers
+from keras_strategies.collectives.cross_device_ops import (
+    CrossDeviceOps,
+    ReductionToOneDevice,
+    check_cross_device_ops,
+)
+from keras_strategies.collectives.options import call_options
 from keras_strategies.context import check_results, check_returns
 from keras_strategies.errors import (
     ContextError,
@@ -21,21 +27,24 @@ from keras_strategies.errors import (
 from keras_strategies.input import distribute
 from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.workers import Share
-from keras_strategies.strategies import combine
+from keras_strategies.strategies import combine, local
 from keras_strategies.strategies.describe import Description, describe
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.plan import Plan, plan
 from keras_strategies.training.hooks import install_hooks
-from keras_strategies.types import InputContext, InputOptions, ReduceOp
+from keras_strategies.types import (
+    CommunicationOptions,
+    InputContext,
+    InputOptions,
+    ReduceOp,
+    RunOptions,
+    check_flag,
+)
 from keras_strategies.values import (
-    DistributedValues,
     PerReplica,
     regroup,
     select_replica,
 )
-
-if TYPE_CHECKING:
-    from keras_strategies.collectives import CrossDeviceOps
 
 
 @dataclass(frozen=True)
@@ -72,12 +81,16 @@ class Strategy:
         sync_batch_norm: bool = True,
         always_split: bool = False,
     ):
+        check_cross_device_ops(cross_device_ops)
+        check_flag("sync_batch_norm", sync_batch_norm)
+        check_flag("always_split", always_split)
         install_hooks()
         self._backend = get_backend()
+        self._backend.check_options(placement, cross_device_ops, sync_batch_norm)
         self._placement = placement
         self._cross_device_ops = cross_device_ops
-        self._sync_batch_norm = bool(sync_batch_norm)
-        self._always_split = bool(always_split)
+        self._sync_batch_norm = sync_batch_norm
+        self._always_split = always_split
         self._trainer = self._backend.trainer(self)
 
     @property
@@ -179,7 +192,7 @@ class Strategy:
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn` once on each replica, in replica context.
 
@@ -194,14 +207,16 @@ class Strategy:
             args: list or tuple of structures. Each replica gets its component of
                 every `DistributedValues` in them, and everything else as it is.
             kwargs: dict of structures, likewise.
-            options: accepted for `tf.distribute`'s sake; has no effect.
+            options: `RunOptions`, or None for the defaults.
 
         Returns:
             The results as one structure: what is the identical object on all
             replicas is bare, the rest is `PerReplica`. With one replica, its result.
 
         Raises:
-            ValueError: if `args` is not a list or tuple.
+            TypeError: if `options` is something else.
+            ValueError: if `args` is not a list or tuple, or if replicas get different
+                shapes with `experimental_enable_dynamic_batch_size=False`.
             RuntimeError: inside `run`, or in another strategy's scope.
 
         Example:
@@ -210,7 +225,7 @@ class Strategy:
         ...     return x * ks.get_replica_context().num_replicas_in_sync
         >>> strategy.run(fn, args=(distributed_batch,))
         """
-        del options
+        checked = RunOptions.parse(options)
         self._check_outside_replicas("run")
         if not isinstance(args, (list, tuple)):
             raise InvalidArgumentError(
@@ -222,13 +237,18 @@ class Strategy:
         replicas = range(self.replicas_here)
         own_args = [tuple(select_replica(i, list(args))) for i in replicas]
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
+        if not checked.experimental_enable_dynamic_batch_size:
+            local.check_equal_shapes(self, own_args, own_kwargs)
         with self.scope():
             results = self._backend.run_replicas(self, fn, own_args, own_kwargs)
         check_results(results)
         return regroup(results)
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | Sequence[int] | None = None,
     ) -> Any:
         """Makes one value of the replicas' values.
 
@@ -236,8 +256,9 @@ class Strategy:
             reduce_op: `ReduceOp` or its name, in any case.
             value: a structure of `PerReplica`; anything else counts as being the
                 same on every replica.
-            axis: int, an axis to reduce along as well, which replicas may have
-                different lengths of; None to reduce over replicas only.
+            axis: int, or a sequence of them: axes to reduce along as well, which
+                replicas may have different lengths of; None to reduce over replicas
+                only.
 
         Returns:
             The structure of reduced tensors. A mean along an axis divides by the
@@ -264,13 +285,43 @@ class Strategy:
             return self._reduce_local(op, tensors)
         mean = op is ReduceOp.MEAN
         own = ReduceOp.SUM if mean else op
-        local = self._reduce_local(own, tensors)
-        [total] = workers.all_reduce(own, [local])
+        [total] = workers.all_reduce(own, [self._reduce_local(own, tensors)])
         return total / self.num_replicas_in_sync if mean else total
+
+    def sum_counts(self, counts: list[Any]) -> Any:
+        """The sum of numbers of elements, which no `CrossDeviceOps` is used for."""
+        home = self._placement.variables
+        moved = [self._backend.to_device(count, home) for count in counts]
+        own = combine.stack_reduce(ReduceOp.SUM, moved)
+        if self.other_workers is None:
+            return own
+        return self.other_workers.all_reduce(ReduceOp.SUM, [own])[0]
+
+    def reduce_onto(
+        self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: Any
+    ) -> list[Any]:
+        """Reduces values onto devices; see `StrategyExtended.batch_reduce_to`."""
+        checked = call_options(options, self.workers)
+        ops = self._cross_device_ops or ReductionToOneDevice()
+        packs = CommunicationOptions(bytes_per_pack=checked.bytes_per_pack)
+        given = {"options": packs} if packs.bytes_per_pack else {}
+        workers = self.other_workers
+        if workers is None:
+            return ops.batch_reduce(op, pairs, **given)
+        mean = op is ReduceOp.MEAN
+        own = ReduceOp.SUM if mean else op
+        onto = [(value, self._placement.variables) for value, _ in pairs]
+        totals = workers.all_reduce(own, ops.batch_reduce(own, onto, **given))
+        if mean:
+            totals = [total / self.num_replicas_in_sync for total in totals]
+        return [
+            ops.broadcast(total, destinations)
+            for total, (_, destinations) in zip(totals, pairs, strict=True)
+        ]
 
     def _reduce_local(self, op: ReduceOp, tensors: list[Any]) -> Any:
         home = self._placement.variables
-        if self._cross_device_ops is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
+        if self._cross_device_ops is not None:
             value = PerReplica(tensors)
             return self._cross_device_ops.reduce(op, value, str(home))
         moved = [self._backend.to_device(tensor, home) for tensor in tensors]
@@ -298,14 +349,17 @@ class Strategy:
         """The components of a value, one for each replica of this process.
 
         Args:
-            value: a `DistributedValues`, or a value without components.
+            value: a `DistributedValues`; a `keras.Variable`; a structure of them in
+                lists, tuples and dictionaries; or another value, which has no
+                components.
 
         Returns:
-            tuple of the components; of the value itself if it has none.
+            tuple: of a `DistributedValues`, its components; of a variable that
+            several replicas use, its value on each, as a tensor on that replica's
+            device; of a structure, one for each replica, with its components. Of
+            anything else, and of a variable of one replica, `(value,)`.
         """
-        if isinstance(value, DistributedValues):
-            return value.values
-        return (value,)
+        return local.results(self, value)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
@@ -417,21 +471,25 @@ class Strategy:
 
         Args:
             numpy_input: structure of arrays with the same first axis, `(rows, ...)`.
-            session: accepted for `tf.distribute`'s sake; has no effect.
+            session: must be None: there are no sessions here.
 
         Returns:
             On TensorFlow a `tf.data.Dataset`; elsewhere an object with its methods
             `batch`, `shuffle`, `repeat`, `prefetch` and `cardinality`.
 
         Raises:
-            ValueError: for scalars and arrays of different lengths.
+            ValueError: for scalars and arrays of different lengths, and for a session.
 
         Example:
 
         >>> dataset = strategy.make_experimental_numpy_dataset((x, y)).batch(64)
         >>> dataset = strategy.experimental_distribute_dataset(dataset)
         """
-        del session
+        if session is not None:
+            raise InvalidArgumentError(
+                "`session` is of TensorFlow 1, and nothing here runs in one. Leave it "
+                f"out. Received: {session!r}"
+            )
         return self._backend.row_dataset(from_arrays(numpy_input))
 
     def input_context(self) -> InputContext:

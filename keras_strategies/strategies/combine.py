@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_strategies.errors import GatherError
+from keras_strategies.errors import GatherError, InvalidArgumentError
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, map_structure
 
@@ -24,41 +26,68 @@ _ALONG_AXIS = {
 }
 
 
-def reduce(strategy: Strategy, op: ReduceOp, value: Any, axis: int | None) -> Any:
-    """Reduces a structure over replicas, and along an axis if one is given."""
-    return map_structure(lambda leaf: _reduce_leaf(strategy, op, leaf, axis), value)
+def reduce(
+    strategy: Strategy, op: ReduceOp, value: Any, axis: int | Sequence[int] | None
+) -> Any:
+    """Reduces a structure over replicas, and along axes if any are given."""
+    axes = None if axis is None else _axes(axis)
+    return map_structure(lambda leaf: _reduce_leaf(strategy, op, leaf, axes), value)
 
 
-def _reduce_leaf(strategy: Strategy, op: ReduceOp, leaf: Any, axis: int | None) -> Any:
+def _axes(axis: Any) -> tuple[int, ...]:
+    axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
+    if not axes or any(isinstance(a, bool) or not isinstance(a, int) for a in axes):
+        raise InvalidArgumentError(
+            "`axis` of `reduce` is an int, a sequence of ints, or None to reduce over "
+            f"replicas only. Received: axis={axis!r}"
+        )
+    return axes
+
+
+def _reduce_leaf(
+    strategy: Strategy, op: ReduceOp, leaf: Any, axes: tuple[int, ...] | None
+) -> Any:
     tensors = components(strategy, leaf)
-    if axis is None:
+    if axes is None:
         return strategy.reduce_components(op, tensors)
     for tensor in tensors:
-        if not -len(tensor.shape) <= axis < len(tensor.shape):
-            raise GatherError(
-                f"`reduce` was asked to reduce along axis {axis}, but a replica's "
-                f"value has shape {tuple(tensor.shape)}. Use `axis=None` to reduce "
-                "over replicas only."
-            )
+        axes = _axes_of(tensor, axes)
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         # A replica without rows has no minimum and takes no part in one.
-        present = [t for t in tensors if t.shape[axis] != 0]
+        present = [t for t in tensors if all(t.shape[axis] != 0 for axis in axes)]
         if strategy.other_workers is not None and not present:
-            present = [_no_rows(op, tensors[0], axis)]
+            present = [_no_rows(op, tensors[0], axes)]
         tensors = present or tensors
-    along = [_ALONG_AXIS[op](tensor, axis=axis) for tensor in tensors]
+    along = [_ALONG_AXIS[op](tensor, axis=axes) for tensor in tensors]
     if op is not ReduceOp.MEAN:
         return strategy.reduce_components(op, along)
     total = strategy.reduce_components(ReduceOp.SUM, along)
-    # The true denominator: what is there, not a mean of the replicas' means.
-    counts = [ops.cast(ops.shape(tensor)[axis], total.dtype) for tensor in tensors]
-    return total / strategy.reduce_components(ReduceOp.SUM, counts)
+    # The true denominator: the number of elements, not a mean of replicas' means.
+    counts = [
+        math.prod(ops.cast(ops.shape(tensor)[axis], total.dtype) for axis in axes)
+        for tensor in tensors
+    ]
+    return total / strategy.sum_counts(counts)
 
 
-def _no_rows(op: ReduceOp, tensor: Any, axis: int) -> Any:
+def _axes_of(tensor: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of a tensor, counted from 0."""
+    rank = len(tensor.shape)
+    found = tuple(axis % rank for axis in axes if -rank <= axis < rank)
+    if len(found) == len(axes) == len(set(found)):
+        return found
+    given = axes[0] if len(axes) == 1 else axes
+    raise GatherError(
+        f"`reduce` was asked to reduce along axis {given}, but a replica's value has "
+        f"shape {tuple(tensor.shape)}. Use `axis=None` to reduce over replicas only."
+    )
+
+
+def _no_rows(op: ReduceOp, tensor: Any, axes: tuple[int, ...]) -> Any:
     """One row that changes no minimum or maximum, for a worker that has none."""
     shape = list(tensor.shape)
-    shape[axis] = 1
+    for axis in axes:
+        shape[axis] = 1
     name = keras.backend.standardize_dtype(tensor.dtype)
     if keras.backend.is_float_dtype(name):
         extreme: float = float("inf")

@@ -14,7 +14,7 @@ from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import default_devices
-from keras_strategies.types import InputContext, InputOptions, ReduceOp
+from keras_strategies.types import InputContext, InputOptions, ReduceOp, RunOptions
 
 
 class _Alone(Communicator):
@@ -63,9 +63,10 @@ class DefaultStrategy(Strategy):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn`."""
+        RunOptions.parse(options)
         return fn(*args, **(kwargs or {}))
 
     def experimental_distribute_dataset(
@@ -75,12 +76,16 @@ class DefaultStrategy(Strategy):
         *,
         batch_size: int | None = None,
     ) -> Any:
-        """Returns the dataset as it is.
+        """Returns the dataset as it is, where no options are given.
 
         What is no iterable of batches by itself, arrays, frames of pandas and
         `keras.utils.PyDataset`, becomes a `DistributedDataset` of one replica.
         """
-        if batch_size is None and distribute.iterates_batches(dataset):
+        if (
+            batch_size is None
+            and options is None
+            and distribute.iterates_batches(dataset)
+        ):
             return dataset
         return super().experimental_distribute_dataset(
             dataset, options, batch_size=batch_size
@@ -92,9 +97,11 @@ class DefaultStrategy(Strategy):
         options: InputOptions | None = None,
     ) -> Any:
         """Calls the function, and returns its dataset likewise."""
+        if options is not None:
+            return super().distribute_datasets_from_function(dataset_fn, options)
         distribute.check_dataset_fn(dataset_fn)
         dataset = dataset_fn(self.input_context())
-        return self.experimental_distribute_dataset(dataset, options)
+        return self.experimental_distribute_dataset(dataset)
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend
 from keras_strategies.cluster.environment import DEVICES_PER_WORKER
-from keras_strategies.devices import Device, check_devices, parse_device
+from keras_strategies.devices import Device, as_devices, check_devices
 from keras_strategies.errors import InvalidArgumentError
 
 
@@ -52,11 +51,10 @@ def default_devices(backend: Backend) -> tuple[Device, ...]:
 
 
 def choose_devices(
-    backend: Backend, names: Iterable[object], what: str = "devices"
+    backend: Backend, names: object, what: str = "devices"
 ) -> tuple[Device, ...]:
     """The named devices, after virtual CPU devices were made where they can be."""
-    names = [names] if isinstance(names, str) else list(names)
-    wanted = [parse_device(name) for name in names]
+    wanted = as_devices(names)
     cpus = [device.index + 1 for device in wanted if device.kind == "cpu"]
     if cpus and max(cpus) > 1:
         make_cpu_devices(backend, max(cpus))

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies import context
-from keras_strategies.collectives import ReductionToOneDevice
-from keras_strategies.errors import ContextError
-from keras_strategies.types import ReduceOp
-from keras_strategies.values import map_structure
+from keras_strategies.errors import ContextError, InvalidTypeError
+from keras_strategies.types import CommunicationOptions, ReduceOp, check_flag
+from keras_strategies.values import map_structure, select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -33,8 +32,12 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """tuple of str, the devices that keep variables."""
-        return tuple(str(device) for device in self._strategy.placement.keepers)
+        """tuple of str, the devices that hold variables.
+
+        On Torch all virtual CPUs have one memory, which is named once.
+        """
+        devices = self._strategy.backend.memories(self._strategy.placement.keepers)
+        return tuple(str(device) for device in devices)
 
     def variable_created_in_scope(self, variable: Any) -> bool:
         """Whether a `keras.Variable` was made in this strategy's scope."""
@@ -58,21 +61,64 @@ class StrategyExtended:
         with self._strategy.scope():
             yield
 
+    def value_container(self, value: Any) -> Any:
+        """Returns the value itself: components do not refer to their container."""
+        return value
+
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduces a value onto devices; see `CrossDeviceOps.reduce`."""
-        (result,) = self.batch_reduce_to(reduce_op, [(value, destinations)])
+        """Reduces a value over all replicas, onto devices of this process.
+
+        Args:
+            reduce_op: `ReduceOp` or its name.
+            value: `PerReplica` of tensors of one shape.
+            destinations: a device name or object, a sequence of them, or a
+                `DistributedValues`, tensor or variable, for its devices.
+            options: `CommunicationOptions`; `bytes_per_pack` is the size of packs.
+                The engine and its timeout are the strategy's, which the options may
+                only repeat.
+
+        Returns:
+            A tensor for one destination, `Mirrored` for several.
+
+        Raises:
+            ValueError: as `CrossDeviceOps.reduce`.
+            RuntimeError: in replica context; use `ReplicaContext.all_reduce` there.
+        """
+        pairs = [(value, destinations)]
+        (result,) = self.batch_reduce_to(reduce_op, pairs, options)
         return result
 
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduces values onto devices; see `CrossDeviceOps.batch_reduce`."""
-        ops = self._strategy.cross_device_ops or ReductionToOneDevice()
-        return ops.batch_reduce(reduce_op, value_destination_pairs)
+        """Reduces many values together; see `reduce_to`.
+
+        Args:
+            reduce_op: `ReduceOp` or its name.
+            value_destination_pairs: sequence of `(value, destinations)`.
+            options: as for `reduce_to`.
+
+        Returns:
+            list of results, as of `reduce_to`.
+        """
+        if context.current_replica() is not None:
+            raise ContextError(
+                "`extended.reduce_to` and `batch_reduce_to` were called in replica "
+                "context, where a value is one replica's. Use "
+                "`ks.get_replica_context().all_reduce` there."
+            )
+        op = ReduceOp.parse(reduce_op)
+        assert isinstance(op, ReduceOp)
+        return self._strategy.reduce_onto(op, value_destination_pairs, options)
 
     def update(
         self,
@@ -90,20 +136,32 @@ class StrategyExtended:
             args: tuple; of a `DistributedValues` the first component is used, since
                 updates are the same everywhere.
             kwargs: dict, likewise.
-            group: accepted for `tf.distribute`'s sake; has no effect.
+            group: bool, whether to return what `fn` returned, once. False gives a
+                list with it for each local replica, as `tf.distribute` does.
+
+        Returns:
+            What `fn` returned; with `group=False`, its structure with lists for
+            leaves.
 
         Raises:
+            TypeError: if `fn` is not callable, or `group` is not a bool.
             RuntimeError: in replica context; use `merge_call` to leave it.
         """
-        del group
+        check_flag("group", group)
+        if not callable(fn):
+            raise InvalidTypeError(
+                "`fn` of `extended.update` is a function of the variable and `args`. "
+                f"Received: {fn!r} of type {type(fn).__name__}"
+            )
         if context.current_replica() is not None:
             raise ContextError(
                 "`extended.update` was called in replica context. Call it in "
                 "cross-replica context: outside of `run`, or in a `merge_call`."
             )
 
-        def first(leaf: Any) -> Any:
-            return self._strategy.experimental_local_results(leaf)[0]
-
-        own_args, own_kwargs = map_structure(first, (list(args), kwargs or {}))
-        return fn(var, *own_args, **own_kwargs)
+        own_args, own_kwargs = select_replica(0, (list(args), kwargs or {}))
+        result = fn(var, *own_args, **own_kwargs)
+        if group:
+            return result
+        count = self._strategy.placement.share.count
+        return map_structure(lambda leaf: [leaf] * count, result)

@@ -25,18 +25,23 @@ class MirroredStrategy(Strategy):
         devices: sequence of str, device names; None for all local accelerators,
             or all CPU devices where there are none. `["cpu:0", "cpu:1"]` makes
             virtual CPU devices.
-        cross_device_ops: `CrossDeviceOps`, how values of the devices are combined
-            by `reduce` and `batch_reduce`; None for the backend's own way.
+        cross_device_ops: `CrossDeviceOps`, how replicas are combined: gradients in
+            `fit` and in `run`, `ReplicaContext.all_reduce`, `reduce` and
+            `extended.reduce_to`. None for the backend's own way. With one, layer calls
+            are always split on Torch; calls that are computed unsplit have nothing to
+            combine. On JAX, XLA inserts the all-reduces of steps, whichever class is
+            given, and only those of this package are accepted.
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch. False uses those of each replica's rows, where
             replicas are separate computations (Torch, TensorFlow); JAX has one
-            program for all and always uses the global ones.
+            program for all, and refuses False.
         always_split: bool. On Torch, virtual CPU replicas share one interpreter, and
             layer calls with little arithmetic per kernel run whole, since that is
             faster and computes the same. True splits these calls as well, as on
             devices that are really several.
 
     Raises:
+        TypeError: if `cross_device_ops` is something else.
         ValueError: for a device that does not exist or is named twice.
         RuntimeError: if virtual CPU devices are needed and the backend has
             already been used.

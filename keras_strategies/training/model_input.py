@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.dataset import DistributedDataset
@@ -32,11 +32,14 @@ class DatasetCreator:
     Args:
         dataset_fn: callable of an `InputContext` that returns a batched dataset of
             any kind.
-        input_options: `InputOptions`, or None for the defaults.
+        input_options: `InputOptions`, or None for the defaults. Only
+            `experimental_replication_mode` may be set: `fit` moves batches to the
+            devices by itself.
 
     Raises:
         TypeError: if `dataset_fn` is not callable, or `input_options` is something
             else.
+        ValueError: for input options that `fit` has no use for.
 
     Example:
 
@@ -60,17 +63,14 @@ class DatasetCreator:
                 f"Received: {dataset_fn!r} of type {type(dataset_fn).__name__}. Write "
                 "`DatasetCreator(lambda context: dataset)` for a dataset."
             )
-        if input_options is not None and not isinstance(input_options, InputOptions):
-            raise TypeError(
-                "`input_options` is a ks.InputOptions. "
-                f"Received: {input_options!r} of type {type(input_options).__name__}"
-            )
+        options = InputOptions.parse(input_options, "input_options", InvalidTypeError)
+        _check_used_in_fit(options)
         # `hooks` imports this module.
         from keras_strategies.training.hooks import install_hooks
 
         install_hooks()
         self.dataset_fn = dataset_fn
-        self.input_options = input_options
+        self.input_options = options
 
     def source(self, pipelines: InputContext, local_replicas: int) -> Source:
         """Calls the function, and finds the global batches of this worker.
@@ -79,8 +79,7 @@ class DatasetCreator:
             pipelines: which of the workers this is.
             local_replicas: int, the replicas of this worker.
         """
-        options = self.input_options or InputOptions()
-        mode = options.experimental_replication_mode
+        mode = self.input_options.experimental_replication_mode
         if mode is InputReplicationMode.PER_REPLICA:
             made = [
                 source_of(self.dataset_fn(pipelines)) for _ in range(local_replicas)
@@ -95,6 +94,24 @@ class DatasetCreator:
         if not asked.about_replicas:
             return source
         return PerReplicaFeed([source], local_replicas).source()
+
+
+def _check_used_in_fit(options: InputOptions) -> None:
+    """Raises `InvalidArgumentError` for options that `fit` has no use for."""
+    default = InputOptions()
+    for name in (
+        "experimental_fetch_to_device",
+        "experimental_place_dataset_on_device",
+        "experimental_per_replica_buffer_size",
+    ):
+        value = getattr(options, name)
+        if value != getattr(default, name):
+            raise InvalidArgumentError(
+                f"`input_options` of a DatasetCreator has {name}={value!r}, but `fit` "
+                "moves batches to the devices by itself, ahead of their use. Leave it "
+                "out; `strategy.distribute_datasets_from_function` takes it, for a "
+                "loop of your own."
+            )
 
 
 class _AskedContext(InputContext):

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from keras_strategies.backends.base import Backend, TrainerAdapter, Workers
+from keras_strategies.backends.base import (
+    Backend,
+    Placement,
+    TrainerAdapter,
+    Workers,
+)
 from keras_strategies.backends.jax import collectives, devices, function
 from keras_strategies.backends.jax.central import CentralStorageTrainer
 from keras_strategies.backends.jax.optimizers import traceable_apply
@@ -18,8 +23,9 @@ from keras_strategies.backends.jax.sharded import ShardedTrainer
 from keras_strategies.backends.jax.trainer import MeshTrainer, OneDeviceTrainer
 from keras_strategies.backends.jax.workers import JaxWorkers
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.collectives.cross_device_ops import is_built_in
 from keras_strategies.devices import Device
-from keras_strategies.errors import ContextError
+from keras_strategies.errors import BackendError, ContextError
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -39,6 +45,26 @@ class JaxBackend(Backend):
 
     def cpu_device_count(self) -> int:
         return devices.cpu_device_count()
+
+    def check_options(
+        self, placement: Placement, cross_device_ops: Any, sync_batch_norm: bool
+    ) -> None:
+        if cross_device_ops is not None and not is_built_in(cross_device_ops):
+            raise BackendError(
+                f"`cross_device_ops` is {cross_device_ops!r}, a reduction of your own. "
+                "On JAX a step is one program for all devices, in which XLA inserts "
+                "the all-reduces, so that `fit` could not use it. Leave it out, or use "
+                "ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce() or "
+                "ks.ReductionToOneDevice() without `accumulation_fn`; on Torch and "
+                "TensorFlow a strategy takes any CrossDeviceOps."
+            )
+        if not sync_batch_norm and placement.share.total > 1:
+            raise BackendError(
+                "`sync_batch_norm=False` needs replicas that are separate "
+                "computations, as on Torch and TensorFlow. On JAX a step is one "
+                "program, whose batch normalization is of the global batch. Leave it "
+                "out."
+            )
 
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, jax.Array)

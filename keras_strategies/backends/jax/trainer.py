@@ -30,6 +30,7 @@ from keras_strategies.backends.jax.placing import is_spread
 from keras_strategies.backends.jax.replica_scope import current_replica_scope
 from keras_strategies.backends.jax.run import JaxRun
 from keras_strategies.backends.jax.workers import JaxWorkers
+from keras_strategies.backends.run_scope import is_local
 from keras_strategies.devices import Device
 from keras_strategies.errors import ModelScopeError
 
@@ -210,6 +211,14 @@ class JaxTrainer(TrainerAdapter):
         if in_trace():
             return self.run(fn, args, kwargs)
         return self._run_programs(fn, args, kwargs)
+
+    def local_values(self, variable: Any) -> list[Any]:
+        if self.local_stacks is None or not is_local(variable):
+            return super().local_values(variable)
+        # Of several devices of a replica, each has its value.
+        shards = self.local_stacks.get(variable).addressable_shards
+        parts = {shard.index[0].start or 0: shard.data[0] for shard in shards}
+        return [parts[i] for i in sorted(parts)]
 
     def variable_assigned(self, variable: Any, value: Any) -> None:
         if self.local_stacks is not None:

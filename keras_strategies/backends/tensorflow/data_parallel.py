@@ -20,6 +20,7 @@ from keras_strategies.backends.data_parallel import (
     ReplicaResult,
 )
 from keras_strategies.backends.tensorflow.devices import tf_device
+from keras_strategies.backends.tensorflow.gradients import sums_of
 from keras_strategies.backends.tensorflow.mirrors import MirroredVariable
 from keras_strategies.backends.tensorflow.replicas import (
     LockstepCommunicator,
@@ -28,6 +29,7 @@ from keras_strategies.backends.tensorflow.replicas import (
 )
 from keras_strategies.backends.tensorflow.team import Spread
 from keras_strategies.backends.tensorflow.workers import workers_of
+from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.errors import ContextError
 from keras_strategies.input.sharding import split_sizes
 
@@ -50,6 +52,8 @@ class TensorFlowDataParallelCall(DataParallelCall):
             weakref.WeakKeyDictionary()
         )
         self._workers = workers_of(self.placement)
+        #: The strategy's `CrossDeviceOps`, None for TensorFlow's own sums.
+        self.reduction = LocalReduction.of(strategy)
         self._share = self.placement.share
         # Calls do not nest: none is routed while one is under way.
         self._job = _Job(self, Spread.local([]))
@@ -100,9 +104,8 @@ class TensorFlowDataParallelCall(DataParallelCall):
         # nothing.
         if self._workers is None:
             spread = Spread.local(every)
-            if not spread.sizes or (
-                len(spread.sizes) == 1 and self._devices[0] == self._lead
-            ):
+            is_alone = len(spread.sizes) == 1 and self._devices[0] == self._lead
+            if not spread.sizes or (is_alone and self.reduction is None):
                 return None
         else:
             found = Spread.over(every, self._workers)
@@ -319,7 +322,10 @@ class _Job:
         self.lead = self.call._lead
         placement = self.call.placement
         self.communicator = LockstepCommunicator(
-            placement.replicas[:count], placement.variables, self.spread.team
+            placement.replicas[:count],
+            placement.variables,
+            self.spread.team,
+            self.call.reduction,
         )
         self.graph = tf.compat.v1.get_default_graph()
 
@@ -461,12 +467,7 @@ class _Job:
         tasks = [task(i) for i in range(len(self.sizes))]
         per_replica = self.call._run_tasks(self, tasks)
         with tf.device(self.lead):
-            found = [
-                self._together(source, parts)
-                for source, parts in zip(
-                    sources, zip(*per_replica, strict=True), strict=True
-                )
-            ]
+            found = self._together(sources, list(zip(*per_replica, strict=True)))
             shared = [i for i, source in enumerate(sources) if not source.by_rows]
             totals = self.spread.team.sum_gradients([found[i] for i in shared])
             for i, total in zip(shared, totals, strict=True):
@@ -487,23 +488,26 @@ class _Job:
             ]
             return tf.split(gradient, sizes)
 
-    def _together(self, source: _Source, parts: Sequence[Any]) -> Any:
-        if all(part is None for part in parts):
-            return None
-        if source.by_rows:
-            return tf.concat(
-                [
-                    tf.zeros_like(local) if part is None else tf.convert_to_tensor(part)
-                    for part, local in zip(parts, source.locals, strict=True)
-                ],
-                0,
-            )
-        present = [
-            part if self.is_static else _nothing_if_empty(part, size)
-            for part, size in zip(parts, self.sizes, strict=True)
-            if part is not None
+    def _together(
+        self, sources: Sequence[_Source], columns: Sequence[Sequence[Any]]
+    ) -> list[Any]:
+        """The gradient of each source, from those of the local replicas."""
+        pairs = list(zip(sources, columns, strict=True))
+        shared = [self._counted(parts) for source, parts in pairs if not source.by_rows]
+        sums = iter(sums_of(shared, self.call.reduction))
+        return [
+            _rows_together(source, parts) if source.by_rows else next(sums)
+            for source, parts in pairs
         ]
-        return _sum(present)
+
+    def _counted(self, parts: Sequence[Any]) -> list[Any]:
+        """A variable's gradients, zeros on replicas without rows."""
+        if self.is_static:
+            return list(parts)
+        return [
+            None if part is None else _nothing_if_empty(part, size)
+            for part, size in zip(parts, self.sizes, strict=True)
+        ]
 
 
 def _boundary(
@@ -538,17 +542,17 @@ def _nothing_if_empty(tensor: Any, size: Any) -> Any:
     return tf.where(size > 0, tensor, tf.zeros_like(tensor))
 
 
-def _sum(gradients: Sequence[Any]) -> Any:
-    """The sum of gradients; of rows of a table only, as their concatenation."""
-    if len(gradients) == 1:
-        return gradients[0]
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        return tf.IndexedSlices(
-            tf.concat([gradient.values for gradient in gradients], 0),
-            tf.concat([gradient.indices for gradient in gradients], 0),
-            gradients[0].dense_shape,
-        )
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
+def _rows_together(source: _Source, parts: Sequence[Any]) -> Any:
+    """The gradient of an input, from those of its slices."""
+    if all(part is None for part in parts):
+        return None
+    return tf.concat(
+        [
+            tf.zeros_like(local) if part is None else tf.convert_to_tensor(part)
+            for part, local in zip(parts, source.locals, strict=True)
+        ],
+        0,
+    )
 
 
 def _is_float(tensor: Any) -> bool:

@@ -22,6 +22,7 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import Communicator
 from keras_strategies.backends.tensorflow.devices import tf_device
 from keras_strategies.backends.tensorflow.team import Team
+from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
 from keras_strategies.types import ReduceOp
@@ -107,11 +108,17 @@ class LockstepCommunicator(Communicator):
         devices: the device of each replica that takes part.
         lead: the device that values are combined on.
         team: the replicas of other processes too, None where there are none.
+        reduction: the strategy's `CrossDeviceOps`; None for TensorFlow's own sums.
     """
 
     def __init__(
-        self, devices: Sequence[Device], lead: Device, team: Team | None = None
+        self,
+        devices: Sequence[Device],
+        lead: Device,
+        team: Team | None = None,
+        reduction: LocalReduction | None = None,
     ):
+        self.reduction = reduction
         self.team = team or Team(None, (len(devices),), 0)
         self._devices = [tf_device(device) for device in devices]
         self._lead = tf_device(lead)
@@ -174,7 +181,10 @@ class LockstepCommunicator(Communicator):
 
         def reduce(tensors: Sequence[Any]) -> list[Any]:
             def combine(values: list[Any]) -> list[Any]:
-                return [self.team.reduce(op, values)] * count
+                if self.reduction is None:
+                    return [self.team.reduce(op, values)] * count
+                workers, total = self.team.workers, self.team.total
+                return self.reduction.all_reduce(op, values, workers, total)
 
             found = self.exchange(replica_id, f"all_reduce {op.name}", tensors, combine)
             return [self._here(replica_id, tensor) for tensor in found]

@@ -30,6 +30,7 @@ from keras_strategies.backends.tensorflow.function import (
     program_of,
     refuse_xla,
 )
+from keras_strategies.backends.tensorflow.gradients import sums_of
 from keras_strategies.backends.tensorflow.mirrors import reading_copies_on
 from keras_strategies.backends.tensorflow.no_rows import call_with_a_row
 from keras_strategies.backends.tensorflow.replicas import (
@@ -38,6 +39,7 @@ from keras_strategies.backends.tensorflow.replicas import (
 )
 from keras_strategies.backends.tensorflow.team import Team
 from keras_strategies.backends.tensorflow.workers import workers_of
+from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -148,6 +150,7 @@ class TensorFlowRun:
         workers, share = workers_of(self.placement), self.placement.share
         counts = (share.count,) if workers is None else workers.replicas
         self.team = Team(workers, counts, share.first)
+        self.reduction = LocalReduction.of(strategy)
         self.local_values = TensorFlowLocalValues(self._devices, self.team)
         # Functions that are `tf.function`s themselves, as programs of all replicas.
         self._programs: weakref.WeakKeyDictionary[Any, Any] = (
@@ -296,7 +299,10 @@ class _RunCommunicator(LockstepCommunicator):
     """Collectives of a run; merged functions see and change the variables."""
 
     def __init__(self, run: TensorFlowRun):
-        super().__init__(run.placement.replicas, run.placement.variables, run.team)
+        placement = run.placement
+        super().__init__(
+            placement.replicas, placement.variables, run.team, run.reduction
+        )
         self._run = run
         self.scopes: list[RunScope] = []
 
@@ -320,26 +326,20 @@ class _RunCommunicator(LockstepCommunicator):
         return super().merge_call(replica_id, merged, args, kwargs)
 
 
-def sum_gradients(gradients: Sequence[Any]) -> list[Any]:
-    """Sums each gradient over replicas, on the current device; None adds nothing."""
-    total = []
-    for gradient in gradients:
-        parts = (
-            gradient.values if isinstance(gradient, DistributedValues) else [gradient]
-        )
-        present = [part for part in parts if part is not None]
-        total.append(sum_of(present) if present else None)
-    return total
+def sum_gradients(
+    gradients: Sequence[Any], count: int, reduction: LocalReduction | None
+) -> list[Any]:
+    """Sums each gradient over replicas, on the current device; None adds nothing.
 
-
-def sum_of(gradients: Sequence[Any]) -> Any:
-    """The sum of gradients; of rows of a table only, as their concatenation."""
-    if len(gradients) == 1:
-        return gradients[0]
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        return tf.IndexedSlices(
-            tf.concat([gradient.values for gradient in gradients], 0),
-            tf.concat([gradient.indices for gradient in gradients], 0),
-            gradients[0].dense_shape,
-        )
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
+    Args:
+        gradients: for each variable a `PerReplica`, or what all replicas have.
+        count: int, the local replicas.
+        reduction: the strategy's `CrossDeviceOps`, None for TensorFlow's own sum.
+    """
+    columns = [
+        gradient.values
+        if isinstance(gradient, DistributedValues)
+        else [gradient] * count
+        for gradient in gradients
+    ]
+    return sums_of(columns, reduction)

@@ -30,7 +30,9 @@ class StepFunction:
       traced for the first batch's shape, and once more for any number of rows when
       a batch of another size comes;
     - fewer rows, as a last batch may have: the step as it is, on one device. A
-      replica without rows would have to compute means of nothing.
+      replica without rows would have to compute means of nothing. With
+      `cross_device_ops` the rows are split for a program of their own shape, in which
+      gradients are reduced as in every other step.
 
     Args:
         model: a compiled `keras.Model`.
@@ -54,14 +56,20 @@ class StepFunction:
 
         self._parallel = self._program(routed)
         self._whole = self._program(lambda data: step(data))
+        self._few = None
+        if call.reduction is not None:
+            self._few = self._program(routed, reduce_retracing=False)
         self._seen_model = False
         self._traced: dict[Any, Callable[[Any], Any]] = {}
 
-    def _program(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _program(
+        self, step: Callable[[Any], Any], reduce_retracing: bool = True
+    ) -> Callable[[Any], Any]:
         if self._model.run_eagerly:
             return step
         return tf.function(
-            tf.autograph.experimental.do_not_convert(step), reduce_retracing=True
+            tf.autograph.experimental.do_not_convert(step),
+            reduce_retracing=reduce_retracing,
         )
 
     def __call__(self, batches: Iterable[Any]) -> Any:
@@ -107,6 +115,8 @@ class StepFunction:
                 return self._whole(batch)
         rows = _rows(batch)
         if rows is not None and rows < self._replicas:
+            if self._few is not None:
+                return self._few(batch)
             return self._run(self._whole, batch, spec)
         return self._run(self._parallel, batch, spec)
 

@@ -126,6 +126,13 @@ class TensorFlowTrainer(TrainerAdapter):
         if type(raw) is ResourceVariable:
             mirror(raw, self._others, creating_variables)
 
+    def local_values(self, variable: Any) -> list[Any]:
+        if not is_local(variable):
+            return super().local_values(variable)
+        own, first = self.run.local_values, self.placement.share.first
+        replicas = range(len(self.placement.replicas))
+        return [own.get(variable, first + i) for i in replicas]
+
     def same_variables(self, model: Any, all_of_them: bool) -> None:
         # Keras builds optimizers in the first step on TensorFlow. One that has
         # restored a backup is built, and would have variables that others lack.
@@ -164,7 +171,9 @@ class TensorFlowTrainer(TrainerAdapter):
 
         def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
             if aggregate:
-                total = self.run.team.sum_gradients(sum_gradients(gradients))
+                count = len(self.placement.replicas)
+                own = sum_gradients(gradients, count, self.run.reduction)
+                total = self.run.team.sum_gradients(own)
             else:
                 total = [select_replica(0, gradient) for gradient in gradients]
             apply(total, variables)

@@ -48,6 +48,11 @@ class TorchBackend(Backend):
         # Nothing of torch's is fixed by this: all of them are its one CPU.
         self._virtual_cpus = count
 
+    def memories(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        # All virtual CPUs are torch's one CPU.
+        first = {torch_device(device): device for device in reversed(devices)}
+        return tuple(device for device in devices if device in first.values())
+
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
 

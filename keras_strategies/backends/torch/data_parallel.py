@@ -23,9 +23,15 @@ from keras_strategies.backends.torch.replicas import (
     ReplicaThreads,
     ThreadCommunicator,
 )
-from keras_strategies.backends.torch.spread import Source, Spread, WorkerSums
+from keras_strategies.backends.torch.spread import (
+    Source,
+    Spread,
+    WorkerSums,
+    local_gradients,
+)
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.backends.torch.work import Work, measure
+from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.errors import ContextError
 from keras_strategies.input.sharding import split_sizes
 
@@ -46,6 +52,8 @@ class TorchDataParallelCall(DataParallelCall):
         self._variables = variables
         self._workers = self.placement.workers
         self._share = self.placement.share
+        #: The strategy's `CrossDeviceOps`, None for torch's own sums.
+        self.reduction = LocalReduction.of(strategy)
         self._communicator: ThreadCommunicator | None = None
         # How the rows of the call under way are spread.
         self._spread = Spread.local([1])
@@ -58,6 +66,7 @@ class TorchDataParallelCall(DataParallelCall):
             and strategy.sync_batch_norm
             and not strategy.always_split
             and self._workers is None
+            and self.reduction is None
         )
         self._work: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
         # How the calls of the current step were made.
@@ -121,7 +130,8 @@ class TorchDataParallelCall(DataParallelCall):
                 return None
         # Replicas without rows do not take part: they would add nothing.
         sizes = spread.sizes
-        if not sizes or (len(spread.every) == 1 and self._devices[0] == self._lead):
+        is_alone = len(spread.every) == 1 and self._devices[0] == self._lead
+        if not sizes or (is_alone and self.reduction is None):
             return None
         self._spread = spread
         if self._may_call_whole:
@@ -166,7 +176,9 @@ class TorchDataParallelCall(DataParallelCall):
         # The backward pass of these tasks meets in the same communicator. Calls do
         # not nest: none is routed while one is under way.
         self._communicator = ThreadCommunicator(
-            self.placement.replicas[: len(tasks)], team=self._spread.team
+            self.placement.replicas[: len(tasks)],
+            team=self._spread.team,
+            reduction=self.reduction,
         )
         return self._run(tasks, self._communicator, self._random)
 
@@ -329,7 +341,9 @@ class _Job:
         self.communicator.restart()
         sums = None
         if self.spread.workers is not None:
-            sums = WorkerSums(self.sources, self.spread, self.count)
+            sums = WorkerSums(
+                self.sources, self.spread, self.count, self.call.reduction
+            )
         with sums or contextlib.nullcontext():
             per_replica = self.call._run(
                 [task(i) for i in range(self.count)], self.communicator, NoRandom()
@@ -337,10 +351,7 @@ class _Job:
         columns = list(zip(*per_replica, strict=True))
         if sums is not None:
             return sums.gradients(columns)
-        return [
-            source.gradient(parts)
-            for source, parts in zip(self.sources, columns, strict=True)
-        ]
+        return local_gradients(self.sources, columns, self.call.reduction)
 
 
 def _share(channel: Channel, gradient: torch.Tensor) -> list[torch.Tensor]:

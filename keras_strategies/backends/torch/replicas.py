@@ -17,6 +17,7 @@ from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import Communicator, Workers
 from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.random import ReplicaRandom
+from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.errors import (
     GatherError,
@@ -236,6 +237,7 @@ class ThreadCommunicator(Communicator):
         takes_turns: bool, whether only one replica runs at a time, from one collective
             to the next and in their order, so that the first one makes what all use.
         team: the replicas of other processes, None where there are none.
+        reduction: the strategy's `CrossDeviceOps`; None for torch's own sums.
     """
 
     def __init__(
@@ -243,7 +245,9 @@ class ThreadCommunicator(Communicator):
         devices: Sequence[Device],
         takes_turns: bool = False,
         team: Team | None = None,
+        reduction: LocalReduction | None = None,
     ):
+        self.reduction = reduction
         self._devices = tuple(devices)
         self._team = team or Team(None, (len(self._devices),), 0)
         # The replica whose turn it is; None where they run side by side.
@@ -439,7 +443,17 @@ def _reduced(
     op: ReduceOp,
     tensors: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    team = communicator.team
+    team, reduction = communicator.team, communicator.reduction
+    if reduction is not None:
+        rows = communicator.exchange(
+            replica_id,
+            key,
+            "all_reduce",
+            tensors,
+            lambda all: reduction.all_reduce(op, all, team.workers, team.total),
+        )
+        pairs = zip(rows[replica_id], tensors, strict=True)
+        return tuple(found.to(own.device, copy=True) for found, own in pairs)
     if team.workers is None:
         values = communicator.exchange(replica_id, key, "all_reduce", tensors)
         # Each on its own device, at the same time.

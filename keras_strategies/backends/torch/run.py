@@ -26,6 +26,7 @@ from keras_strategies.backends.torch.replicas import (
     ThreadCommunicator,
 )
 from keras_strategies.backends.torch.variables import ReplicaVariables
+from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.errors import ContextError
 from keras_strategies.values import DistributedValues
 
@@ -87,6 +88,7 @@ class TorchRun:
         workers, share = self.placement.workers, self.placement.share
         counts = (share.count,) if workers is None else workers.replicas
         self.team = Team(workers, counts, share.first)
+        self.reduction = LocalReduction.of(strategy)
         self.local_values = TorchLocalValues(self._devices, self.team)
         self._random_calls = RandomCalls()
         self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -196,7 +198,7 @@ class _RunCommunicator(ThreadCommunicator):
     """Collectives of a run; merged functions see and change the variables."""
 
     def __init__(self, run: TorchRun, takes_turns: bool):
-        super().__init__(run.placement.replicas, takes_turns, run.team)
+        super().__init__(run.placement.replicas, takes_turns, run.team, run.reduction)
         self._run = run
         self.takes_turns = takes_turns
         self.scopes: list[RunScope] = []
@@ -234,14 +236,31 @@ def _version(variable: Any) -> tuple[int, int]:
 
 
 def sum_gradients(
-    gradients: Sequence[Any], lead: torch.device
+    gradients: Sequence[Any],
+    lead: torch.device,
+    count: int,
+    reduction: LocalReduction | None,
 ) -> list[torch.Tensor | None]:
-    """Sums each gradient over replicas, on the lead device; None adds nothing."""
-    total: list[torch.Tensor | None] = []
-    for gradient in gradients:
-        parts = (
-            gradient.values if isinstance(gradient, DistributedValues) else [gradient]
+    """Sums each gradient over replicas, on the lead device; None adds nothing.
+
+    Args:
+        gradients: for each variable a `PerReplica`, or what all replicas have.
+        lead: where the sums are needed.
+        count: int, the local replicas.
+        reduction: the strategy's `CrossDeviceOps`, None for torch's own sum.
+    """
+    columns = [
+        gradient.values
+        if isinstance(gradient, DistributedValues)
+        else [gradient] * count
+        for gradient in gradients
+    ]
+    if reduction is not None:
+        return reduction.sums(
+            [[None if p is None else p.detach() for p in parts] for parts in columns]
         )
+    total: list[torch.Tensor | None] = []
+    for parts in columns:
         present = [part.detach().to(lead) for part in parts if part is not None]
         total.append(sum(present[1:], start=present[0]) if present else None)
     return total

@@ -12,6 +12,7 @@ import torch
 
 from keras_strategies.backends.torch.replicas import Team
 from keras_strategies.backends.torch.workers import Pack, TorchWorkers
+from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -121,6 +122,28 @@ class Source:
         return total
 
 
+def local_gradients(
+    sources: Sequence[Source],
+    columns: Sequence[Sequence[torch.Tensor | None]],
+    reduction: LocalReduction | None,
+) -> list[torch.Tensor | None]:
+    """The gradient of each source, from those of the local replicas.
+
+    Args:
+        sources: what gradients go to.
+        columns: for each source the gradient of each replica.
+        reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
+    """
+    pairs = list(zip(sources, columns, strict=True))
+    if reduction is None:
+        return [source.gradient(parts) for source, parts in pairs]
+    sums = iter(reduction.sums([c for source, c in pairs if not source.by_rows]))
+    return [
+        source.gradient(parts) if source.by_rows else next(sums)
+        for source, parts in pairs
+    ]
+
+
 class WorkerSums:
     """Sums gradients over workers while the backward pass still computes others.
 
@@ -135,9 +158,17 @@ class WorkerSums:
         sources: what gradients go to.
         spread: the rows of the call.
         count: int, the local replicas.
+        reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
     """
 
-    def __init__(self, sources: Sequence[Source], spread: Spread, count: int):
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        spread: Spread,
+        count: int,
+        reduction: LocalReduction | None = None,
+    ):
+        self._reduction = reduction
         self._sources = list(sources)
         self._spread = spread
         assert isinstance(spread.workers, TorchWorkers)
@@ -196,8 +227,12 @@ class WorkerSums:
     def _send(self) -> None:
         pack = self._packs[len(self._sent)]
         tensors = []
-        for i in pack:
-            total = self._sources[i].gradient(self._found[i])
+        own = local_gradients(
+            [self._sources[i] for i in pack],
+            [self._found[i] for i in pack],
+            self._reduction,
+        )
+        for i, total in zip(pack, own, strict=True):
             if total is None:
                 total = torch.zeros_like(self._sources[i].tensor)
             tensors.append(total)

@@ -11,6 +11,7 @@ import torch
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import TrainerAdapter, VariableCopy, Workers
+from keras_strategies.backends.run_scope import is_local
 from keras_strategies.backends.torch.data_parallel import TorchDataParallelCall
 from keras_strategies.backends.torch.devices import device_of, torch_device
 from keras_strategies.backends.torch.input import AheadPlacer, CudaMover
@@ -85,7 +86,16 @@ class TorchTrainer(TrainerAdapter):
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         # Mirrored is what replicas read.
-        return self.placement.keepers if is_weight else (self.placement.variables,)
+        if not is_weight:
+            return (self.placement.variables,)
+        return self.strategy.backend.memories(self.placement.keepers)
+
+    def local_values(self, variable: Any) -> list[torch.Tensor]:
+        if is_local(variable):
+            own, first = self.run.local_values, self.placement.share.first
+            replicas = range(len(self.placement.replicas))
+            return [own.get(variable, first + i).clone() for i in replicas]
+        return [value.detach().clone() for value in super().local_values(variable)]
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = keras_compat.raw_value(variable)
@@ -120,7 +130,9 @@ class TorchTrainer(TrainerAdapter):
 
         def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
             if aggregate:
-                total = self._over_workers(sum_gradients(gradients, lead))
+                count, reduction = len(self.placement.replicas), self.run.reduction
+                found = sum_gradients(gradients, lead, count, reduction)
+                total = self._over_workers(found)
             else:
                 total = [select_replica(0, gradient) for gradient in gradients]
             with torch.no_grad():

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.base import Placement
@@ -25,11 +24,7 @@ class ReplicaVariables:
     def __init__(self, placement: Placement):
         self._placement = placement
         self._devices = [torch_device(device) for device in placement.replicas]
-        # Whether there can be copies to tell of.
-        self._has_others = set(placement.replicas) != {placement.variables}
         self._mirrors = _Mirrors()
-        # Tensors that replicas have read: these are what is mirrored.
-        self._read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def copy(self, replica_id: int, variable: Any) -> torch.Tensor | None:
         """The value of a variable for one replica; a leaf of its own graph."""
@@ -39,8 +34,6 @@ class ReplicaVariables:
         device = self._devices[replica_id]
         if raw.device == device:
             local = raw.detach()
-            if self._has_others and raw not in self._read:
-                self._read[raw] = None
         elif self._placement.mirrored:
             local = self._mirrors.get(raw, device)
         else:
@@ -60,14 +53,11 @@ class ReplicaVariables:
         found = []
         if self._placement.mirrored:
             for device in self._placement.replicas:
-                if device == self._placement.variables:
-                    continue
+                # Virtual CPUs have one memory, that of the variable.
                 if raw.device == torch_device(device):
-                    if raw in self._read:
-                        found.append((device, raw))
-                elif (
-                    mirror := self._mirrors.peek(raw, torch_device(device))
-                ) is not None:
+                    continue
+                mirror = self._mirrors.peek(raw, torch_device(device))
+                if mirror is not None:
                     found.append((device, mirror))
         return found
 

@@ -1,0 +1,80 @@
+"""Sums of the replicas' gradients on TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategies.collectives.local import LocalReduction
+
+
+def sums_of(
+    columns: Sequence[Sequence[Any]], reduction: LocalReduction | None
+) -> list[Any]:
+    """Sums gradients over the local replicas, on the current device.
+
+    Args:
+        columns: for each variable the gradient of each replica: a tensor,
+            `tf.IndexedSlices`, or None, which adds nothing.
+        reduction: the strategy's `CrossDeviceOps`, None for TensorFlow's own sum.
+
+    Returns:
+        list of tensors, of `tf.IndexedSlices` where all gradients of a variable are,
+        and of None where there are none.
+    """
+    if reduction is None:
+        return [_sum([p for p in column if p is not None]) for column in columns]
+    prepared = [_dense(column) for column in columns]
+    sums = reduction.sums([dense for dense, _ in prepared])
+    return [
+        total if slices is None else tf.IndexedSlices(total, *slices)
+        for total, (_, slices) in zip(sums, prepared, strict=True)
+    ]
+
+
+def _sum(gradients: Sequence[Any]) -> Any:
+    """The sum of gradients; of rows of a table only, as their concatenation."""
+    if len(gradients) < 2:
+        return gradients[0] if gradients else None
+    if _are_slices(gradients):
+        values, indices = _joined(gradients)
+        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
+
+
+def _are_slices(gradients: Sequence[Any]) -> bool:
+    return all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+
+
+def _joined(slices: Sequence[Any]) -> tuple[Any, Any]:
+    values = tf.concat([each.values for each in slices], 0)
+    return values, tf.concat([each.indices for each in slices], 0)
+
+
+def _dense(column: Sequence[Any]) -> tuple[list[Any], tuple[Any, Any] | None]:
+    """Tensors of one shape, and the indices and the shape of slices of a table.
+
+    Rows of a table are summed as rows: each replica's tensor has the rows of all,
+    zeros in place of the others'.
+    """
+    present = [gradient for gradient in column if gradient is not None]
+    if not present or not _are_slices(present):
+        return [
+            None if gradient is None else tf.convert_to_tensor(gradient)
+            for gradient in column
+        ], None
+    _, indices = _joined(present)
+    dense: list[Any] = []
+    for i, own in enumerate(column):
+        if own is None:
+            dense.append(None)
+            continue
+        parts = [
+            other.values if i == j else tf.zeros_like(other.values)
+            for j, other in enumerate(column)
+            if other is not None
+        ]
+        dense.append(tf.concat(parts, 0))
+    return dense, (indices, present[0].dense_shape)

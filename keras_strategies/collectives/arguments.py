@@ -1,0 +1,93 @@
+"""Arguments of a `CrossDeviceOps`: values, destinations, and what travels together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_strategies import keras_compat
+from keras_strategies.backends.base import Backend, itemsize
+from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.devices import Device, is_device, parse_device
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.values import DistributedValues, PerReplica
+
+
+def per_replica(value: Any) -> PerReplica:
+    """A value with tensors for components, of one shape."""
+    components = list(value.values) if isinstance(value, DistributedValues) else [value]
+    # A tensor stays on its device, which Keras's conversion would change on Torch.
+    tensors = [
+        component
+        if keras.ops.is_tensor(component)
+        else keras.ops.convert_to_tensor(component)
+        for component in components
+    ]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(set(shapes)) > 1:
+        raise InvalidArgumentError(
+            "Values of the replicas are reduced element by element, so their shapes "
+            f"must be equal. Found: {shapes}."
+        )
+    return PerReplica(tensors)
+
+
+def device_names(destinations: Any, backend: Backend) -> tuple[str, ...]:
+    """The names of the devices that a value is to be put on."""
+    return tuple(str(device) for device in _destinations(destinations, backend))
+
+
+def _destinations(destinations: Any, backend: Backend) -> tuple[Device, ...]:
+    if isinstance(destinations, DistributedValues):
+        return tuple(backend.device_of(value) for value in destinations.values)
+    if isinstance(destinations, keras.Variable):
+        return _devices_of_variable(destinations, backend)
+    if is_device(destinations):
+        return (parse_device(destinations),)
+    if isinstance(destinations, (list, tuple)) and destinations:
+        return tuple(parse_device(name) for name in destinations)
+    if backend.is_tensor(destinations):
+        return (backend.device_of(destinations),)
+    raise InvalidArgumentError(
+        "`destinations` is a device name or object, a list of them, or a value or "
+        f"variable that lies on devices. Received: {destinations!r}"
+    )
+
+
+def _devices_of_variable(variable: Any, backend: Backend) -> tuple[Device, ...]:
+    """Where a variable lies: with copies, where its strategy has these."""
+    strategy = keras_compat.strategy_of(variable)
+    if strategy is not None and strategy.placement.mirrored:
+        found: tuple[Device, ...] = strategy.placement.replicas
+        return found
+    if strategy is not None:
+        return (strategy.placement.variables,)
+    return (backend.device_of(keras_compat.raw_value(variable)),)
+
+
+def packs_of_values(
+    values: Sequence[Sequence[Any]], *, num_packs: int = 0, bytes_per_pack: int = 0
+) -> list[list[int]]:
+    """Indices of values that travel together."""
+    firsts = [value[0] for value in values]
+    dtypes = [keras.backend.standardize_dtype(first.dtype) for first in firsts]
+    # The number of replicas is part of what must agree within a pack.
+    kinds: list[Any] = [
+        (dtype, len(value), None if _is_static(value[0]) else i)
+        for i, (dtype, value) in enumerate(zip(dtypes, values, strict=True))
+    ]
+    sizes = [
+        math.prod(first.shape) * itemsize(dtype) if _is_static(first) else 0
+        for first, dtype in zip(firsts, dtypes, strict=True)
+    ]
+    return pack_indices(
+        kinds, sizes, num_packs=num_packs, bytes_per_pack=bytes_per_pack
+    )
+
+
+def _is_static(tensor: Any) -> bool:
+    # Shapes of TensorFlow's programs may be open.
+    return None not in tuple(tensor.shape)

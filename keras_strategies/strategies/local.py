@@ -1,0 +1,78 @@
+"""What the replicas of this process have of a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_strategies import keras_compat
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.values import DistributedValues, flatten, map_structure
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+def results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+    """See `Strategy.experimental_local_results`."""
+    if isinstance(value, DistributedValues):
+        return value.values
+    if isinstance(value, keras.Variable):
+        return _of_variable(strategy, value)
+    if not isinstance(value, (list, tuple, Mapping)):
+        return (value,)
+    columns = [
+        results(strategy, leaf)
+        if isinstance(leaf, (DistributedValues, keras.Variable))
+        else (leaf,) * strategy.replicas_here
+        for leaf in flatten(value)
+    ]
+
+    def own(replica: int) -> Any:
+        rest = iter(columns)
+        return map_structure(lambda _: next(rest)[replica], value)
+
+    return tuple(own(replica) for replica in range(strategy.replicas_here))
+
+
+def _of_variable(strategy: Strategy, variable: Any) -> tuple[Any, ...]:
+    """A variable's value on each local replica."""
+    if strategy.placement.share.count == 1:
+        return (variable,)
+    if keras_compat.raw_value(variable) is None:
+        raise InvalidArgumentError(
+            f"Variable {variable.path!r} has no value yet. Build its model first."
+        )
+    return tuple(strategy.trainer.local_values(variable))
+
+
+def check_equal_shapes(
+    strategy: Strategy, args: Sequence[Any], kwargs: Sequence[Any]
+) -> None:
+    """Checks that all replicas, also of other workers, get arrays of equal shapes.
+
+    Args:
+        strategy: the strategy.
+        args: for each local replica a tuple of structures.
+        kwargs: for each local replica a dict of structures.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    found = [
+        [list(leaf.shape) for leaf in flatten(list(own)) if hasattr(leaf, "shape")]
+        for own in zip(args, kwargs, strict=True)
+    ]
+    if strategy.other_workers is not None:
+        group = strategy.other_workers.group
+        every = group.gather_values("the shapes of arguments of `run`", found)
+        found = [shapes for each in every for shapes in each]
+    if any(shapes != found[0] for shapes in found):
+        raise InvalidArgumentError(
+            "`run` was called with `experimental_enable_dynamic_batch_size=False`, "
+            "which needs arguments of the same shapes on all replicas. Found, by "
+            f"replica: {found}. Use batches that divide evenly, or leave the option "
+            "out."
+        )
