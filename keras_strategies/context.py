@@ -90,7 +90,11 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """tuple of str, the device of this replica."""
+        """tuple of str, the device of this replica.
+
+        On JAX, where one program is traced for all replicas, a function that reads it
+        is traced for each replica instead, with a warning.
+        """
         placement = self._strategy.placement
         local = self._replica_id - placement.share.first
         if 0 <= local < len(placement.replicas):

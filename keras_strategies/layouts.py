@@ -8,6 +8,7 @@ device.
 from __future__ import annotations
 
 import abc
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -45,19 +46,31 @@ class LayoutRule(abc.ABC):
             tuple of str or None, as long as needed, `()` for a copy everywhere.
         """
 
+    def check_matches(self) -> None:  # noqa: B027
+        """Raises if a part of the rule has applied to no variable so far."""
+
 
 class MappedLayouts(LayoutRule):
     """Layouts by regular expressions that match the whole path, as in a `LayoutMap`.
 
     Args:
         patterns: mapping from a path or a regular expression to a layout.
+        allow_unmatched: bool, whether patterns may match nothing.
     """
 
     name = "map"
     cuts_integers = True
 
-    def __init__(self, patterns: Mapping[str, Sequence[str | None]]):
+    def __init__(
+        self,
+        patterns: Mapping[str, Sequence[str | None]],
+        allow_unmatched: bool = False,
+    ):
         self._patterns = {key: tuple(axes) for key, axes in patterns.items()}
+        self._allow_unmatched = allow_unmatched
+        self._matched: set[str] = set()
+        # What layouts were looked up for: variables, and outputs of layers.
+        self._seen: dict[str, None] = {}
 
     @property
     def patterns(self) -> dict[str, Axes]:
@@ -69,7 +82,9 @@ class MappedLayouts(LayoutRule):
 
     def find(self, path: str) -> Axes | None:
         """The layout of a path; None where no pattern fits."""
+        self._seen[path] = None
         if path in self._patterns:
+            self._matched.add(path)
             return self._patterns[path]
         found = [key for key in self._patterns if re.fullmatch(key, path)]
         if len(found) > 1:
@@ -77,7 +92,56 @@ class MappedLayouts(LayoutRule):
                 f"{path!r} matches {len(found)} patterns of the layout map: {found}. "
                 "Make them such that a path matches at most one."
             )
+        self._matched.update(found)
         return self._patterns[found[0]] if found else None
+
+    def check_matches(self) -> None:
+        """Raises `LayoutError` if patterns have matched nothing that was made so far.
+
+        Patterns of layers' outputs count once layers have been called.
+        """
+        unmatched = [key for key in self._patterns if key not in self._matched]
+        outputs = [path for path in self._seen if path.endswith(_OUTPUT)]
+        variables = [path for path in self._seen if not path.endswith(_OUTPUT)]
+        if not outputs:
+            unmatched = [key for key in unmatched if not key.endswith(_OUTPUT)]
+        if self._allow_unmatched or not unmatched:
+            return
+        lines = []
+        for key in unmatched:
+            among = outputs if key.endswith(_OUTPUT) else variables
+            found = ", ".join(map(repr, closest_paths(key, among)))
+            lines.append(f"{key!r} (closest: {found or 'nothing similar'})")
+        raise LayoutError(
+            "Patterns of the layout map match no variable of a model made in the "
+            f"strategy's scope: {'; '.join(lines)}. A pattern is a path or a regular "
+            "expression that matches the full path. Correct or remove it. If it is "
+            "for a model that is made later, make that one first, or pass "
+            "`allow_unmatched=True` to the strategy."
+        )
+
+
+_OUTPUT = "/output"
+
+
+def closest_paths(pattern: str, paths: Sequence[str], count: int = 3) -> list[str]:
+    """The paths most like a pattern, compared by as many last parts as it has.
+
+    >>> closest_paths(".*dense/kernal", ["net/dense/kernel", "net/conv/bias"])
+    ['net/dense/kernel']
+    """
+    text = re.sub(r"\.[*+?]|[\\^$*+?()\[\]{}|]", "", pattern).strip("/")
+    depth = text.count("/") + 1
+    ends = {path: "/".join(path.split("/")[-depth:]) for path in paths}
+    scores = {
+        path: max(
+            difflib.SequenceMatcher(None, text, compared).ratio()
+            for compared in (path, end)
+        )
+        for path, end in ends.items()
+    }
+    similar = [path for path, score in scores.items() if score > 0.5]
+    return sorted(similar, key=lambda path: -scores[path])[:count]
 
 
 # `query/kernel` is (features, heads, size) and `attention_output/kernel` is (heads,

@@ -458,6 +458,12 @@ class TrainerAdapter(abc.ABC):
     def check_model(self, model: Any) -> None:  # noqa: B027
         """Raises `ModelScopeError` if the model's variables lie elsewhere."""
 
+    def check_layouts(self, model: Any) -> None:
+        """Raises `LayoutError` if a layout map has patterns that match nothing."""
+        mesh = self.placement.mesh
+        if mesh is not None and keras_compat.is_built(model):
+            mesh.rule.check_matches()
+
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
         """Entered around `fit`, `evaluate`, ... and `compile`, inside the scope."""

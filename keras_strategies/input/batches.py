@@ -71,9 +71,12 @@ def check_rows(batch: Any, what: str) -> int | None:
         int; None if specifications do not say.
 
     Raises:
-        ValueError: for a batch without rows, or parts with different numbers of them.
+        ValueError: for a batch without rows, parts with different numbers of them, or
+            parts that the backend has no tensors for.
     """
-    shapes = {name: shape_of(leaf) for name, leaf in named_leaves(batch).items()}
+    leaves = named_leaves(batch)
+    _check_kinds(leaves, what)
+    shapes = {name: shape_of(leaf) for name, leaf in leaves.items()}
     if not shapes:
         raise BatchError(f"{what} gave a batch without any array: {batch!r}.")
     found = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
@@ -93,6 +96,34 @@ def check_rows(batch: Any, what: str) -> int | None:
             f"single samples, the dataset is not batched. {hint}."
         )
     return rows.pop() if rows else None
+
+
+def _check_kinds(leaves: Mapping[str, Any], what: str) -> None:
+    """Raises for strings, objects and ragged rows, except on TensorFlow."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        return
+    for name, leaf in leaves.items():
+        if type(leaf).__name__ in ("RaggedTensor", "RaggedTensorSpec"):
+            found = f"a {type(leaf).__name__}, whose rows have different lengths"
+            hint = "Pad its rows, as in `dataset.map(lambda x: x.to_tensor())`"
+        elif _is_of_text(leaf):
+            found = f"dtype {leaf.dtype}"
+            hint = "Encode it as numbers, for example with `keras.layers.StringLookup`"
+        else:
+            continue
+        raise BatchError(
+            f"{what} gave {name} of {found}; tensors of {backend} are rectangular "
+            f"arrays of numbers. {hint} in the dataset, or use "
+            "KERAS_BACKEND=tensorflow."
+        )
+
+
+def _is_of_text(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return getattr(dtype, "kind", "") in ("O", "S", "U") or (
+        getattr(dtype, "name", "") == "string"
+    )
 
 
 def to_host(batch: Any, keep: Any, copy: bool = False) -> Any:

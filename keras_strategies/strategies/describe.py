@@ -132,6 +132,7 @@ def describe(strategy: Strategy, model: Any) -> Description:
             f"Model {model.name!r} has no variables yet. Build it first, with "
             "`model.build(input_shape)` or a first `fit`."
         )
+    strategy.trainer.check_layouts(model)
     mesh = strategy.placement.mesh
     rows = []
     totals: dict[str, int] = {}

@@ -68,11 +68,16 @@ class ModelParallelStrategy(Strategy):
             mesh the shape and the axes count.
         communication_options: `CommunicationOptions`; `timeout_seconds` is how long
             workers wait for one another, 300 seconds by default.
+        allow_unmatched: bool, whether patterns of a layout map may match no variable,
+            as those of a map that serves several models. Otherwise such a pattern is
+            an error in `plan`, `describe`, and the first `fit`, `evaluate` or
+            `predict`.
 
     Raises:
         ValueError: for devices that do not exist or that `model_parallel` does not
             divide, for a layout map that is none, and, when a variable is made, for
-            one that its layout does not fit.
+            one that its layout does not fit; when a model is used, for patterns that
+            match no variable.
         RuntimeError: on backends that cannot cut variables: TensorFlow, and Torch
             with a Keras before 3.16 or with several devices in one process.
 
@@ -98,6 +103,7 @@ class ModelParallelStrategy(Strategy):
         min_shard_bytes: int = MIN_SHARD_BYTES,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        allow_unmatched: bool = False,
     ):
         backend = get_backend()
         backend.check_model_parallel()
@@ -113,7 +119,7 @@ class ModelParallelStrategy(Strategy):
         every = [own] if workers is None else _of_all_workers(workers, own)
         found = tuple(device for each in every for device in each)
         shape, axes = _grid(layout_map, given, len(found), model_parallel)
-        rule, outputs = _rule(layout_map, shape, min_shard_bytes)
+        rule, outputs = _rule(layout_map, shape, min_shard_bytes, allow_unmatched)
         index = 0 if workers is None else workers.group.index
         start = sum(len(each) for each in every[:index])
         mesh = VariableMesh(
@@ -215,7 +221,10 @@ def _devices(
 
 
 def _rule(
-    layout_map: Any, shape: tuple[int, ...], min_shard_bytes: int
+    layout_map: Any,
+    shape: tuple[int, ...],
+    min_shard_bytes: int,
+    allow_unmatched: bool,
 ) -> tuple[LayoutRule, MappedLayouts | None]:
     if layout_map == "auto":
         return AutoLayouts(MODEL_AXIS, shape[1], min_shard_bytes), None
@@ -240,5 +249,5 @@ def _rule(
                 f"None for each axis of the variable. Received: {layout!r}"
             )
         layouts[key] = tuple(axes)
-    mapped = MappedLayouts(layouts)
+    mapped = MappedLayouts(layouts, allow_unmatched)
     return mapped, mapped

@@ -195,6 +195,7 @@ def plan(strategy: Strategy, build_fn: Callable[[], Any], batch_shapes: Any) -> 
                 f"and loss the plan is for. It returned: {model!r}"
             )
         _build(strategy, model, batch)
+        strategy.trainer.check_layouts(model)
         cost = strategy.trainer.step_cost(model, batch)
         variables = _variables(strategy, model)
         count = model.count_params()

@@ -541,3 +541,23 @@ def test_a_dataset_that_is_placed_on_the_replicas_device(
         devices = [str(mirrored.backend.device_of(part)) for part in batch.values]
         assert devices == ["cpu:0", "cpu:1"]
     assert made_on[2:] == ["cpu:0", "cpu:1"] * 2
+
+
+@pytest.mark.parametrize("kind", ["text", "objects", "tf.data text", "ragged"])
+def test_text_and_ragged_rows_are_for_tensorflow_alone(mirrored, backend_name, kind):
+    tf = pytest.importorskip("tensorflow")
+    text, numbers = np.array(["a", "b", "c", "d"]), np.ones((4, 2), "float32")
+    datasets = {
+        "text": [{"x": numbers, "word": text}],
+        "objects": [{"x": numbers, "word": text.astype(object)}],
+        "tf.data text": tf.data.Dataset.from_tensors({"x": numbers, "word": text}),
+        "ragged": tf.data.Dataset.from_tensors(
+            {"word": tf.ragged.constant([[1.0, 2.0], [3.0], [], [4.0]])}
+        ),
+    }
+    if backend_name == "tensorflow":
+        batches = list(mirrored.experimental_distribute_dataset(datasets[kind]))
+        assert len(batches) == 1
+        return
+    with pytest.raises(ValueError, match=r"batch\['word'\] of .*KERAS_BACKEND"):
+        list(mirrored.experimental_distribute_dataset(datasets[kind]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import keras
 import pytest
@@ -14,6 +15,7 @@ from keras_strategies.layouts import (
     FullyShardedLayouts,
     MappedLayouts,
     VariableMesh,
+    closest_paths,
     mesh_shape,
 )
 
@@ -159,3 +161,55 @@ def test_own_devices_of_a_grid_over_workers() -> None:
         "cpu:6",
         "cpu:7",
     ]
+
+
+# Patterns that match nothing.
+
+PATHS = ["net/dense/kernel", "net/dense/bias", "net/ffn_out/kernel", "net/embed/table"]
+
+
+def used(patterns: dict[str, Any], **options: Any) -> MappedLayouts:
+    rule = MappedLayouts(patterns, **options)
+    for path in PATHS:
+        rule.find(path)
+    return rule
+
+
+def test_patterns_that_match_nothing_are_named_with_the_closest_paths() -> None:
+    rule = used({".*dense/kernal": (None, "model"), r".*embed.*": ("model",)})
+    with pytest.raises(ValueError, match=r"dense/kernal.*'net/dense/kernel'") as error:
+        rule.check_matches()
+    assert "embed" not in str(error.value)
+
+
+def test_a_pattern_like_no_path_says_so() -> None:
+    with pytest.raises(ValueError, match="nothing similar"):
+        used({"zzz/qqq": ("model",)}).check_matches()
+
+
+def test_patterns_that_matched_a_variable_of_any_model_are_right() -> None:
+    rule = used({".*dense/kernel": (None, "model"), "other/kernel": ("model",)})
+    rule.find("other/kernel")
+    rule.check_matches()
+    used({"zzz": ("model",)}, allow_unmatched=True).check_matches()
+
+
+def test_patterns_of_outputs_count_once_layers_are_called() -> None:
+    rule = used({".*dens/output": ("batch", "model")})
+    rule.check_matches()
+    rule.find("net/dense/output")
+    with pytest.raises(ValueError, match=r"dens/output.*'net/dense/output'"):
+        rule.check_matches()
+
+
+@pytest.mark.parametrize(
+    "pattern, closest",
+    [
+        (".*dense/kernal", "net/dense/kernel"),
+        ("net/dense/bais", "net/dense/bias"),
+        (r"^.*ffn\.out/kernel$", "net/ffn_out/kernel"),
+        ("table", "net/embed/table"),
+    ],
+)
+def test_closest_paths(pattern, closest) -> None:
+    assert closest_paths(pattern, PATHS)[0] == closest

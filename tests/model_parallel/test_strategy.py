@@ -317,3 +317,50 @@ def test_it_says_what_it_is() -> None:
     )
     assert strategy.extended.parameter_devices == tuple(DEVICES)
     assert strategy.extended.worker_devices == ("cpu:0", "cpu:2")
+
+
+# Layout maps with patterns that match nothing.
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["built", "from the first batch"])
+@pytest.mark.parametrize("use", ["fit", "evaluate", "predict", "describe", "plan"])
+def test_a_pattern_that_matches_no_variable_is_an_error(use, built) -> None:
+    strategy = ks.ModelParallelStrategy({".*dense_up/kernal": ("model",)}, DEVICES, 2)
+
+    def build() -> keras.Model:
+        first = [keras.Input((4,))] if built else []
+        model = keras.Sequential([*first, layers.Dense(2, name="dense_up")])
+        model.compile("sgd", "mse")
+        return model
+
+    with strategy.scope():
+        model = build()
+    x, y = np.ones((4, 4), "float32"), np.ones((4, 2), "float32")
+    uses = {
+        "fit": lambda: model.fit(x, y, verbose=0),
+        "evaluate": lambda: model.evaluate(x, y, verbose=0),
+        "predict": lambda: model.predict(x, verbose=0),
+        "describe": lambda: strategy.describe(model) if built else model.predict(x),
+        "plan": lambda: strategy.plan(build, ((4, 4), (4, 2))),
+    }
+    with pytest.raises(ks.errors.LayoutError, match=r"kernal.*'.*dense_up/kernel'"):
+        uses[use]()
+
+
+def test_patterns_may_be_of_another_model_of_the_scope() -> None:
+    strategy = ks.ModelParallelStrategy(
+        {".*one/kernel": ("model",), ".*two/kernel": ("model",)}, DEVICES, 2
+    )
+    with strategy.scope():
+        pair = [
+            keras.Sequential([keras.Input((4,)), layers.Dense(2, name=name)])
+            for name in ("one", "two")
+        ]
+    for model in pair:
+        assert model.predict(np.ones((2, 4), "float32"), verbose=0).shape == (2, 2)
+    later = ks.ModelParallelStrategy(
+        {".*two/kernel": ("model",)}, DEVICES, 2, allow_unmatched=True
+    )
+    with later.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(2, name="one")])
+    assert model.predict(np.ones((2, 4), "float32"), verbose=0).shape == (2, 2)

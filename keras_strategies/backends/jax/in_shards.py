@@ -44,8 +44,13 @@ class _ShardedContext(context.ReplicaContext):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """tuple of str: one program is traced for all of these."""
-        return self._strategy.extended.worker_devices
+        """Python on the host, different on each replica: one trace has no value."""
+        raise _NeedsOwnTraceError(
+            "`ReplicaContext.devices` names another device on each replica"
+        )
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext of each replica of {self._strategy!r}>"
 
 
 class Sharded(Replicas):

@@ -127,6 +127,20 @@ class ShardedTrainer(MeshTrainer):
         with self.parts.reading(keras_compat.all_variables(model)):
             yield
 
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
+        with super().method(model, name):
+            yield
+        # Models that are built from their first batch in `predict`.
+        if name != "compile":
+            self.check_layouts(model)
+
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> None:
+        self.check_layouts(model)
+        super().step_function(model, kind, make, force)
+
     def kept_layout(self, group: Sequence[jax.Array]) -> Any:
         return [array.sharding for array in group]
 

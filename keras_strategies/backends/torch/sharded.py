@@ -184,10 +184,14 @@ class ShardedTrainer(TrainerAdapter):
             torch.get_device_module(self._device).manual_seed(zlib.crc32(state))
         with super().method(model, name):
             yield
+        # Models that are built from their first batch in `predict`.
+        if name != "compile":
+            self.check_layouts(model)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
     ) -> None:
+        self.check_layouts(model)
         name = f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
