@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from harness.data import Data
+from harness.strategies import STRATEGIES
 from harness.training import Case, assert_same_training
 
 pytestmark = pytest.mark.slow
@@ -92,7 +93,10 @@ def bert() -> keras.Model:
     return keras_hub.models.BertTextClassifier(backbone, num_classes=3, dropout=0.0)
 
 
-def test_transformer_of_keras_hub(mirrored: Any) -> None:
+@pytest.mark.parametrize(
+    "strategy_name", [name for name in STRATEGIES if name.startswith("mirrored_2")]
+)
+def test_transformer_of_keras_hub(strategy_name: str) -> None:
     case = Case(
         "bert",
         model=bert,
@@ -106,4 +110,4 @@ def test_transformer_of_keras_hub(mirrored: Any) -> None:
         # rounding.
         tolerance=1e-4,
     )
-    assert_same_training(case, mirrored)
+    assert_same_training(case, STRATEGIES[strategy_name].make())

@@ -9,6 +9,8 @@ and sizes.
 The fast part trains the cases that are not `slow` on two mirrored replicas, and those
 with `also` under the strategies named there. The full part adds the slow cases, and
 trains every case under one more strategy: on Torch, and on JAX or TensorFlow in turn.
+On Torch all but compiled ones are also trained under `MirroredStrategy` as users write
+it, which does not split calls of models this small; those of models in the fast part.
 """
 
 from __future__ import annotations
@@ -339,6 +341,21 @@ MODELS = [
     Case("masked_bn", model=models.masked_bn, data=data.tokens, also=("mirrored_4",)),
     Case("transformer", model=models.transformer, data=data.tokens),
     Case("counting_layer", model=models.counting, slow=True),
+    Case("spectral_normalization", model=models.spectral, rows=23),
+    Case(
+        "tied_embeddings",
+        model=models.tied,
+        data=data.tagged,
+        slow=not TORCH,
+    ),
+    Case(
+        "position_embedding",
+        model=models.with_positions,
+        data=data.tagged,
+        slow=not TORCH,
+    ),
+    Case("frozen", model=models.frozen, slow=not TORCH),
+    Case("int8", model=models.quantized, slow=not TORCH),
     regression(
         "custom_step",
         model=custom_steps.CustomLoss,
@@ -529,6 +546,8 @@ def _chosen():
                 # One device is the least likely to differ: it comes once in five.
                 chosen[others[-1 if turn % 5 else 0]] = True
             turn += 1
+        if TORCH and case.name != "jit_compile":
+            chosen["mirrored_2_default"] = case.slow or case not in MODELS
         for name, slow in chosen.items():
             marks = [pytest.mark.slow] if slow else []
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")

@@ -42,11 +42,21 @@ class ReplicaScope(keras.StatelessScope):
 
     Copies are made when a variable is first read, so that only what a call needs
     is moved, and updates stay in the scope until they are merged.
+
+    Args:
+        copy: returns the replica's copy of a variable.
+        assigned: the backend's `DataParallelCall.assigned_value`; None where no
+            gradients are computed.
     """
 
-    def __init__(self, copy: Callable[[Any], Any]):
+    def __init__(
+        self,
+        copy: Callable[[Any], Any],
+        assigned: Callable[[Any, Callable[[], Any], Any], Any] | None = None,
+    ):
         super().__init__(collect_losses=True, initialize_variables=False)
         self._copy = copy
+        self._assigned = assigned
         self.reads: dict[int, tuple[Any, Any]] = {}
         self.updates: dict[int, tuple[Any, Any]] = {}
 
@@ -61,8 +71,12 @@ class ReplicaScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
+        if self._assigned is not None:
+            value = self._assigned(
+                variable, lambda: self.get_current_value(variable), value
+            )
         self.state_mapping[id(variable)] = value
-        self.updates[id(variable)] = update
+        self.updates[id(variable)] = (variable, value)
 
 
 @dataclass
@@ -131,6 +145,19 @@ class DataParallelCall(abc.ABC):
     @abc.abstractmethod
     def copy_variable(self, replica_id: int, variable: Any) -> Any:
         """The value of a variable for a replica, on its device."""
+
+    @abc.abstractmethod
+    def assigned_value(self, variable: Any, read: Callable[[], Any], value: Any) -> Any:
+        """The value that a replica reads from a variable after assigning `value`.
+
+        Assignments are not differentiable: the gradient of the value read is the
+        gradient of the variable, and `value` gets none.
+
+        Args:
+            variable: `keras.Variable`.
+            read: returns the value of the variable before the assignment.
+            value: tensor of the variable's shape and dtype.
+        """
 
     @abc.abstractmethod
     def connect(
@@ -221,7 +248,9 @@ class DataParallelCall(abc.ABC):
             def run() -> ReplicaResult:
                 own = [column[replica_id] for column in columns]
                 args, kwargs = keras.tree.pack_sequence_as(structure, own)
-                scope = ReplicaScope(lambda v: self.copy_variable(replica_id, v))
+                scope = ReplicaScope(
+                    lambda v: self.copy_variable(replica_id, v), self.assigned_value
+                )
                 with scope:
                     outputs = call(*args, **kwargs)
                 return ReplicaResult(outputs, scope)

@@ -129,6 +129,8 @@ class RunScope(keras.StatelessScope):
         local_values: where on-read values are kept.
         made: the variables that the replicas of the run make; None where that is
             checked elsewhere.
+        assigned: `assigned(variable, value)` returns what the replica reads from a
+            variable after assigning `value`; None for `value` itself.
     """
 
     def __init__(
@@ -137,12 +139,14 @@ class RunScope(keras.StatelessScope):
         copy: Callable[[Any], Any],
         local_values: LocalValues,
         made: MadeVariables | None = None,
+        assigned: Callable[[Any, Any], Any] | None = None,
     ):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.replica = replica
         self.made = made
         self._copy = copy
         self._local_values = local_values
+        self._assigned = assigned
         self.updates: dict[int, tuple[Any, Any]] = {}
         self._read: dict[int, Any] = {}
 
@@ -200,6 +204,8 @@ class RunScope(keras.StatelessScope):
             self.updates.pop(id(variable), None)
 
     def _set(self, variable: Any, value: Any) -> None:
+        if self._assigned is not None:
+            value = self._assigned(variable, value)
         self.state_mapping[id(variable)] = value
         self.updates[id(variable)] = (variable, value)
 

@@ -165,6 +165,64 @@ def regularized() -> keras.Model:
     )
 
 
+def spectral() -> keras.Model:
+    """Layers that assign trained variables in their call."""
+    inner = layers.Dense(
+        8, "tanh", kernel_regularizer="l2", kernel_constraint="max_norm"
+    )
+    last = layers.Dense(3, kernel_regularizer="l1", bias_constraint="non_neg")
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.SpectralNormalization(inner),
+            layers.SpectralNormalization(last, power_iterations=2),
+            layers.Softmax(),
+        ]
+    )
+
+
+def tied() -> keras.Model:
+    """An embedding whose transpose is the last kernel, as in language models."""
+    words = keras.Input((5,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(11, 4)
+    hidden = layers.Dense(4, "tanh")(embedding(words))
+    return keras.Model(words, layers.Softmax()(embedding(hidden, reverse=True)))
+
+
+@keras.saving.register_keras_serializable("tests")
+class PositionEmbedding(layers.Layer):
+    """Returns its variable for each row, whatever the values of the input are."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=shape[1:], name="table")
+
+    def call(self, inputs):
+        return ops.broadcast_to(self.table, ops.shape(inputs))
+
+
+def with_positions() -> keras.Model:
+    words = keras.Input((5,), dtype="int32")
+    embedded = layers.Embedding(11, 4)(words)
+    added = layers.Add()([embedded, PositionEmbedding()(embedded)])
+    return keras.Model(
+        words, layers.Dense(3, "softmax")(layers.Dense(4, "tanh")(added))
+    )
+
+
+def frozen() -> keras.Model:
+    """Nothing to train."""
+    model = dense()
+    model.trainable = False
+    return model
+
+
+def quantized() -> keras.Model:
+    """Frozen int8 kernels; only the last layer is trained."""
+    inner = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh")])
+    inner.quantize("int8")
+    return keras.Sequential([keras.Input((6,)), inner, layers.Dense(3, "softmax")])
+
+
 def activity_regularized() -> keras.Model:
     """Keras divides an activity regularizer's sum by the rows of its batch."""
     return keras.Sequential(

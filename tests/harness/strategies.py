@@ -63,5 +63,11 @@ STRATEGIES = {
         ),
     )
 }
+if keras.backend.backend() == "torch":
+    # What users write: calls are measured first, and small ones are not split. On
+    # other backends it does what `mirrored_2` does.
+    STRATEGIES["mirrored_2_default"] = StrategyCase(
+        "mirrored_2_default", 2, lambda: ks.MirroredStrategy(_devices(2))
+    )
 if keras.backend.backend() == "jax":
     STRATEGIES |= {name: MODEL_PARALLEL[name] for name in ("model_2x2", "fsdp_2x2")}

@@ -19,6 +19,7 @@ from keras_strategies.backends.data_parallel import (
     DataParallelCall,
     ReplicaResult,
 )
+from keras_strategies.backends.tensorflow.assignments import assigned_value
 from keras_strategies.backends.tensorflow.devices import tf_device
 from keras_strategies.backends.tensorflow.gradients import sums_of
 from keras_strategies.backends.tensorflow.mirrors import MirroredVariable
@@ -219,6 +220,11 @@ class TensorFlowDataParallelCall(DataParallelCall):
             if offset:
                 return value + tf.constant([offset, 0], dtype=value.dtype)
             return tf.identity(tf.stop_gradient(value))
+
+    def assigned_value(self, variable: Any, read: Callable[[], Any], value: Any) -> Any:
+        if not self._is_trained(variable, keras_compat.raw_value(variable)):
+            return tf.stop_gradient(value)
+        return assigned_value(read(), value)
 
     def connect(
         self,

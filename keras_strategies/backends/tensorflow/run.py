@@ -24,6 +24,7 @@ from tensorflow.python.framework import ops as graph_ops
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.run_scope import LocalValues, MadeVariables, RunScope
+from keras_strategies.backends.tensorflow.assignments import assigned_value
 from keras_strategies.backends.tensorflow.devices import tf_device
 from keras_strategies.backends.tensorflow.function import (
     leave_to_python,
@@ -209,7 +210,9 @@ class TensorFlowRun:
             replica = context.ReplicaContext(
                 self.strategy, self.team.first + i, communicator
             )
-            scope = RunScope(replica, self._copier(i), self.local_values, made)
+            scope = RunScope(
+                replica, self._copier(i), self.local_values, made, _assigned
+            )
             communicator.scopes.append(scope)
             device = self._devices[i]
             tasks.append(_task(fn, args[i], kwargs[i], replica, scope, device))
@@ -271,6 +274,13 @@ class TensorFlowRun:
                     keras_compat.raw_value(variable).assign(merged)
             for scope in scopes:
                 scope.forget([variable])
+
+
+def _assigned(variable: Any, value: Any) -> Any:
+    raw = keras_compat.raw_value(variable)
+    if raw is None or not raw.trainable or not raw.dtype.is_floating:
+        return value
+    return assigned_value(raw.read_value(), value)
 
 
 def _task(

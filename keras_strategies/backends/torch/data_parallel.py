@@ -208,6 +208,18 @@ class TorchDataParallelCall(DataParallelCall):
     def copy_variable(self, replica_id: int, variable: Any) -> torch.Tensor | None:
         return self._variables.copy(replica_id, variable)
 
+    def assigned_value(
+        self, variable: Any, read: Callable[[], torch.Tensor], value: torch.Tensor
+    ) -> torch.Tensor:
+        current = read()
+        if torch.is_grad_enabled() and current.requires_grad:
+            assigned: torch.Tensor = _Assigned.apply(current, value.detach())
+            return assigned
+        value = value.detach()
+        # The variable's own memory changes when the assignments are merged, before
+        # the backward pass.
+        return value.clone() if value.data_ptr() == current.data_ptr() else value
+
     def connect(
         self,
         inputs: Sequence[tuple[Any, list[Any]]],
@@ -359,6 +371,18 @@ def _share(channel: Channel, gradient: torch.Tensor) -> list[torch.Tensor]:
     if channel.weights is None:
         return list(torch.split(gradient, [part.shape[0] for part in channel.parts]))
     return [gradient * weight for weight in channel.weights]
+
+
+class _Assigned(torch.autograd.Function):
+    """A trained variable's new value; its gradient is the variable's."""
+
+    @staticmethod
+    def forward(ctx, current, value):  # type: ignore[no-untyped-def]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, None
 
 
 class _Boundary(torch.autograd.Function):

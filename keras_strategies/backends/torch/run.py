@@ -131,7 +131,9 @@ class TorchRun:
             replica = context.ReplicaContext(
                 self.strategy, self.team.first + i, communicator
             )
-            scope = RunScope(replica, self._copier(i), self.local_values, made)
+            scope = RunScope(
+                replica, self._copier(i), self.local_values, made, _assigned
+            )
             scopes.append(scope)
             tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
         communicator.scopes = scopes
@@ -165,6 +167,15 @@ class TorchRun:
                 variable.assign(run_scope.merged(variable, values))
             for scope in scopes:
                 scope.forget([variable])
+
+
+def _assigned(variable: Any, value: torch.Tensor) -> torch.Tensor:
+    """A leaf of the autograd graph, as variables are: assigning has no gradient."""
+    leaf = value.detach()
+    if keras_compat.raw_value(variable).requires_grad and torch.is_grad_enabled():
+        # A copy: the value may be another variable's memory.
+        leaf = leaf.clone().requires_grad_()
+    return leaf
 
 
 def _owner(fn: Callable[..., Any]) -> Any:

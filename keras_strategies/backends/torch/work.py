@@ -17,11 +17,21 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 # Below this, a kernel takes less time than its way through the interpreter (about
 # 20 microseconds, at tens of GFLOP/s for one core).
 MIN_FLOPS_PER_KERNEL = 1_000_000
+
+_aten = torch.ops.aten
+# Torch's formulas, and kernels for CPUs that compute the same as others.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _aten._int_mm: flop_registry[_aten.mm],
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -42,16 +52,29 @@ class Work:
         return flops / max(1, self.kernels) >= MIN_FLOPS_PER_KERNEL
 
 
-class _KernelCounter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):
+    """Counts kernels and floating-point operations as they are dispatched.
+
+    `torch.utils.flop_counter.FlopCounterMode` would count them too, but hooks into the
+    autograd graph of each `torch.nn.Module` that is called, and fails without gradients
+    where a layer takes or returns a variable itself, as tied embeddings do.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.kernels = 0
+        self.flops = 0
 
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         self.kernels += 1
-        return func(*args, **(kwargs or {}))
+        formula = _FORMULAS.get(func.overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        return result
 
 
 def measure(call: Callable[[], int]) -> Work:
@@ -61,8 +84,7 @@ def measure(call: Callable[[], int]) -> Work:
         call: calls the layer, leaves no trace in its state, and returns the number
             of rows that it was called on.
     """
-    counter = _KernelCounter()
-    flops = FlopCounterMode(display=False)
-    with torch.no_grad(), flops, counter:
+    counter = _Counter()
+    with torch.no_grad(), counter:
         rows = call()
-    return Work(flops.get_total_flops() / rows, counter.kernels)
+    return Work(counter.flops / rows, counter.kernels)
