@@ -6,102 +6,51 @@
 ...     model = keras.Sequential([keras.layers.Dense(1)])
 ...     model.compile("adam", "mse")
 >>> model.fit(x, y, batch_size=256)
+
+The public names are listed in `__init__.pyi`. Each is imported when it is first used:
+the launcher and the resolvers run without Keras, which imports a framework.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from keras_strategies import cluster as cluster_resolver
-from keras_strategies import errors
-from keras_strategies.cli.function import launch
-
-if TYPE_CHECKING:
-    from keras_strategies import experimental
-    from keras_strategies.api import *
+import ast as _ast
+import importlib as _importlib
+import importlib.resources as _resources
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [
-    "AutoShardPolicy",
-    "CentralStorageStrategy",
-    "ClusterCoordinator",
-    "CommunicationImplementation",
-    "CommunicationOptions",
-    "CrossDeviceOps",
-    "DatasetCreator",
-    "DefaultStrategy",
-    "Description",
-    "DeviceAssignment",
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
-    "Evaluation",
-    "HierarchicalCopyAllReduce",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "Mirrored",
-    "MirroredStrategy",
-    "ModelParallelStrategy",
-    "MultiWorkerMirroredStrategy",
-    "NcclAllReduce",
-    "OneDeviceStrategy",
-    "ParameterServerStrategy",
-    "PerReplica",
-    "PerWorkerValues",
-    "Plan",
-    "PreemptionCheckpointHandler",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "RemoteValue",
-    "ReplicaContext",
-    "Server",
-    "SidecarEvaluator",
-    "Status",
-    "Strategy",
-    "StrategyExtended",
-    "TPUStrategy",
-    "TerminationConfig",
-    "ValueContext",
-    "VariableAggregation",
-    "VariableCopy",
-    "VariableSynchronization",
-    "cluster_resolver",
-    "compute_average_loss",
-    "errors",
-    "experimental",
-    "experimental_set_strategy",
-    "function",
-    "get_current_worker_index",
-    "get_replica_context",
-    "get_strategy",
-    "gradients_are_aggregated",
-    "has_strategy",
-    "in_cross_replica_context",
-    "launch",
-    "scale_regularization_loss",
-    "set_virtual_cpu_devices",
-    "value_and_grad",
-]
+
+def _origins() -> dict[str, str]:
+    """The module that each public name comes from, as the stub says."""
+    stub = _resources.files(__name__).joinpath("__init__.pyi").read_text("utf-8")
+    return {
+        alias.name: statement.module
+        for statement in _ast.parse(stub).body
+        if isinstance(statement, _ast.ImportFrom) and statement.module
+        for alias in statement.names
+    }
 
 
-if not TYPE_CHECKING:  # A type checker takes the names from `api`.
+_ORIGINS = _origins()
+__all__ = sorted(_ORIGINS)
 
-    def __getattr__(name: str) -> Any:
-        """Imports Keras with the first name that needs it.
 
-        The launcher and the resolvers run without it: Keras imports a framework,
-        which takes seconds, memory and, at its first use, devices.
-        """
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name == "experimental":
-            return importlib.import_module("keras_strategies.experimental")
-        value = getattr(importlib.import_module("keras_strategies.api"), name)
-        globals()[name] = value
-        return value
+def __getattr__(name: str) -> object:
+    origin = _ORIGINS.get(name)
+    if origin is None:
+        raise AttributeError(_unknown(name))
+    if origin == __name__:
+        return _importlib.import_module(f"{__name__}.{name}")
+    value = getattr(_importlib.import_module(origin), name)
+    globals()[name] = value
+    return value
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    text = f"module {__name__!r} has no attribute {name!r}."
+    close = difflib.get_close_matches(name, __all__, 1)
+    return f"{text} Did you mean {close[0]!r}?" if close else text
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -62,7 +62,8 @@ ORDERS = [
     f"import keras_strategies as ks; ks.get_strategy(); {CENTRAL}",
     f"import keras_strategies as ks; ks.experimental.coordinator; {CENTRAL}",
     f"import keras_strategies.coordinator; import keras_strategies as ks; {CENTRAL}",
-    f"import keras_strategies.api; import keras_strategies as ks; {MIRRORED}",
+    f"import keras_strategies.experimental.coordinator; "
+    f"import keras_strategies as ks; {MIRRORED}",
     f"import keras_strategies.training.hooks; import keras_strategies as ks; {CENTRAL}",
     f"from keras_strategies import *; import keras_strategies as ks; {MIRRORED}",
 ]

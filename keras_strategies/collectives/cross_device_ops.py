@@ -55,6 +55,12 @@ class CrossDeviceOps:
         """The backend whose tensors are combined."""
         return get_backend()
 
+    def __repr__(self) -> str:
+        options = ", ".join(
+            f"{name.lstrip('_')}={value!r}" for name, value in vars(self).items()
+        )
+        return f"<{type(self).__name__}({options})>"
+
     def reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -217,9 +223,6 @@ class CrossDeviceOps:
         """
         devices = [parse_device(name) for name in destinations]
         return _result(self.backend.broadcast(tensor, devices))
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
 
     # What the classes of this package do.
 

@@ -37,6 +37,13 @@ class RemoteValue:
         self._value: Any = None
         self._error: BaseException | None = None
 
+    def __repr__(self) -> str:
+        if not self.is_known():
+            return "<RemoteValue, not yet computed>"
+        if self._error is not None:
+            return f"<RemoteValue, failed: {type(self._error).__name__}: {self._error}>"
+        return f"<RemoteValue of {_shortened(self._value)}>"
+
     def set(self, value: Any, error: BaseException | None) -> None:
         """Makes the value, or the error, known."""
         self._value, self._error = value, error
@@ -84,6 +91,9 @@ class PerWorkerValues:
     def __init__(self, coordinator: ClusterCoordinator, reference: Reference):
         self._coordinator = coordinator
         self.reference = reference
+
+    def __repr__(self) -> str:
+        return f"<PerWorkerValues, one on each worker of {self._coordinator!r}>"
 
     def __iter__(self) -> PerWorkerValues:
         """An iterator over each worker's own dataset, to be passed likewise."""
@@ -139,6 +149,9 @@ class ClusterCoordinator:
         self._numbers = itertools.count()
         self._definitions: dict[Any, tuple[int, tuple[int, ...], Any]] = {}
         self._started = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"<ClusterCoordinator of {self._strategy!r}>"
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -396,6 +409,16 @@ def get_current_worker_index() -> int | None:
     """
     index: int | None = getattr(context.current_strategy(), "worker_index", None)
     return index
+
+
+# The names that `tf.distribute.coordinator` has for them.
+PerWorkerValue = PerWorkerValues
+experimental_get_current_worker_index = get_current_worker_index
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _with_references(structure: Any) -> Any:

@@ -117,7 +117,9 @@ class DistributedDataset:
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._devices)
-        return f"<{type(self).__name__} on {devices}>"
+        steps = self.cardinality
+        length = "unknown number of" if steps is None else str(steps)
+        return f"<{type(self).__name__} of {length} batches on {devices}>"
 
 
 class _Placing:
@@ -158,6 +160,10 @@ class DistributedIterator:
 
     def __iter__(self) -> DistributedIterator:
         return self
+
+    def __repr__(self) -> str:
+        state = "ended, " if self._is_done else ""
+        return f"<{type(self).__name__}, {state}over {self._dataset!r}>"
 
     def in_program(self) -> Any:
         """The same iterator, for the program that is being traced."""
@@ -232,6 +238,9 @@ class OptionalBatch:
 
     def __init__(self, batches: list[Any]):
         self._batches = batches
+
+    def __repr__(self) -> str:
+        return f"<OptionalBatch {'with a' if self._batches else 'without'} batch>"
 
     def has_value(self) -> bool:
         """Whether there is a batch."""

@@ -12,6 +12,7 @@ from typing import Any
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement, TrainerAdapter, Workers
+from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
     ReductionToOneDevice,
@@ -26,6 +27,7 @@ from keras_strategies.errors import (
 )
 from keras_strategies.input import distribute
 from keras_strategies.input.arrays import from_arrays
+from keras_strategies.input.dataset import DistributedDataset
 from keras_strategies.input.workers import Share
 from keras_strategies.strategies import combine, local
 from keras_strategies.strategies.describe import Description, describe
@@ -44,6 +46,27 @@ from keras_strategies.values import (
     PerReplica,
     regroup,
     select_replica,
+)
+
+# Attributes of strategies for other modules of this package; `dir` leaves them out.
+_INTERNAL = frozenset(
+    {
+        "always_split",
+        "backend",
+        "created",
+        "default_replica_context",
+        "input_context",
+        "input_share",
+        "other_workers",
+        "owns",
+        "placement",
+        "reduce_components",
+        "reduce_onto",
+        "replicas_here",
+        "sum_counts",
+        "trainer",
+        "workers",
+    }
 )
 
 
@@ -143,8 +166,8 @@ class Strategy:
         return self.workers
 
     @property
-    def cluster_resolver(self) -> Any:
-        """What says who is who in the cluster; None on one machine."""
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The description of the cluster and of this task; None on one machine."""
         return None
 
     @property
@@ -392,7 +415,7 @@ class Strategy:
         options: InputOptions | None = None,
         *,
         batch_size: int | None = None,
-    ) -> Any:
+    ) -> DistributedDataset:
         """Splits each global batch of a dataset over the replicas.
 
         Every row goes to one replica, in order: `range(10).batch(4)` on two replicas
@@ -431,7 +454,7 @@ class Strategy:
         self,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
-    ) -> Any:
+    ) -> DistributedDataset:
         """Gives the replicas batches as a function's datasets make them.
 
         Args:
@@ -636,6 +659,11 @@ class Strategy:
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         # Copies of a model train under the same strategy.
         return self
+
+    def __dir__(self) -> list[str]:
+        # What trainers and hooks use of a strategy is not for its users.
+        found = super().__dir__()
+        return sorted(n for n in found if n not in _INTERNAL and n[:1] != "_")
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._placement.replicas)

@@ -6,7 +6,7 @@ from keras_strategies import context
 from keras_strategies.context import ReplicaContext
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.strategies.base import Strategy
-from keras_strategies.strategies.default import get_default_strategy
+from keras_strategies.strategies.default import DefaultStrategy
 
 
 def get_strategy() -> Strategy:
@@ -20,7 +20,7 @@ def get_strategy() -> Strategy:
     >>> with strategy.scope():
     ...     assert ks.get_strategy() is strategy
     """
-    return context.current_strategy() or get_default_strategy()
+    return context.current_strategy() or DefaultStrategy()
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -38,7 +38,7 @@ def get_replica_context() -> ReplicaContext | None:
     """
     if context.current_strategy() is not None:
         return context.current_replica()
-    return get_default_strategy().default_replica_context
+    return DefaultStrategy().default_replica_context
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
@@ -63,5 +63,5 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             "ks.MirroredStrategy(), or None for the default one. "
             f"Received: {strategy!r} of type {type(strategy).__name__}"
         )
-    is_default = strategy is get_default_strategy()
+    is_default = strategy is DefaultStrategy()
     context.set_strategy(None if is_default else strategy)

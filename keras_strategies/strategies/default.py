@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from keras_strategies import context
 from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Communicator, Placement
+from keras_strategies.backends.base import Backend, Communicator, Placement
 from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
 from keras_strategies.strategies.base import Strategy
@@ -41,12 +41,25 @@ class _Alone(Communicator):
 
 
 class DefaultStrategy(Strategy):
-    """One replica on the backend's own device; there is one object of it.
+    """One replica on the backend's own device; a singleton.
 
     `ks.get_strategy()` returns it outside every scope.
+
+    Example:
+
+    >>> ks.DefaultStrategy() is ks.get_strategy()
+    True
     """
 
+    _singletons: ClassVar[dict[Backend, DefaultStrategy]] = {}
+
+    def __new__(cls) -> DefaultStrategy:
+        # A process has one backend; tests have several.
+        return cls._singletons.setdefault(get_backend(), super().__new__(cls))
+
     def __init__(self) -> None:
+        if hasattr(self, "_trainer"):
+            return
         device = default_devices(get_backend())[0]
         super().__init__(Placement((device,), device, mirrored=False))
 
@@ -118,8 +131,3 @@ class DefaultStrategy(Strategy):
                 f"opened where {current!r} is current."
             )
         yield self
-
-
-@functools.cache
-def get_default_strategy() -> DefaultStrategy:
-    return DefaultStrategy()

@@ -25,6 +25,9 @@ class StrategyExtended:
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
 
+    def __repr__(self) -> str:
+        return f"<StrategyExtended of {self._strategy!r}>"
+
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """tuple of str, the device of each local replica."""

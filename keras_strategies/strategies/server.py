@@ -83,6 +83,9 @@ class Server:
         self._timeout = timeout_seconds
         self._patience = coordinator_seconds
 
+    def __repr__(self) -> str:
+        return f"<Server of {self._job} {self._index} at {self.target}>"
+
     @property
     def target(self) -> str:
         """str, the address of this task."""

@@ -72,6 +72,10 @@ class DatasetCreator:
         self.dataset_fn = dataset_fn
         self.input_options = options
 
+    def __repr__(self) -> str:
+        name = getattr(self.dataset_fn, "__qualname__", repr(self.dataset_fn))
+        return f"<DatasetCreator of {name}, input_options={self.input_options!r}>"
+
     def source(self, pipelines: InputContext, local_replicas: int) -> Source:
         """Calls the function, and finds the global batches of this worker.
 

@@ -13,7 +13,9 @@ SCRIPT = """
 import json, os, sys, threading
 import keras
 before = set(sys.modules), dict(os.environ), threading.active_count()
-import keras_strategies.api
+import keras_strategies as ks
+for name in ks.__all__:
+    getattr(ks, name)
 print(json.dumps({
     "modules": sorted({n.split(".")[0] for n in set(sys.modules) - before[0]}),
     "environment": dict(os.environ) != before[1],

@@ -19,7 +19,7 @@ LAYERS = (
     ("variables", "input", "coordinator"),
     ("training",),
     ("strategies",),
-    ("__init__", "__main__", "api", "experimental", "cli"),
+    ("__init__", "__main__", "cluster_resolver", "experimental", "cli"),
 )
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
 

@@ -170,9 +170,8 @@ def installed(backend: FakeBackend) -> Iterator[FakeBackend]:
     """Makes strategies use a fake backend, whatever Keras runs on."""
     load = backends._load
     backends._load = lambda name: backend
-    default.get_default_strategy.cache_clear()
     try:
         yield backend
     finally:
         backends._load = load
-        default.get_default_strategy.cache_clear()
+        default.DefaultStrategy._singletons.pop(backend, None)

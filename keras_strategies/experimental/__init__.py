@@ -1,6 +1,6 @@
 """Names of `tf.distribute.experimental`, so that a script only swaps the module."""
 
-from keras_strategies.coordinator import cluster_coordinator as coordinator
+from keras_strategies.experimental import coordinator, partitioners
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
 from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -14,7 +14,6 @@ from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
 )
-from keras_strategies.variables import partitioners
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = CommunicationOptions
@@ -34,3 +33,7 @@ __all__ = [
     "coordinator",
     "partitioners",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

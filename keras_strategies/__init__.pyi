@@ -1,0 +1,103 @@
+# The public names of this package, each with the module that it comes from. This
+# file is their only list: `__init__.py` reads it, and so do type checkers.
+
+from keras_strategies import cluster_resolver as cluster_resolver
+from keras_strategies import coordinator as coordinator
+from keras_strategies import errors as errors
+from keras_strategies import experimental as experimental
+from keras_strategies.backends.base import VariableCopy as VariableCopy
+from keras_strategies.cli.function import launch as launch
+from keras_strategies.collectives import CrossDeviceOps as CrossDeviceOps
+from keras_strategies.collectives import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from keras_strategies.collectives import NcclAllReduce as NcclAllReduce
+from keras_strategies.collectives import ReductionToOneDevice as ReductionToOneDevice
+from keras_strategies.context import ReplicaContext as ReplicaContext
+from keras_strategies.context import has_strategy as has_strategy
+from keras_strategies.context import (
+    in_cross_replica_context as in_cross_replica_context,
+)
+from keras_strategies.coordinator.cluster_coordinator import (
+    ClusterCoordinator as ClusterCoordinator,
+)
+from keras_strategies.coordinator.cluster_coordinator import (
+    PerWorkerValues as PerWorkerValues,
+)
+from keras_strategies.coordinator.cluster_coordinator import RemoteValue as RemoteValue
+from keras_strategies.coordinator.cluster_coordinator import (
+    get_current_worker_index as get_current_worker_index,
+)
+from keras_strategies.coordinator.status import Status as Status
+from keras_strategies.input.dataset import DistributedDataset as DistributedDataset
+from keras_strategies.input.dataset import DistributedIterator as DistributedIterator
+from keras_strategies.strategies.base import Strategy as Strategy
+from keras_strategies.strategies.base import ValueContext as ValueContext
+from keras_strategies.strategies.central_storage import (
+    CentralStorageStrategy as CentralStorageStrategy,
+)
+from keras_strategies.strategies.current import (
+    experimental_set_strategy as experimental_set_strategy,
+)
+from keras_strategies.strategies.current import (
+    get_replica_context as get_replica_context,
+)
+from keras_strategies.strategies.current import get_strategy as get_strategy
+from keras_strategies.strategies.default import DefaultStrategy as DefaultStrategy
+from keras_strategies.strategies.describe import Description as Description
+from keras_strategies.strategies.devices import (
+    set_virtual_cpu_devices as set_virtual_cpu_devices,
+)
+from keras_strategies.strategies.extended import StrategyExtended as StrategyExtended
+from keras_strategies.strategies.mirrored import MirroredStrategy as MirroredStrategy
+from keras_strategies.strategies.model_parallel import (
+    ModelParallelStrategy as ModelParallelStrategy,
+)
+from keras_strategies.strategies.multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from keras_strategies.strategies.one_device import (
+    OneDeviceStrategy as OneDeviceStrategy,
+)
+from keras_strategies.strategies.parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
+from keras_strategies.strategies.plan import Plan as Plan
+from keras_strategies.strategies.server import Server as Server
+from keras_strategies.strategies.tpu import DeviceAssignment as DeviceAssignment
+from keras_strategies.strategies.tpu import TPUStrategy as TPUStrategy
+from keras_strategies.training.hooks import (
+    gradients_are_aggregated as gradients_are_aggregated,
+)
+from keras_strategies.training.losses import (
+    compute_average_loss as compute_average_loss,
+)
+from keras_strategies.training.losses import (
+    scale_regularization_loss as scale_regularization_loss,
+)
+from keras_strategies.training.model_input import DatasetCreator as DatasetCreator
+from keras_strategies.training.preemption import (
+    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+)
+from keras_strategies.training.preemption import TerminationConfig as TerminationConfig
+from keras_strategies.training.sidecar import Evaluation as Evaluation
+from keras_strategies.training.sidecar import SidecarEvaluator as SidecarEvaluator
+from keras_strategies.training.steps import function as function
+from keras_strategies.training.steps import value_and_grad as value_and_grad
+from keras_strategies.types import AutoShardPolicy as AutoShardPolicy
+from keras_strategies.types import (
+    CommunicationImplementation as CommunicationImplementation,
+)
+from keras_strategies.types import CommunicationOptions as CommunicationOptions
+from keras_strategies.types import InputContext as InputContext
+from keras_strategies.types import InputOptions as InputOptions
+from keras_strategies.types import InputReplicationMode as InputReplicationMode
+from keras_strategies.types import ReduceOp as ReduceOp
+from keras_strategies.types import RunOptions as RunOptions
+from keras_strategies.types import VariableAggregation as VariableAggregation
+from keras_strategies.types import VariableSynchronization as VariableSynchronization
+from keras_strategies.values import DistributedValues as DistributedValues
+from keras_strategies.values import Mirrored as Mirrored
+from keras_strategies.values import PerReplica as PerReplica
+
+__version__: str
