@@ -17,13 +17,14 @@ ifeq ($(filter stable nightly,$(KERAS)),)
 $(error KERAS is "$(KERAS)"; expected stable or nightly)
 endif
 
-.PHONY: help env demo test lint suites format bench notebooks clean
+.PHONY: help env demo test lint suites field format bench notebooks clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  KS_BACKENDS=jax,torch   only these backends (default: all three)"
 	@echo "  KS_FAST=1               without the tests marked slow"
+	@echo "  KS_NIGHTLY=1            with the tests marked nightly"
 	@echo "  KERAS=nightly           with keras-nightly, in .venv-nightly"
 	@echo "  VENV=DIR PYTHON=EXE     another environment, another Python"
 	@echo "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
@@ -43,6 +44,10 @@ lint: $(stamp) ## Check style and types
 
 suites: $(stamp) ## Run every test on each backend
 	$(bin)/python tests/run.py
+
+field: $(stamp) ## Run the field suite, nightly part included, and print its table
+	KS_NIGHTLY=1 KS_SUITES=field $(bin)/python tests/run.py; status=$$?; \
+	    $(bin)/python -m tests.field.table; exit $$status
 
 format: $(stamp) ## Format the code and mend what ruff can
 	$(bin)/ruff check --fix .

@@ -6,6 +6,8 @@ not depend on a backend runs once, as the suite "common".
 
 KS_BACKENDS  backends to test, separated by commas (default: all three)
 KS_FAST      1 leaves out the tests marked slow
+KS_NIGHTLY   1 adds the tests marked nightly, about 40 minutes for each backend
+KS_SUITES    kinds of suites to run, separated by commas, such as field (default: all)
 KS_JOBS      suites that run at the same time (default: 2, or 1 on one core)
 KS_TIMEOUT   seconds after which a suite is ended (default: 4500)
 """
@@ -48,6 +50,7 @@ KINDS = {
         "tests/model_parallel/test_example.py",
     ),
     "servers": ("tests/parameter_server", "tests/test_sidecar.py"),
+    "field": ("tests/field",),
 }
 # What takes a minute or two, the longest first; any other suite takes several.
 SHORT = (
@@ -57,12 +60,15 @@ SHORT = (
     "torch",
     "torch-exactness",
     "torch-models",
+    "tensorflow-field",
+    "jax-field",
+    "torch-field",
 )
 # XLA spends most of a test's time on machine code that runs for milliseconds. So it
 # generates plain code here; what JAX and XLA make of a program before that, how it is
 # cut and which collectives it has, is the same. Only where numbers are compared with
 # those of one device, compiled alike: all else is compiled as for people.
-PLAIN_KINDS = ("models", "exactness", "workers")
+PLAIN_KINDS = ("models", "exactness", "workers", "field")
 PLAIN_CODE = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
@@ -74,6 +80,8 @@ PLAIN_CODE = (
 class Settings:
     backends: tuple[str, ...]
     fast: bool
+    nightly: bool
+    kinds: tuple[str, ...]
     jobs: int
     timeout: float
 
@@ -83,9 +91,15 @@ class Settings:
         backends = tuple(name.strip() for name in given.split(","))
         if unknown := sorted(set(backends) - set(BACKENDS)):
             sys.exit(f"KS_BACKENDS is {given!r}: {unknown} not among {BACKENDS}.")
+        chosen = os.environ.get("KS_SUITES") or ""
+        kinds = tuple(name.strip() for name in chosen.split(",") if name.strip())
+        if unknown := sorted(set(kinds) - set(KINDS)):
+            sys.exit(f"KS_SUITES is {chosen!r}: {unknown} not among {tuple(KINDS)}.")
         return cls(
             backends=backends,
             fast=os.environ.get("KS_FAST", "0") not in ("", "0"),
+            nightly=os.environ.get("KS_NIGHTLY", "0") not in ("", "0"),
+            kinds=kinds,
             jobs=int(os.environ.get("KS_JOBS") or min(2, os.cpu_count() or 1)),
             timeout=float(os.environ.get("KS_TIMEOUT") or 4500),
         )
@@ -140,13 +154,23 @@ def suites(settings: Settings) -> list[Suite]:
             for backend in backends
         ),
     ]
+    if settings.kinds:
+        ends = tuple(f"-{kind}" for kind in settings.kinds)
+        found = [suite for suite in found if suite.name.endswith(ends)]
     turns = {name: turn for turn, name in enumerate(SHORT, start=1)}
     return sorted(found, key=lambda suite: turns.get(suite.name, 0))
 
 
 def command(suite: Suite, settings: Settings) -> list[str]:
-    marks = "not gpu and not slow" if settings.fast else "not gpu"
-    options = ["-m", marks, f"--junit-xml={suite.report}", "--durations=20"]
+    marks = ["not gpu"]
+    marks += ["not slow"] if settings.fast else []
+    marks += [] if settings.nightly else ["not nightly"]
+    options = [
+        "-m",
+        " and ".join(marks),
+        f"--junit-xml={suite.report}",
+        "--durations=20",
+    ]
     paths = [path for path in suite.paths if path[0] == "-" or (ROOT / path).exists()]
     return [sys.executable, "-m", "pytest", *options, *paths]
 

@@ -1,0 +1,1 @@
+"""The field suite: tutorials, keras-hub models and training recipes as users write."""

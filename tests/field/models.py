@@ -1,0 +1,325 @@
+"""Models of keras-hub's classes, tiny and with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+from harness.data import Data
+from harness.training import ADAM_TOLERANCE
+from keras import layers
+
+from field.compare import FieldCase
+
+hub = keras_hub.models
+VOCABULARY, LENGTH, CLASSES, SIZE = 40, 8, 3, 16
+
+
+# --- Data ---------------------------------------------------------------------
+
+
+def _words(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of shape (rows, LENGTH), padded with zeros, and their mask."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(1, VOCABULARY, (rows, LENGTH))
+    mask = np.arange(LENGTH) < random.integers(2, LENGTH + 1, rows)[:, None]
+    return (ids * mask).astype("int32"), mask.astype("int32")
+
+
+def sentences(rows: int) -> Data:
+    """One class for each sentence."""
+    ids, mask = _words(rows, 1)
+    classes = np.random.default_rng(2).integers(0, CLASSES, rows)
+    return Data({"token_ids": ids, "padding_mask": mask}, classes)
+
+
+def sentence_pairs(rows: int) -> Data:
+    data = sentences(rows)
+    segments = (np.arange(LENGTH) >= LENGTH // 2).astype("int32")
+    return Data({**data.x, "segment_ids": np.tile(segments, (rows, 1))}, data.y)
+
+
+def next_words(rows: int) -> Data:
+    """The next token for each, weighted by the padding's mask."""
+    ids, mask = _words(rows, 3)
+    targets = np.roll(ids, -1, axis=1)
+    return Data(
+        {"token_ids": ids, "padding_mask": mask}, targets, mask.astype("float32")
+    )
+
+
+def translations(rows: int) -> Data:
+    source, source_mask = _words(rows, 4)
+    target, target_mask = _words(rows, 5)
+    x = {
+        "encoder_token_ids": source,
+        "encoder_padding_mask": source_mask,
+        "decoder_token_ids": target,
+        "decoder_padding_mask": target_mask,
+    }
+    return Data(x, np.roll(target, -1, axis=1), target_mask.astype("float32"))
+
+
+def transcripts(rows: int) -> Data:
+    data = translations(rows)
+    sound = np.random.default_rng(6).normal(size=(rows, 2 * LENGTH, 4))
+    x = {key: data.x[key] for key in ("decoder_token_ids", "decoder_padding_mask")}
+    return Data({**x, "encoder_features": sound.astype("float32")}, data.y, data.w)
+
+
+def pictures(rows: int) -> Data:
+    random = np.random.default_rng(7)
+    x = random.uniform(-1, 1, (rows, SIZE, SIZE, 3)).astype("float32")
+    return Data(x, random.integers(0, CLASSES, rows))
+
+
+def captions(rows: int) -> Data:
+    """Images and texts; the target is the row's number in its batch of four."""
+    ids, _ = _words(rows, 8)
+    return Data({"images": pictures(rows).x, "token_ids": ids}, np.arange(rows) % 4)
+
+
+# --- Models -------------------------------------------------------------------
+
+# Of most transformers: a vocabulary, two layers of two heads, no dropout, because
+# replicas draw different masks.
+SHAPE = {
+    "vocabulary_size": VOCABULARY,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 16,
+    "intermediate_dim": 32,
+    "dropout": 0.0,
+}
+ENCODER = {**SHAPE, "max_sequence_length": LENGTH}
+GROUPED = {
+    "vocabulary_size": VOCABULARY,
+    "num_layers": 2,
+    "num_query_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_dim": 16,
+    "intermediate_dim": 32,
+}
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.05)
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(1e-3)
+
+
+def slow_sgd() -> Any:
+    """For logits that small changes of the weights change much."""
+    return keras.optimizers.SGD(0.002)
+
+
+def compiled(model: keras.Model, optimizer: Callable[[], Any] = sgd) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if isinstance(model, (hub.CausalLM, hub.Seq2SeqLM)):
+        model.compile(optimizer(), loss, weighted_metrics=None, sampler="greedy")
+    else:
+        model.compile(optimizer(), loss, metrics=None)
+    return model
+
+
+def classifier(name: str, optimizer: Callable[[], Any] = sgd, **shape: Any) -> Any:
+    def build() -> keras.Model:
+        backbone = getattr(hub, f"{name}Backbone")(**{**ENCODER, **shape})
+        task = getattr(hub, f"{name}TextClassifier")
+        return compiled(task(backbone, num_classes=CLASSES, dropout=0.0), optimizer)
+
+    return build
+
+
+def language_model(
+    name: str,
+    optimizer: Callable[[], Any] = sgd,
+    lora: bool = False,
+    quantized: bool = False,
+    **shape: Any,
+) -> Any:
+    def build() -> keras.Model:
+        backbone = getattr(hub, f"{name}Backbone")(**shape)
+        model = getattr(hub, f"{name}CausalLM")(backbone, preprocessor=None)
+        if quantized:
+            model.quantize("int8")
+        if lora:
+            backbone.enable_lora(2)
+        return compiled(model, optimizer)
+
+    return build
+
+
+def head(outputs: Any, units: int = VOCABULARY) -> Any:
+    return layers.Dense(units, name="logits")(outputs)
+
+
+def t5() -> keras.Model:
+    backbone = hub.T5Backbone(**SHAPE)
+    outputs = backbone.output["decoder_sequence_output"]
+    return compiled(keras.Model(backbone.input, head(outputs)))
+
+
+def bart() -> keras.Model:
+    return compiled(hub.BartSeq2SeqLM(hub.BartBackbone(**ENCODER), preprocessor=None))
+
+
+def whisper() -> keras.Model:
+    backbone = hub.WhisperBackbone(
+        **SHAPE,
+        num_mels=4,
+        max_encoder_sequence_length=2 * LENGTH,
+        max_decoder_sequence_length=LENGTH,
+    )
+    outputs = backbone.output["decoder_sequence_output"]
+    return compiled(keras.Model(backbone.input, head(outputs)))
+
+
+def classifies_pictures(backbone: Any) -> keras.Model:
+    return compiled(hub.ImageClassifier(backbone, num_classes=CLASSES))
+
+
+def vit() -> keras.Model:
+    backbone = hub.ViTBackbone(
+        image_shape=(SIZE, SIZE, 3),
+        patch_size=(4, 4),
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=16,
+        mlp_dim=32,
+    )
+    task = hub.ViTImageClassifier(backbone, num_classes=CLASSES, pooling="token")
+    return compiled(task)
+
+
+def resnet() -> keras.Model:
+    return classifies_pictures(
+        hub.ResNetBackbone(
+            input_conv_filters=[64],
+            input_conv_kernel_sizes=[3],
+            stackwise_num_filters=[64],
+            stackwise_num_blocks=[1],
+            stackwise_num_strides=[1],
+            block_type="basic_block",
+            image_shape=(SIZE, SIZE, 3),
+        )
+    )
+
+
+def efficientnet() -> keras.Model:
+    return classifies_pictures(
+        hub.EfficientNetBackbone(
+            stackwise_width_coefficients=[1.0, 1.0],
+            stackwise_depth_coefficients=[1.0, 1.0],
+            stackwise_kernel_sizes=[3, 3],
+            stackwise_num_repeats=[1, 1],
+            stackwise_input_filters=[8, 8],
+            stackwise_output_filters=[8, 16],
+            stackwise_expansion_ratios=[1, 2],
+            stackwise_squeeze_and_excite_ratios=[0.25, 0.25],
+            stackwise_strides=[1, 2],
+            stackwise_block_types=["v1", "fused"],
+            dropout=0.0,
+            num_features=16,
+            input_shape=(SIZE, SIZE, 3),
+        )
+    )
+
+
+def mobilenet() -> keras.Model:
+    return classifies_pictures(
+        hub.MobileNetBackbone(
+            stackwise_expansion=[[16, 24]],
+            stackwise_num_blocks=[2],
+            stackwise_num_filters=[[8, 8]],
+            stackwise_kernel_size=[[3, 3]],
+            stackwise_num_strides=[[2, 1]],
+            stackwise_se_ratio=[[None, 0.25]],
+            stackwise_activation=[["relu", "hard_swish"]],
+            stackwise_padding=[[1, 1]],
+            output_num_filters=16,
+            depthwise_filters=8,
+            depthwise_stride=2,
+            depthwise_residual=False,
+            last_layer_filter=32,
+            squeeze_and_excite=0.5,
+            image_shape=(SIZE, SIZE, 3),
+            input_num_filters=8,
+        )
+    )
+
+
+def clip() -> keras.Model:
+    """Logits of each image with each text of the batch: rows depend on each other."""
+    shape = {"num_layers": 1, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 32}
+    images = hub.CLIPVisionEncoder(8, image_shape=(SIZE, SIZE, 3), **shape)
+    texts = hub.CLIPTextEncoder(VOCABULARY, 16, max_sequence_length=LENGTH, **shape)
+    backbone = hub.CLIPBackbone(images, texts, projection_dim=8)
+    model = keras.Model(backbone.input, backbone.output["vision_logits"])
+    return compiled(model, slow_sgd)
+
+
+def densenet() -> keras.Model:
+    return classifies_pictures(
+        hub.DenseNetBackbone(
+            stackwise_num_repeats=[1, 1],
+            growth_rate=4,
+            image_shape=(SIZE, SIZE, 3),
+        )
+    )
+
+
+def of_sentences(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
+    pairs = hub_name in ("Bert", "Albert")
+    data = sentence_pairs if pairs else sentences
+    small = kwargs.pop("small", False)
+    tolerance = {"tolerance": ADAM_TOLERANCE} if "optimizer" in kwargs else {}
+    return FieldCase(
+        name, classifier(hub_name, **kwargs), data, small=small, **tolerance
+    )
+
+
+def of_next_words(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
+    small = kwargs.pop("small", False)
+    tolerance = {"tolerance": ADAM_TOLERANCE} if "optimizer" in kwargs else {}
+    return FieldCase(
+        name, language_model(hub_name, **kwargs), next_words, small=small, **tolerance
+    )
+
+
+PHI = {**GROUPED, "max_sequence_length": LENGTH, "pretraining_sequence_length": LENGTH}
+FALCON = {k: v for k, v in SHAPE.items() if k not in ("num_heads", "dropout")}
+CASES = [
+    of_sentences("bert", "Bert"),
+    of_sentences("roberta", "Roberta"),
+    of_sentences("deberta", "DebertaV3", bucket_size=4),
+    of_sentences("albert", "Albert", embedding_dim=8),
+    of_sentences("distilbert_adam", "DistilBert", optimizer=adam),
+    of_next_words("gpt2", "GPT2", **ENCODER),
+    of_next_words("opt", "OPT", **ENCODER),
+    of_next_words("bloom", "Bloom", **SHAPE),
+    of_next_words("falcon", "Falcon", num_attention_heads=2, **FALCON),
+    of_next_words("llama_adam", "Llama", optimizer=adam, **GROUPED),
+    of_next_words("gemma", "Gemma", head_dim=8, **GROUPED),
+    of_next_words("mistral", "Mistral", **GROUPED),
+    of_next_words("phi3", "Phi3", **PHI),
+    of_next_words("qwen", "Qwen", **GROUPED),
+    of_next_words("mixtral", "Mixtral", num_experts=4, **GROUPED),
+    of_next_words("gpt2_int8", "GPT2", quantized=True, **ENCODER),
+    of_next_words("llama_lora", "Llama", lora=True, **GROUPED),
+    of_next_words("mistral_int8_lora", "Mistral", lora=True, quantized=True, **GROUPED),
+    FieldCase("t5", t5, translations),
+    FieldCase("bart", bart, translations),
+    FieldCase("whisper", whisper, transcripts),
+    FieldCase("vit", vit, pictures),
+    FieldCase("resnet", resnet, pictures),
+    FieldCase("efficientnet", efficientnet, pictures),
+    FieldCase("mobilenet", mobilenet, pictures),
+    FieldCase("clip", clip, captions),
+    FieldCase("densenet", densenet, pictures),
+]

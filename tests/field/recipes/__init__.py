@@ -1,0 +1,17 @@
+"""Training recipes of the kinds that Keras's examples show, each of them tiny."""
+
+from field.recipes import (
+    generative,
+    optimization,
+    representation,
+    sequences,
+    structured,
+)
+
+CASES = [
+    *generative.CASES,
+    *representation.CASES,
+    *sequences.CASES,
+    *structured.CASES,
+    *optimization.CASES,
+]

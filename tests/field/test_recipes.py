@@ -1,0 +1,13 @@
+"""Recipes of many kinds train on two replicas as on one device, by default options."""
+
+from __future__ import annotations
+
+import pytest
+
+from field import recipes
+from field.compare import FieldCase, assert_trains_as_one_device, parameters
+
+
+@pytest.mark.parametrize("case, options", parameters(recipes.CASES))
+def test_recipe(case: FieldCase, options: str) -> None:
+    assert_trains_as_one_device(case, options)
