@@ -164,3 +164,24 @@ def test_nan_is_handled_as_keras_does(model) -> None:
     stop = keras.callbacks.TerminateOnNaN()
     history = model.fit(inputs, Y, batch_size=8, verbose=0, epochs=3, callbacks=[stop])
     assert len(history.history["loss"]) < 3
+
+
+@pytest.mark.parametrize("kind", [ks.MultiWorkerMirroredStrategy])
+def test_nccl_between_cpus_is_refused(kind) -> None:
+    options = ks.CommunicationOptions(implementation="NCCL")
+    for devices in (None, ["cpu:0"]):
+        with pytest.raises(ValueError, match=r"NCCL connects GPUs.*cpu:0"):
+            kind(communication_options=options, devices=devices)
+    with pytest.raises(ValueError, match=r"`communication_options` is a ks\.Comm"):
+        kind(communication_options="NCCL")
+
+
+def test_flags_are_bools() -> None:
+    with pytest.raises(TypeError, match=r"`sync_batch_norm` is True or False.*'yes'"):
+        ks.MirroredStrategy(["cpu:0"], sync_batch_norm="yes")
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="refused on JAX")
+def test_batch_norm_of_each_replica_is_refused_on_jax() -> None:
+    with pytest.raises(RuntimeError, match="separate computations"):
+        ks.MirroredStrategy(["cpu:0", "cpu:1"], sync_batch_norm=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import pytest
 
 import keras_strategies as ks
@@ -91,3 +92,42 @@ def test_too_late_for_more_virtual_devices(backend_name) -> None:
 def test_an_accelerator_that_is_not_there() -> None:
     with pytest.raises(ks.errors.UnknownDeviceError, match=r"'gpu:7'.*cpu:0"):
         ks.OneDeviceStrategy("gpu:7")
+
+
+def framework_devices():
+    """Two CPU devices as objects of the framework."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.local_devices(backend="cpu")[:2]
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return [torch.device("cpu:0"), torch.device("cpu", 1)]
+    import tensorflow as tf
+
+    return tf.config.list_logical_devices("CPU")[:2]
+
+
+def test_device_objects_are_accepted_where_names_are() -> None:
+    first, second = framework_devices()
+    strategy = ks.MirroredStrategy([first, second])
+    assert strategy.extended.worker_devices == ("cpu:0", "cpu:1")
+    assert ks.OneDeviceStrategy(second).extended.worker_devices == ("cpu:1",)
+    assert ks.MirroredStrategy(first).extended.worker_devices == ("cpu:0",)
+    central = ks.CentralStorageStrategy([first, second], parameter_device=first)
+    assert central.extended.parameter_devices == ("cpu:0",)
+    value = ks.PerReplica([1.0, 2.0])
+    assert float(ks.ReductionToOneDevice(first).reduce("sum", value, second)) == 3
+    assert float(strategy.extended.reduce_to("sum", value, second)) == 3
+    assert float(strategy.extended.reduce_to("sum", value, [second])) == 3
+    with pytest.raises(ValueError, match="3 is not a device name"):
+        ks.MirroredStrategy(3)
+
+
+def test_devices_of_other_frameworks_objects() -> None:
+    class PhysicalDevice:
+        name, device_type = "/physical_device:GPU:1", "GPU"
+
+    PhysicalDevice.__module__ = "tensorflow.python.eager.context"
+    assert str(parse_device(PhysicalDevice())) == "gpu:1"

@@ -21,7 +21,12 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.devices import Device
-from keras_strategies.errors import BackendError, OutOfRangeError, WorkerError
+from keras_strategies.errors import (
+    BackendError,
+    ClusterError,
+    OutOfRangeError,
+    WorkerError,
+)
 from keras_strategies.input.workers import Share
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.types import CommunicationOptions, ReduceOp
@@ -123,6 +128,25 @@ class Workers(abc.ABC):
         """The same workers, for a strategy with replicas of its own."""
         own = copy.copy(self)
         own.set_replicas(count, span)
+        return own
+
+    def with_options(self, options: CommunicationOptions) -> Self:
+        """The same workers, with the options of another strategy.
+
+        Raises:
+            ClusterError: for another timeout than the workers have connected with.
+        """
+        if options == self.options:
+            return self
+        if options.timeout_seconds not in (None, self.group.timeout):
+            raise ClusterError(
+                "The workers of this process have connected with a timeout of "
+                f"{self.group.timeout} seconds, which its strategies share. Received: "
+                f"timeout_seconds={options.timeout_seconds}. Give it to the strategy "
+                "that is made first."
+            )
+        own = copy.copy(self)
+        own.options = options
         return own
 
     @property
@@ -350,6 +374,10 @@ class TrainerAdapter(abc.ABC):
     @abc.abstractmethod
     def copies(self, variable: Any) -> list[VariableCopy]:
         """Where the memory of a `keras.Variable` is."""
+
+    def beside(self, variable: Any, tensor: Any) -> Any:
+        """A tensor, such that it can be computed with together with a variable."""
+        return tensor
 
     def local_values(self, variable: Any) -> list[Any]:
         """A variable's value on each local replica, on the device of that replica."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import keras
+
 from keras_strategies import context, keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement, TrainerAdapter, Workers
@@ -650,6 +652,8 @@ class Strategy:
 
     def created(self, variable: Any) -> bool:
         """Whether a `keras.Variable` was made in this strategy's scope."""
+        if not isinstance(variable, keras.Variable):
+            return False
         return keras_compat.strategy_of(variable) is self
 
     def owns(self, model: Any) -> bool:

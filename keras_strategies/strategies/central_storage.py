@@ -19,9 +19,9 @@ class CentralStorageStrategy(Strategy):
     accelerators.
 
     Args:
-        compute_devices: sequence of str, device names; None for all local
+        compute_devices: sequence of device names or objects; None for all local
             accelerators, or all CPU devices where there are none.
-        parameter_device: str, a device name; None for the compute device if there
+        parameter_device: a device name or object; None for the compute device if there
             is one, else for `"cpu:0"`.
         sync_batch_norm: bool, as for `MirroredStrategy`.
         always_split: bool, as for `MirroredStrategy`.
@@ -36,8 +36,8 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(
         self,
-        compute_devices: Sequence[str] | None = None,
-        parameter_device: str | None = None,
+        compute_devices: Sequence[object] | None = None,
+        parameter_device: object | None = None,
         *,
         sync_batch_norm: bool = True,
         always_split: bool = False,

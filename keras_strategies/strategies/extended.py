@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
+
 from keras_strategies import context
+from keras_strategies.backends.colocation import colocated_with
 from keras_strategies.errors import ContextError, InvalidTypeError
 from keras_strategies.types import CommunicationOptions, ReduceOp, check_flag
-from keras_strategies.values import map_structure, select_replica
+from keras_strategies.values import DistributedValues, map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -43,25 +46,48 @@ class StrategyExtended:
         return tuple(str(device) for device in devices)
 
     def variable_created_in_scope(self, variable: Any) -> bool:
-        """Whether a `keras.Variable` was made in this strategy's scope."""
+        """Whether a `keras.Variable` was made in this strategy's scope.
+
+        Args:
+            variable: a `keras.Variable`; anything else was not.
+        """
         return self._strategy.created(variable)
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Makes variables where another one is.
+        """Makes variables where another one is, in the scope of the strategy.
+
+        They have copies on the same devices; of a variable that is sharded over a
+        mesh, one of the same shape has the layout, and one of another shape is
+        replicated.
 
         Args:
             colocate_with_variable: a `keras.Variable` of this strategy.
 
+        Returns:
+            A context manager.
+
         Raises:
+            TypeError: if it is something else.
             RuntimeError: if the variable is not this strategy's.
+
+        Example:
+
+        >>> with strategy.extended.colocate_vars_with(kernel):
+        ...     average = keras.Variable(keras.ops.zeros(kernel.shape))
         """
+        if not isinstance(colocate_with_variable, keras.Variable):
+            raise InvalidTypeError(
+                "`colocate_with_variable` is a keras.Variable of this strategy. "
+                f"Received: {colocate_with_variable!r} of type "
+                f"{type(colocate_with_variable).__name__}"
+            )
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ContextError(
                 f"Variable {colocate_with_variable.path!r} was not made in the scope "
                 f"of {self._strategy!r}; colocate with one that was."
             )
-        with self._strategy.scope():
+        with self._strategy.scope(), colocated_with(colocate_with_variable):
             yield
 
     def value_container(self, value: Any) -> Any:
@@ -162,7 +188,14 @@ class StrategyExtended:
                 "cross-replica context: outside of `run`, or in a `merge_call`."
             )
 
-        own_args, own_kwargs = select_replica(0, (list(args), kwargs or {}))
+        trainer = self._strategy.trainer
+
+        def first(leaf: Any) -> Any:
+            if not isinstance(leaf, DistributedValues):
+                return leaf
+            return trainer.beside(var, leaf.values[0])
+
+        own_args, own_kwargs = map_structure(first, (list(args), kwargs or {}))
         result = fn(var, *own_args, **own_kwargs)
         if group:
             return result

@@ -22,7 +22,7 @@ class MirroredStrategy(Strategy):
     computes on the whole batch.
 
     Args:
-        devices: sequence of str, device names; None for all local accelerators,
+        devices: sequence of device names or objects; None for all local accelerators,
             or all CPU devices where there are none. `["cpu:0", "cpu:1"]` makes
             virtual CPU devices.
         cross_device_ops: `CrossDeviceOps`, how replicas are combined: gradients in
@@ -57,7 +57,7 @@ class MirroredStrategy(Strategy):
 
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[object] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         sync_batch_norm: bool = True,

@@ -11,7 +11,8 @@ import keras
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement, Workers
 from keras_strategies.cluster import ClusterResolver
-from keras_strategies.devices import Device, parse_device
+from keras_strategies.collectives.options import check_implementation
+from keras_strategies.devices import Device, as_devices, parse_device
 from keras_strategies.errors import InvalidArgumentError, LayoutError
 from keras_strategies.layouts import (
     BATCH_AXIS,
@@ -29,7 +30,7 @@ from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
 from keras_strategies.strategies.multi_worker import find_workers
 from keras_strategies.training.seeds import same_random_numbers
-from keras_strategies.types import CommunicationOptions
+from keras_strategies.types import CommunicationOptions, check_flag
 
 _AXES = (BATCH_AXIS, MODEL_AXIS)
 
@@ -52,14 +53,15 @@ class ModelParallelStrategy(Strategy):
             dict from regular expressions of variable paths to tuples of axis names,
             such as `{".*ffn/kernel": (None, "model")}`; what they leave out is on
             every device. None is `"auto"`.
-        devices: sequence of str, names of this process's devices, the model axis
+        devices: sequence of str or device objects, this process's, the model axis
             running fastest; None for those of the `LayoutMap`'s mesh, else for all
             local accelerators, or all CPU devices where there are none.
         model_parallel: int, devices along the model axis, which divides their number.
             None for the shape of the `LayoutMap`'s mesh; without one for 1 with
             `"fsdp"`, else for all devices.
-        min_shard_bytes: int, `"auto"` and `"fsdp"` leave variables whole whose parts
-            would be smaller than this.
+        min_shard_bytes: int, bytes; `"auto"` and `"fsdp"` do not shard variables
+            whose shards would be smaller. None for 65,536. Refused with a layout map,
+            which says itself what is sharded.
         cluster_resolver: `ks.cluster_resolver.ClusterResolver`, as for
             `MultiWorkerMirroredStrategy`: the grid has the devices of all workers,
             worker by worker; None to find out from `TF_CONFIG` and the like, and for
@@ -97,10 +99,10 @@ class ModelParallelStrategy(Strategy):
         | Mapping[str, Axes]
         | str
         | None = None,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[object] | None = None,
         model_parallel: int | None = None,
         *,
-        min_shard_bytes: int = MIN_SHARD_BYTES,
+        min_shard_bytes: int | None = None,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         allow_unmatched: bool = False,
@@ -108,6 +110,19 @@ class ModelParallelStrategy(Strategy):
         backend = get_backend()
         backend.check_model_parallel()
         layout_map = "auto" if layout_map is None else layout_map
+        smallest = _smallest_shard(min_shard_bytes, layout_map)
+        check_flag("allow_unmatched", allow_unmatched)
+        if allow_unmatched and not isinstance(layout_map, Mapping):
+            raise InvalidArgumentError(
+                "`allow_unmatched` is for the patterns of a layout map, and "
+                f"{layout_map!r} has none. Leave it out."
+            )
+        options = CommunicationOptions.parse(
+            communication_options, "communication_options"
+        )
+        if devices is not None:
+            # Before workers meet, who would wait for this one.
+            check_implementation(options, backend.name, as_devices(devices))
         # Before devices are looked at: engines add those of other workers.
         resolver, workers = find_workers(
             backend, cluster_resolver, communication_options
@@ -116,10 +131,11 @@ class ModelParallelStrategy(Strategy):
         given = getattr(layout_map, "device_mesh", None)
         own = _devices(backend, devices, None if workers is not None else given)
         own = backend.mesh_devices(own, devices is not None)
+        check_implementation(options, backend.name, own)
         every = [own] if workers is None else _of_all_workers(workers, own)
         found = tuple(device for each in every for device in each)
         shape, axes = _grid(layout_map, given, len(found), model_parallel)
-        rule, outputs = _rule(layout_map, shape, min_shard_bytes, allow_unmatched)
+        rule, outputs = _rule(layout_map, shape, smallest, allow_unmatched)
         index = 0 if workers is None else workers.group.index
         start = sum(len(each) for each in every[:index])
         mesh = VariableMesh(
@@ -211,13 +227,31 @@ def _grid(
 
 
 def _devices(
-    backend: Backend, devices: Sequence[str] | None, given: Any
+    backend: Backend, devices: Sequence[object] | None, given: Any
 ) -> tuple[Device, ...]:
     if devices is not None:
         return choose_devices(backend, devices)
     if given is not None and given.devices is not None:
-        return choose_devices(backend, [str(name) for name in given.devices.flat])
+        return choose_devices(backend, list(given.devices.flat))
     return default_devices(backend)
+
+
+def _smallest_shard(given: int | None, layout_map: Any) -> int:
+    """The bytes of the smallest shard."""
+    if given is None:
+        return MIN_SHARD_BYTES
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise InvalidArgumentError(
+            "`min_shard_bytes` is a number of bytes, 0 or more, or None. "
+            f"Received: {given!r}"
+        )
+    if isinstance(layout_map, Mapping):
+        raise InvalidArgumentError(
+            "`min_shard_bytes` is for the layouts 'auto' and 'fsdp'. A layout map says "
+            "itself which variables are sharded; leave `min_shard_bytes` out. "
+            f"Received: min_shard_bytes={given}"
+        )
+    return given
 
 
 def _rule(

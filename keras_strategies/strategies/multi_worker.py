@@ -17,6 +17,12 @@ from keras_strategies.cluster import ClusterResolver, LocalClusterResolver
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
 from keras_strategies.cluster.torchrun import TorchrunClusterResolver
+from keras_strategies.collectives.cross_device_ops import (
+    CrossDeviceOps,
+    check_cross_device_ops,
+)
+from keras_strategies.collectives.options import check_implementation
+from keras_strategies.devices import as_devices
 from keras_strategies.errors import ClusterError, InvalidArgumentError
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
@@ -45,15 +51,23 @@ class MultiWorkerMirroredStrategy(Strategy):
             None to find that out from `TF_CONFIG`, `torchrun`, SLURM or SageMaker.
         communication_options: `CommunicationOptions`; `timeout_seconds` is how long
             workers wait for one another and how long one may be silent, 300 seconds
-            by default.
-        devices: sequence of str, names of this worker's devices; None for all its
-            accelerators, or all its CPU devices where there are none.
+            by default, as set by the first strategy of the process. `bytes_per_pack`
+            is the size of messages, on JAX of those outside of compiled steps.
+            `implementation`: on Torch and TensorFlow, NCCL or RING (Gloo or gRPC)
+            between GPUs; on JAX, where XLA chooses, NCCL is for GPUs and RING, which
+            is Gloo's, for CPUs.
+        devices: sequence of str or device objects, this worker's devices; None for
+            all its accelerators, or all its CPU devices where there are none.
+        cross_device_ops: `CrossDeviceOps`, how the replicas of this worker are
+            combined, as for `MirroredStrategy`; the result is reduced over workers by
+            the engine that `communication_options` names.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
 
     Raises:
         ValueError: for a cluster that cannot be as described, a port in use, two
-            workers with one index, or workers that differ in backend or versions.
+            workers with one index, or workers that differ in backend or versions; for
+            NCCL between devices that are no GPUs.
         RuntimeError: if workers do not come in time.
 
     Example:
@@ -70,10 +84,18 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[object] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         sync_batch_norm: bool = True,
     ):
         backend = get_backend()
+        check_cross_device_ops(cross_device_ops)
+        options = CommunicationOptions.parse(
+            communication_options, "communication_options"
+        )
+        if devices is not None:
+            # Before workers meet, who would wait for this one.
+            check_implementation(options, backend.name, as_devices(devices))
         # Before the devices are looked at: engines add those of other workers.
         resolver, workers = find_workers(
             backend, cluster_resolver, communication_options
@@ -83,10 +105,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             replicas = default_devices(backend)
         else:
             replicas = choose_devices(backend, devices)
+        check_implementation(options, backend.name, replicas)
         if workers is not None:
             workers.set_replicas(len(replicas))
         placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
-        super().__init__(placement, sync_batch_norm=sync_batch_norm)
+        super().__init__(placement, cross_device_ops, sync_batch_norm)
         if workers is not None:
             same_random_numbers(backend, workers.group)
 
@@ -106,19 +129,18 @@ def find_workers(
     Raises:
         ValueError: for arguments of other types, and as `MultiWorkerMirroredStrategy`.
     """
-    options = communication_options or CommunicationOptions()
-    if not isinstance(options, CommunicationOptions):
-        raise InvalidArgumentError(
-            "`communication_options` is a ks.CommunicationOptions. "
-            f"Received: {options!r} of type {type(options).__name__}"
-        )
+    options = CommunicationOptions.parse(communication_options, "communication_options")
     resolver = cluster_resolver or cluster.find_cluster()
     if resolver is not None and not isinstance(resolver, ClusterResolver):
         raise InvalidArgumentError(
             "`cluster_resolver` is one of ks.cluster_resolver. "
             f"Received: {resolver!r} of type {type(resolver).__name__}"
         )
-    workers = None if resolver is None else join_workers(resolver, backend, options)
+    if resolver is None:
+        return None, None
+    workers = join_workers(resolver, backend, options)
+    if workers is not None and communication_options is not None:
+        workers = workers.with_options(options)
     return resolver, workers
 
 

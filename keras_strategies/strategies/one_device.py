@@ -12,7 +12,8 @@ class OneDeviceStrategy(Strategy):
     """Puts variables, input and computation on one device.
 
     Args:
-        device: str, a device name such as `"gpu:0"`.
+        device: a device name such as `"gpu:0"`, or a device object of the framework
+            (`torch.device`, `jax.Device`, `tf.config.LogicalDevice`).
 
     Raises:
         ValueError: if there is no such device; the message lists what exists.
@@ -24,6 +25,6 @@ class OneDeviceStrategy(Strategy):
     ...     model = keras.Sequential([keras.layers.Dense(1)])
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: object):
         (chosen,) = choose_devices(get_backend(), [device], what="device")
         super().__init__(Placement((chosen,), chosen, mirrored=False))

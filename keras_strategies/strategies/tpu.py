@@ -28,7 +28,7 @@ class DeviceAssignment:
     """Which cores each replica computes on.
 
     Args:
-        devices: sequence of sequences of str: for each replica the names of its
+        devices: sequence of sequences of device names or objects: for each replica its
             cores, which are equally many. Other devices than TPUs may be named, for
             development: they are used in the same way.
 
@@ -40,7 +40,7 @@ class DeviceAssignment:
     >>> ks.DeviceAssignment([["tpu:0", "tpu:1"], ["tpu:2", "tpu:3"]])
     """
 
-    devices: Sequence[Sequence[str]]
+    devices: Sequence[Sequence[object]]
 
     def __post_init__(self) -> None:
         rows = tuple(tuple(row) for row in self.devices)

@@ -51,3 +51,31 @@ def test_the_dataset_function_of_a_creator_is_callable() -> None:
         ks.DatasetCreator(3)
     with pytest.raises(TypeError, match="input_options"):
         ks.DatasetCreator(lambda context: [], input_options=3)
+
+
+def test_none_moves_batches_to_the_devices() -> None:
+    options = ks.InputOptions(experimental_fetch_to_device=None)
+    assert options.experimental_fetch_to_device is True
+    with pytest.raises(TypeError, match=r"experimental_fetch_to_device.*'no'"):
+        ks.InputOptions(experimental_fetch_to_device="no")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"experimental_fetch_to_device": False},
+        {"experimental_per_replica_buffer_size": 2},
+    ],
+)
+def test_a_creator_refuses_options_that_fit_has_no_use_for(given) -> None:
+    with pytest.raises(ValueError, match="`fit` moves batches"):
+        ks.DatasetCreator(lambda context: [], ks.InputOptions(**given))
+
+
+def test_options_of_another_kind_are_refused(mirrored) -> None:
+    with pytest.raises(ValueError, match=r"`options` is a ks\.InputOptions"):
+        mirrored.experimental_distribute_dataset([1.0], options=3)
+    with pytest.raises(ValueError, match=r"`options` is a ks\.InputOptions"):
+        ks.get_strategy().experimental_distribute_dataset([[1.0]], options=3)
+    with pytest.raises(ValueError, match="`session` is of TensorFlow 1"):
+        mirrored.make_experimental_numpy_dataset([1.0], session=3)

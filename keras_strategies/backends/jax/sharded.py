@@ -14,6 +14,7 @@ import numpy as np
 from keras.distribution import DeviceMesh, LayoutMap, TensorLayout
 
 from keras_strategies import context, keras_compat
+from keras_strategies.backends.colocation import colocation_reference
 from keras_strategies.backends.jax import steps
 from keras_strategies.backends.jax.devices import jax_device
 from keras_strategies.backends.jax.distribution import splits
@@ -54,7 +55,15 @@ class ShardedDistribution(keras.distribution.ModelParallel):
 
     def get_variable_layout(self, variable: Any) -> TensorLayout:
         own = getattr(variable, "_layout", None)
-        return self.own_layout(variable) if own is None else own
+        if own is not None:
+            return own
+        reference = colocation_reference()
+        if reference is None:
+            return self.own_layout(variable)
+        # On the same devices: sharded alike, where the shapes are the same.
+        is_alike = tuple(reference.shape) == tuple(variable.shape)
+        found = keras_compat.layout_of(reference) if is_alike else None
+        return self._layout(()) if found is None else found
 
     def own_layout(self, variable: Any) -> TensorLayout:
         """How this strategy cuts a variable, whatever layout it has."""

@@ -212,6 +212,15 @@ class JaxTrainer(TrainerAdapter):
             return self.run(fn, args, kwargs)
         return self._run_programs(fn, args, kwargs)
 
+    def beside(self, variable: Any, tensor: Any) -> Any:
+        raw = keras_compat.raw_value(variable)
+        if in_trace() or not isinstance(tensor, jax.Array) or raw is None:
+            return tensor
+        sharding = raw.sharding
+        if isinstance(sharding, jax.NamedSharding):
+            sharding = jax.NamedSharding(sharding.mesh, jax.P())
+        return jax.device_put(tensor, sharding)
+
     def local_values(self, variable: Any) -> list[Any]:
         if self.local_stacks is None or not is_local(variable):
             return super().local_values(variable)

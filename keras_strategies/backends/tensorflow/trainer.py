@@ -12,6 +12,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import TrainerAdapter, VariableCopy
+from keras_strategies.backends.colocation import colocation_reference
 from keras_strategies.backends.run_scope import is_local
 from keras_strategies.backends.tensorflow.data_parallel import (
     TensorFlowDataParallelCall,
@@ -110,7 +111,7 @@ class TensorFlowTrainer(TrainerAdapter):
             not self.placement.mirrored
             or not self._others
             or is_local(variable)
-            or keras_compat.is_in_optimizer()
+            or not _wants_copies()
             or isinstance(value, tf.Variable)
             or not (tf.executing_eagerly() or callable(value))
         ):
@@ -180,6 +181,14 @@ class TensorFlowTrainer(TrainerAdapter):
 
         replica.merge_call(update, args=(list(gradients),))
         return optimizer.iterations
+
+
+def _wants_copies() -> bool:
+    """Whether a variable that is being made has copies, as what it is placed with."""
+    reference = colocation_reference()
+    if reference is not None:
+        return isinstance(keras_compat.raw_value(reference), MirroredVariable)
+    return not keras_compat.is_in_optimizer()
 
 
 def _on_replica() -> bool:

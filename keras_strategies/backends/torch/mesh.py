@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from keras_strategies import keras_compat
 from keras_strategies.backends.base import itemsize
+from keras_strategies.backends.colocation import colocation_reference
 from keras_strategies.backends.torch.workers import TorchWorkers
 from keras_strategies.errors import BackendError
 from keras_strategies.layouts import Axes, VariableMesh
@@ -78,7 +79,17 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
 
     def get_variable_layout(self, variable: Any) -> Any:
         own = getattr(variable, "_layout", None)
-        return self.own_layout(variable) if own is None else own
+        if own is not None:
+            return own
+        reference = colocation_reference()
+        if reference is None:
+            return self.own_layout(variable)
+        # On the same devices: sharded alike, where the shapes are the same.
+        if tuple(reference.shape) == tuple(variable.shape):
+            found = keras_compat.layout_of(reference)
+            if found is not None:
+                return found
+        return TensorLayout([None] * len(variable.shape), self.device_mesh)
 
     def own_layout(self, variable: Any) -> TensorLayout:
         """How this strategy cuts a variable, whatever layout it has."""
