@@ -52,29 +52,60 @@ class ReplicaScope(keras.StatelessScope):
     def __init__(
         self,
         copy: Callable[[Any], Any],
+        cast: Callable[[Any, str], Any] = lambda value, dtype: None,
         assigned: Callable[[Any, Callable[[], Any], Any], Any] | None = None,
     ):
         super().__init__(collect_losses=True, initialize_variables=False)
         self._copy = copy
+        self._cast = cast
         self._assigned = assigned
-        self.reads: dict[int, tuple[Any, Any]] = {}
+        self._copies: dict[int, Any] = {}
+        # By variable, and by the number of the read where each has its own gradient.
+        self.reads: dict[Any, tuple[Any, Any]] = {}
         self.updates: dict[int, tuple[Any, Any]] = {}
 
     def get_current_value(self, variable: Any) -> Any:
-        value = self.state_mapping.get(id(variable))
-        if value is None:
+        value = self._current(variable)
+        if value is not None and value is self._copies.get(id(variable)):
+            cast = self._in_half_range(variable, value)
+            if cast is not None:
+                return cast
+        return self._read(variable)
+
+    def _current(self, variable: Any) -> Any:
+        key = id(variable)
+        if key not in self.state_mapping:
             value = self._copy(variable)
-            if value is not None:
-                self.state_mapping[id(variable)] = value
-                self.reads[id(variable)] = (variable, value)
+            if value is None:
+                return None
+            self.state_mapping[key] = self._copies[key] = value
+        return self.state_mapping[key]
+
+    def _read(self, variable: Any) -> Any:
+        value = self._current(variable)
+        if value is not None and value is self._copies.get(id(variable)):
+            self.reads[id(variable)] = (variable, value)
         return value
+
+    def _in_half_range(self, variable: Any, value: Any) -> Any:
+        """The value as float16 where the layer reads it so, for one read.
+
+        On one device the gradient of such a read is a float16 tensor: it is infinite
+        where the sum over the batch is, and a `LossScaleOptimizer` skips the step.
+        Sums over the rows of a replica are smaller. So each read has a gradient of
+        its own, which is summed over replicas in float32 and rounded to float16.
+        """
+        if keras_compat.autocast_dtype(variable) != "float16":
+            return None
+        cast = self._cast(value, "float16")
+        if cast is not None:
+            self.reads[id(variable), len(self.reads)] = (variable, cast)
+        return cast
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if self._assigned is not None:
-            value = self._assigned(
-                variable, lambda: self.get_current_value(variable), value
-            )
+            value = self._assigned(variable, lambda: self._read(variable), value)
         self.state_mapping[id(variable)] = value
         self.updates[id(variable)] = (variable, value)
 
@@ -157,6 +188,13 @@ class DataParallelCall(abc.ABC):
             variable: `keras.Variable`.
             read: returns the value of the variable before the assignment.
             value: tensor of the variable's shape and dtype.
+        """
+
+    @abc.abstractmethod
+    def cast_copy(self, replica_id: int, value: Any, dtype: str) -> Any:
+        """A copy of a variable in a dtype, with a gradient of its own.
+
+        None where no gradient is recorded, or not at this place.
         """
 
     @abc.abstractmethod
@@ -249,7 +287,9 @@ class DataParallelCall(abc.ABC):
                 own = [column[replica_id] for column in columns]
                 args, kwargs = keras.tree.pack_sequence_as(structure, own)
                 scope = ReplicaScope(
-                    lambda v: self.copy_variable(replica_id, v), self.assigned_value
+                    lambda v: self.copy_variable(replica_id, v),
+                    lambda value, dtype: self.cast_copy(replica_id, value, dtype),
+                    self.assigned_value,
                 )
                 with scope:
                     outputs = call(*args, **kwargs)
@@ -478,8 +518,11 @@ def _merged(variable: Any, values: list[Any], weights: list[Any]) -> Any:
     first = values[0]
     if len(values) < len(weights):
         return first
+    if variable.dtype in HALF:
+        values = [keras.ops.cast(value, "float32") for value in values]
+        first = values[0]
     if variable.aggregation == "sum":
-        old = keras.ops.convert_to_tensor(variable)
+        old = keras.ops.cast(keras.ops.convert_to_tensor(variable), first.dtype)
         added = [value - old for value in values[1:]]
         return sum(added, start=first)
     if "float" in variable.dtype and (variable.aggregation != "only_first_replica"):
@@ -489,6 +532,10 @@ def _merged(variable: Any, values: list[Any], weights: list[Any]) -> Any:
         ]
         return sum(moves, start=first)
     return first
+
+
+# Sums of these over replicas are taken in float32, and rounded once.
+HALF = ("float16", "bfloat16")
 
 
 def flags(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -59,7 +59,8 @@ def together(variable: Any, values: Sequence[Any]) -> Any:
     if variable.aggregation == "sum":
         return sum(values[1:], start=values[0])
     if variable.aggregation == "mean":
-        total = sum(values[1:], start=values[0])
+        wide = [keras.ops.cast(value, _mean_dtype(variable)) for value in values]
+        total = sum(wide[1:], start=wide[0])
         return keras.ops.cast(total / len(values), variable.dtype)
     return values[0]
 
@@ -235,13 +236,14 @@ def current() -> RunScope | None:
 
 
 def _mean_dtype(variable: Any) -> str:
-    return variable.dtype if "float" in variable.dtype else "float32"
+    return variable.dtype if variable.dtype in ("float32", "float64") else "float32"
 
 
 def merged(variable: Any, values: Sequence[Any]) -> Any:
     """The value that a variable without aggregation has after a run."""
     first = values[0]
     if "float" in variable.dtype and not is_aggregated(variable):
-        moves = [(value - first) / len(values) for value in values[1:]]
-        return sum(moves, start=first)
+        wide = [keras.ops.cast(value, _mean_dtype(variable)) for value in values]
+        moves = [(value - wide[0]) / len(values) for value in wide[1:]]
+        return keras.ops.cast(sum(moves, start=wide[0]), variable.dtype)
     return first

@@ -152,6 +152,7 @@ from keras_strategies.keras_compat.updates import (
 )
 from keras_strategies.keras_compat.variables import (
     IdSet,
+    autocast_dtype,
     guard_value,
     raw_value,
     seed_offset,
@@ -169,6 +170,7 @@ __all__ = [
     "VariableHost",
     "all_variables",
     "applying_through",
+    "autocast_dtype",
     "batches_adapter",
     "batches_placed_by",
     "build_optimizer",

@@ -16,6 +16,20 @@ def raw_value(variable: Any) -> Any:
     return variable._value
 
 
+def autocast_dtype(variable: Any) -> str | None:
+    """The dtype that reading a float variable gives here; None for its own dtype.
+
+    Keras 3.15: `KerasVariable._autocast`, `_dtype` (`dtype` is the one that is read),
+    and the global attribute "autocast_scope", that of the innermost layer call.
+    """
+    from keras.src.backend.common.variables import get_autocast_scope
+
+    scope = get_autocast_scope()
+    if scope is None or not variable._autocast or "float" not in variable._dtype:
+        return None
+    return None if scope.dtype == variable._dtype else scope.dtype
+
+
 class IdSet:
     """Objects that are known by identity, and forgotten when they end."""
 

@@ -68,6 +68,12 @@ def regression(rows: int) -> Data:
     return Data(x, y, _weights(rng, rows))
 
 
+def large_targets(rows: int) -> Data:
+    """Six features, two targets far from zero: gradients leave float16's range."""
+    data = regression(rows)
+    return Data(data.x, 20.0 + data.y, data.w)
+
+
 def images(rows: int) -> Data:
     """8 x 8 pixels in two channels, one of three classes."""
     rng = _random(rows)

@@ -21,7 +21,11 @@ from keras_strategies.backends.data_parallel import (
 )
 from keras_strategies.backends.tensorflow.assignments import assigned_value
 from keras_strategies.backends.tensorflow.devices import tf_device
-from keras_strategies.backends.tensorflow.gradients import sums_of
+from keras_strategies.backends.tensorflow.gradients import (
+    in_dtype_of,
+    sums_of,
+    widened,
+)
 from keras_strategies.backends.tensorflow.mirrors import MirroredVariable
 from keras_strategies.backends.tensorflow.replicas import (
     LockstepCommunicator,
@@ -197,8 +201,24 @@ class TensorFlowDataParallelCall(DataParallelCall):
                 local = self._local(replica_id, variable, raw)
             if self._is_trained(variable, raw):
                 tape.watch(local)
-                job.watched[replica_id].add(id(variable))
+                job.watched[replica_id].add(id(local))
             return local
+
+    def cast_copy(self, replica_id: int, value: Any, dtype: str) -> Any:
+        job = self._job
+        tape = job.tapes[replica_id]
+        # In a loop, each turn casts: it is the sum over turns that is float32.
+        if (
+            tape is None
+            or id(value) not in job.watched[replica_id]
+            or not job.is_current_graph
+        ):
+            return None
+        with tape.stop_recording(), tf.device(self._devices[replica_id]):
+            cast = tf.cast(value, dtype)
+        tape.watch(cast)
+        job.watched[replica_id].add(id(cast))
+        return cast
 
     def _is_trained(self, variable: Any, raw: Any) -> bool:
         """Whether somebody can ask for the gradient of a variable.
@@ -312,7 +332,7 @@ class _Job:
     spread: Spread
     slices: list[list[Any]] = field(init=False)
     tapes: list[Any] = field(init=False)
-    # By replica: ids of the Keras variables whose copy the tape watches.
+    # By replica: ids of the copies of variables that the tape watches.
     watched: list[set[int]] = field(init=False)
     reads: dict[int, Any] = field(default_factory=dict)
     # The replicas whose tapes have been asked for gradients.
@@ -372,6 +392,13 @@ class _Job:
             return tf.name_scope("")
         return self.graph.as_default()
 
+    @property
+    def is_current_graph(self) -> bool:
+        """Whether no loop, branch or program was entered since the call began."""
+        return tf.executing_eagerly() or (
+            tf.compat.v1.get_default_graph() is self.graph
+        )
+
     def read(self, raw: Any) -> Any:
         """The value of a variable, read once for all replicas."""
         if id(raw) not in self.reads:
@@ -403,25 +430,28 @@ class _Job:
             terms = [
                 _nothing_if_empty(part, size) * tf.cast(weight, part.dtype)
                 for part, weight, size in zip(
-                    parts, channel.weights, self.sizes, strict=True
+                    map(widened, parts), channel.weights, self.sizes, strict=True
                 )
             ]
-            return self.spread.summed([tf.add_n(terms)])[0]
+            [total] = self.spread.summed([tf.add_n(terms)])
+            return tf.cast(total, parts[0].dtype)
 
     def sources(
         self,
         inputs: Sequence[tuple[Any, list[Any]]],
         results: Sequence[ReplicaResult],
     ) -> list[_Source]:
-        found: dict[int, _Source] = {}
+        found: dict[Any, _Source] = {}
         for replica_id, result in enumerate(results):
             for key, (variable, local) in result.scope.reads.items():
-                if key not in self.watched[replica_id]:
+                if id(local) not in self.watched[replica_id]:
                     continue
                 if key not in found:
                     raw = keras_compat.raw_value(variable)
                     with tf.device(self.lead):
                         value = tf.convert_to_tensor(raw)
+                        if value.dtype != local.dtype:
+                            value = tf.cast(value, local.dtype)
                     found[key] = _Source(value, [None] * len(results), by_rows=False)
                 found[key].locals[replica_id] = local
         sources = list(found.values())
@@ -477,14 +507,18 @@ class _Job:
             shared = [i for i, source in enumerate(sources) if not source.by_rows]
             totals = self.spread.team.sum_gradients([found[i] for i in shared])
             for i, total in zip(shared, totals, strict=True):
-                found[i] = total
+                found[i] = in_dtype_of(total, sources[i].tensor)
             return found
 
     def _shares(self, channel: Channel, gradient: Any) -> list[Any]:
         """The parts' gradients, from that of the concatenation or weighted sum."""
         with tf.device(self.lead):
             if channel.weights is not None:
-                return [gradient * tf.cast(w, gradient.dtype) for w in channel.weights]
+                wide = widened(gradient)
+                return [
+                    tf.cast(wide * tf.cast(w, wide.dtype), gradient.dtype)
+                    for w in channel.weights
+                ]
             gradient = self.spread.own(gradient)
             if len(channel.parts) == 1:
                 return [gradient]

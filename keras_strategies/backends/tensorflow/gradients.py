@@ -15,6 +15,8 @@ def sums_of(
 ) -> list[Any]:
     """Sums gradients over the local replicas, on the current device.
 
+    Those of half precision are summed in float32, which is returned.
+
     Args:
         columns: for each variable the gradient of each replica: a tensor,
             `tf.IndexedSlices`, or None, which adds nothing.
@@ -24,6 +26,7 @@ def sums_of(
         list of tensors, of `tf.IndexedSlices` where all gradients of a variable are,
         and of None where there are none.
     """
+    columns = [[widened(gradient) for gradient in column] for column in columns]
     if reduction is None:
         return [_sum([p for p in column if p is not None]) for column in columns]
     prepared = [_dense(column) for column in columns]
@@ -78,3 +81,16 @@ def _dense(column: Sequence[Any]) -> tuple[list[Any], tuple[Any, Any] | None]:
         ]
         dense.append(tf.concat(parts, 0))
     return dense, (indices, present[0].dense_shape)
+
+
+def widened(gradient: Any) -> Any:
+    """A tensor or the rows of a table, in float32 if it is of half precision."""
+    is_half = gradient is not None and gradient.dtype in (tf.float16, tf.bfloat16)
+    return tf.cast(gradient, tf.float32) if is_half else gradient
+
+
+def in_dtype_of(gradient: Any, other: Any) -> Any:
+    """A gradient, rounded to the dtype of another tensor; None stays None."""
+    if gradient is None or other is None or gradient.dtype == other.dtype:
+        return gradient
+    return tf.cast(gradient, other.dtype)

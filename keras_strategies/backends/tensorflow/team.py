@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategies.backends.tensorflow.gradients import widened
 from keras_strategies.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategies.types import ReduceOp
 
@@ -247,10 +248,11 @@ def _may_have_rows(size: Any) -> bool:
 def reduce_tensors(op: ReduceOp, tensors: Sequence[Any]) -> Any:
     """Reduces tensors on the current device, in their order."""
     if op is ReduceOp.SUM:
-        return tf.add_n(list(tensors))
-    stacked = tf.stack(list(tensors))
+        return tf.cast(tf.add_n([widened(t) for t in tensors]), tensors[0].dtype)
     if op is ReduceOp.MEAN:
-        return tf.reduce_mean(stacked, 0)
+        mean = tf.reduce_mean(tf.stack([widened(t) for t in tensors]), 0)
+        return tf.cast(mean, tensors[0].dtype)
+    stacked = tf.stack(list(tensors))
     return (
         tf.reduce_min(stacked, 0) if op is ReduceOp.MIN else tf.reduce_max(stacked, 0)
     )

@@ -18,6 +18,7 @@ from keras_strategies.backends.tensorflow.data_parallel import (
     TensorFlowDataParallelCall,
 )
 from keras_strategies.backends.tensorflow.devices import device_of, tf_device
+from keras_strategies.backends.tensorflow.gradients import in_dtype_of
 from keras_strategies.backends.tensorflow.input import AheadPlacer
 from keras_strategies.backends.tensorflow.mirrors import MirroredVariable, mirror
 from keras_strategies.backends.tensorflow.replicas import ReplicaEngine
@@ -175,6 +176,8 @@ class TensorFlowTrainer(TrainerAdapter):
                 count = len(self.placement.replicas)
                 own = sum_gradients(gradients, count, self.run.reduction)
                 total = self.run.team.sum_gradients(own)
+                first = [select_replica(0, gradient) for gradient in gradients]
+                total = list(map(in_dtype_of, total, first))
             else:
                 total = [select_replica(0, gradient) for gradient in gradients]
             apply(total, variables)

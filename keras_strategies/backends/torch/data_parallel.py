@@ -28,6 +28,7 @@ from keras_strategies.backends.torch.spread import (
     Spread,
     WorkerSums,
     local_gradients,
+    widened,
 )
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.backends.torch.work import Work, measure
@@ -220,6 +221,13 @@ class TorchDataParallelCall(DataParallelCall):
         # the backward pass.
         return value.clone() if value.data_ptr() == current.data_ptr() else value
 
+    def cast_copy(
+        self, replica_id: int, value: torch.Tensor, dtype: str
+    ) -> torch.Tensor | None:
+        if not value.requires_grad:
+            return None
+        return value.detach().to(getattr(torch, dtype)).requires_grad_()
+
     def connect(
         self,
         inputs: Sequence[tuple[Any, list[Any]]],
@@ -260,7 +268,7 @@ class TorchDataParallelCall(DataParallelCall):
 def _sources(
     inputs: Sequence[tuple[Any, list[Any]]], results: Sequence[ReplicaResult]
 ) -> list[Source]:
-    found: dict[int, Source] = {}
+    found: dict[Any, Source] = {}
     for replica_id, result in enumerate(results):
         for key, (variable, local) in result.scope.reads.items():
             if local.requires_grad:
@@ -303,8 +311,9 @@ class _Job:
                 combined.append(self.spread.joined(torch.cat(parts)))
             else:
                 pairs = zip(parts, channel.weights, strict=True)
-                own = torch.stack([p * w for p, w in pairs]).sum(0)
-                combined.extend(self.spread.summed([own]))
+                own = torch.stack([widened(p) * w for p, w in pairs]).sum(0)
+                [total] = self.spread.summed([own])
+                combined.append(total.to(parts[0].dtype))
         return combined
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -363,7 +372,8 @@ class _Job:
         columns = list(zip(*per_replica, strict=True))
         if sums is not None:
             return sums.gradients(columns)
-        return local_gradients(self.sources, columns, self.call.reduction)
+        found = local_gradients(self.sources, columns, self.call.reduction)
+        return list(map(Source.rounded, self.sources, found))
 
 
 def _share(channel: Channel, gradient: torch.Tensor) -> list[torch.Tensor]:

@@ -103,7 +103,7 @@ class Source:
     by_rows: bool
 
     def gradient(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The gradient of the tensor, from those of the replicas."""
+        """The gradient of the tensor, from those of the replicas; sums in float32."""
         device = self.tensor.device
         if self.by_rows and any(part is not None for part in parts):
             return torch.cat(
@@ -113,13 +113,24 @@ class Source:
                     if local is not None
                 ]
             )
-        present = [part.to(device) for part in parts if part is not None]
+        present = [widened(part.to(device)) for part in parts if part is not None]
         if not present:
             return None
         total = present[0]
         for part in present[1:]:
             total = total + part
         return total
+
+    def rounded(self, total: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of all replicas in the dtype that it has on one device."""
+        read = next(local for local in self.locals if local is not None)
+        return None if total is None else total.to(read.dtype).to(self.tensor.dtype)
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, in float32 if it is of half precision."""
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if is_half else tensor
 
 
 def local_gradients(
@@ -137,7 +148,12 @@ def local_gradients(
     pairs = list(zip(sources, columns, strict=True))
     if reduction is None:
         return [source.gradient(parts) for source, parts in pairs]
-    sums = iter(reduction.sums([c for source, c in pairs if not source.by_rows]))
+    shared = [
+        [None if part is None else widened(part) for part in parts]
+        for source, parts in pairs
+        if not source.by_rows
+    ]
+    sums = iter(reduction.sums(shared))
     return [
         source.gradient(parts) if source.by_rows else next(sums)
         for source, parts in pairs
@@ -234,7 +250,7 @@ class WorkerSums:
         )
         for i, total in zip(pack, own, strict=True):
             if total is None:
-                total = torch.zeros_like(self._sources[i].tensor)
+                total = widened(torch.zeros_like(self._sources[i].tensor))
             tensors.append(total)
         if len(self._sent) == len(self._packs) - 1:
             flags = [
@@ -267,7 +283,7 @@ class WorkerSums:
             *totals, flags = totals
             counts = flags.tolist()
             for i, total, count in zip(self._order, totals, counts, strict=True):
-                results[i] = total if count else None
+                results[i] = self._sources[i].rounded(total) if count else None
         for i, source in enumerate(self._sources):
             if source.by_rows:
                 own = source.gradient(columns[i])
