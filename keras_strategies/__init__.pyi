@@ -66,6 +66,8 @@ from keras_strategies.strategies.plan import Plan as Plan
 from keras_strategies.strategies.server import Server as Server
 from keras_strategies.strategies.tpu import DeviceAssignment as DeviceAssignment
 from keras_strategies.strategies.tpu import TPUStrategy as TPUStrategy
+from keras_strategies.training.checkpoints import Checkpoint as Checkpoint
+from keras_strategies.training.checkpoints import CheckpointManager as CheckpointManager
 from keras_strategies.training.hooks import (
     gradients_are_aggregated as gradients_are_aggregated,
 )

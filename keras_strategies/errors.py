@@ -13,6 +13,7 @@ Every class is also a built-in exception, so that code written for
     │   └── ClusterError                       a cluster that cannot be as described
     ├── InvalidTypeError (TypeError)           an argument of the wrong type
     ├── CheckpointError (ValueError)           a checkpoint that is not there or other
+    │   └── DamagedCheckpointError             a file that is truncated or was changed
     ├── InputError (RuntimeError)              input that cannot be read again
     ├── OutOfRangeError (IndexError)           an iterator without another batch
     ├── ContextError (RuntimeError)            a call in the wrong context
@@ -76,6 +77,10 @@ class ClusterError(InvalidArgumentError):
 
 class CheckpointError(KerasStrategiesError, ValueError):
     """A checkpoint is not there, or is of another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's file is truncated, or has other bytes than were written."""
 
 
 class InputError(KerasStrategiesError, RuntimeError):

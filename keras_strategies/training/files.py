@@ -43,11 +43,18 @@ def replacing(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
     if target.suffix not in _SINGLE_FILES or "://" in str(path) or target.is_symlink():
         yield path
         return
+    with whole_file(target) as part:
+        yield str(part)
+        _add_seeds(part, seeds)
+
+
+@contextlib.contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Gives a path beside `target` to write to, which takes its place at the end."""
     # The name's end says the format.
     part = target.with_name(f".part-{os.getpid()}-{target.name}")
     try:
-        yield str(part)
-        _add_seeds(part, seeds)
+        yield part
         _flush(part)
         part.replace(target)
     finally:

@@ -1,0 +1,422 @@
+"""Checkpoints of loops of one's own: models, optimizers, metrics and counters.
+
+A checkpoint is one file, a zip archive of NumPy arrays with a table of contents. It is
+the same whatever the backend, the strategy and the number of replicas or shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import context, keras_compat
+from keras_strategies.backends import get_backend
+from keras_strategies.errors import (
+    CheckpointError,
+    ContextError,
+    DamagedCheckpointError,
+    InvalidArgumentError,
+)
+from keras_strategies.training.files import whole_file
+from keras_strategies.training.seeds import random_numbers, set_random_numbers
+
+_VERSION = 1
+_CONTENTS = "contents.json"
+
+
+class Checkpoint:
+    """The state of a training loop, saved to one file and restored from it.
+
+    The file is independent of backend, strategy and number of replicas: what two Torch
+    replicas saved, eight JAX devices restore. It has the values of all variables,
+    optimizer slots and states of seed generators among them, and the random numbers of
+    Python, NumPy and the backend. With several workers each calls `save` and
+    `restore`; the chief writes, to a folder that all of them see.
+
+    Args:
+        objects: what is saved, by name: models, layers, optimizers, metrics, seed
+            generators, `keras.Variable`s, and dicts, lists and tuples of these. With a
+            compiled model its optimizer is saved too. Counters, such as the step, are
+            `keras.Variable(0, dtype="int64", trainable=False)`.
+
+    Raises:
+        ValueError: for objects without variables, such as Python numbers.
+
+    Example:
+
+    >>> checkpoint = ks.Checkpoint(model=model, optimizer=optimizer, step=step)
+    >>> manager = ks.CheckpointManager(checkpoint, "checkpoints", max_to_keep=3)
+    >>> manager.restore_or_initialize()
+    >>> while int(step) < 1000:
+    ...     train_step(next(batches))
+    ...     step.assign_add(1)
+    ...     if int(step) % 100 == 0:
+    ...         manager.save()
+    """
+
+    def __init__(self, **objects: Any):
+        self._objects = dict(_named_objects(objects))
+        if not self._objects:
+            raise InvalidArgumentError(
+                "A checkpoint has objects by name, as in "
+                "`ks.Checkpoint(model=model, optimizer=optimizer)`. Received none."
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Saves all objects to a file, which replaces one of that name when complete.
+
+        Args:
+            path: path of the file; its folders are made.
+
+        Returns:
+            str, the path.
+
+        Raises:
+            OSError: if the file cannot be written; an earlier file stays as it was.
+            RuntimeError: inside `run`.
+        """
+        written = self.write(path)
+        strategy = self._strategy()
+        if strategy is not None and strategy.workers is not None:
+            strategy.workers.group.barrier(f"the save of checkpoint {written!r}")
+        return written
+
+    def write(self, path: str | os.PathLike[str]) -> str:
+        """As `save`, without waiting for the other workers."""
+        self._check_context("save")
+        target = Path(path)
+        strategy = self._strategy()
+        with _scope_of(strategy):
+            self._prepare()
+            if self.is_written_here:
+                self._write(target)
+            elif strategy.placement.mesh is not None:
+                # Variables that are sharded over workers are read by all of them.
+                for variable in self._all_variables():
+                    _value_of(variable)
+        return str(target)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Gives all objects the values of a file, after they were found to fit.
+
+        Models are built before. An optimizer that is not built yet is built for the
+        only model of the checkpoint. What else the file has is left out, so that a
+        model can be restored alone.
+
+        Args:
+            path: path of a file that `save` has written.
+
+        Raises:
+            ValueError: if there is no such file, it is damaged, lacks an object, or
+                has other variables than the object. No variable has changed then.
+            RuntimeError: inside `run`.
+        """
+        self._check_context("restore")
+        with _scope_of(self._strategy()), _opened(Path(path)) as archive:
+            if _CONTENTS not in archive.namelist():
+                raise zipfile.BadZipFile(f"it has no {_CONTENTS}")
+            contents = json.loads(archive.read(_CONTENTS))
+            if contents.get("version") != _VERSION:
+                raise CheckpointError(
+                    f"Checkpoint {str(path)!r} has the format "
+                    f"{contents.get('version')!r}; this version of keras_strategies "
+                    f"reads {_VERSION}."
+                )
+            self._prepare(contents["objects"])
+            pairs = self._matched(contents["objects"], str(path))
+            damaged = archive.testzip()
+            if damaged is not None:
+                raise zipfile.BadZipFile(f"{damaged} has a wrong checksum")
+            for variable, entry in pairs:
+                with archive.open(entry["file"]) as file:
+                    variable.assign(np.lib.format.read_array(file, allow_pickle=False))
+            backend = contents["random"].pop("of")
+            if backend != keras.backend.backend():
+                contents["random"]["backend"] = ""
+            set_random_numbers(get_backend(), contents["random"])
+
+    @property
+    def is_written_here(self) -> bool:
+        """bool, whether this process writes the file: the chief of several workers."""
+        strategy = self._strategy()
+        if strategy is None or strategy.workers is None:
+            return True
+        return bool(strategy.workers.group.is_chief)
+
+    # For `PreemptionCheckpointHandler`, as `tf.train.Checkpoint` has it.
+    read = restore
+
+    def _check_context(self, method: str) -> None:
+        in_trace = keras_compat.current_stateless_scope() is not None
+        if context.current_replica() is not None or in_trace:
+            raise ContextError(
+                f"`Checkpoint.{method}` was called inside `run` or a `ks.function`. "
+                "Call it outside, between two steps."
+            )
+
+    def _strategy(self) -> Any:
+        """The strategy of the objects; None without one."""
+        for value in (*self._objects.values(), *self._all_variables()):
+            strategy = keras_compat.strategy_of(value)
+            if strategy is not None:
+                return strategy
+        return None
+
+    def _prepare(self, saved: Mapping[str, Any] | None = None) -> None:
+        """Builds optimizers, and brings variables up to date inside `fit` on JAX."""
+        models = [v for v in self._objects.values() if isinstance(v, keras.Model)]
+        for model in models:
+            keras_compat.build_optimizer(model)
+            if keras.backend.backend() == "jax":
+                keras_compat.sync_jax_state(model)
+        layers = [v for v in self._objects.values() if isinstance(v, keras.Layer)]
+        for name, value in self._objects.items():
+            if not keras_compat.is_optimizer(value) or value.built:
+                continue
+            has_slots = len((saved or {}).get(name, ())) > len(value.variables)
+            if has_slots and len(layers) == 1 and layers[0].built:
+                value.build(layers[0].trainable_variables)
+
+    def _all_variables(self) -> list[Any]:
+        return [v for value in self._objects.values() for v in _variables_of(value)]
+
+    def _write(self, target: Path) -> None:
+        contents: dict[str, Any] = {"version": _VERSION, "objects": {}}
+        backend = get_backend()
+        contents["random"] = {**random_numbers(backend), "of": keras.backend.backend()}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(target) as part, zipfile.ZipFile(part, "w") as archive:
+            for name, value in self._objects.items():
+                entries = contents["objects"][name] = []
+                for i, variable in enumerate(_variables_of(value)):
+                    file = f"{name}/{i}.npy"
+                    entries.append(
+                        {
+                            "file": file,
+                            "path": variable.path,
+                            "shape": list(variable.shape),
+                            "dtype": variable.dtype,
+                        }
+                    )
+                    with archive.open(file, "w", force_zip64=True) as opened:
+                        np.lib.format.write_array(opened, _value_of(variable))
+            archive.writestr(_CONTENTS, json.dumps(contents))
+
+    def _matched(self, saved: Mapping[str, Any], path: str) -> list[tuple[Any, Any]]:
+        """Variables and what the file has of them."""
+        pairs: list[tuple[Any, Any]] = []
+        for name, value in self._objects.items():
+            if name not in saved:
+                raise CheckpointError(
+                    f"Checkpoint {path!r} has no object {name!r}. It has: "
+                    f"{', '.join(map(repr, saved))}."
+                )
+            own, entries = _variables_of(value), saved[name]
+            found = [f"{e['path']} {tuple(e['shape'])}" for e in entries]
+            if len(own) != len(entries):
+                raise CheckpointError(
+                    f"{name!r} has {len(own)} variables, and checkpoint {path!r} has "
+                    f"{len(entries)} of it: {', '.join(found)}. Make it as it was made "
+                    "when it was saved; build models, optimizers "
+                    "(`optimizer.build(model.trainable_variables)`) and metrics before "
+                    "`restore`."
+                )
+            for variable, entry in zip(own, entries, strict=True):
+                if tuple(variable.shape) != tuple(entry["shape"]):
+                    raise CheckpointError(
+                        f"Variable {variable.path!r} of {name!r} has the shape "
+                        f"{tuple(variable.shape)}, and checkpoint {path!r} has "
+                        f"{entry['path']!r} of shape {tuple(entry['shape'])} in its "
+                        "place."
+                    )
+                pairs.append((variable, entry))
+        return pairs
+
+    def __repr__(self) -> str:
+        names = ", ".join(self._objects)
+        return f"<{type(self).__name__} of {names}>"
+
+
+class CheckpointManager:
+    """Numbered checkpoints in a folder, of which the last few are kept.
+
+    Args:
+        checkpoint: `ks.Checkpoint`.
+        directory: path of the folder; made with the first checkpoint.
+        max_to_keep: int, how many checkpoints are kept, 1 or more; None for all.
+        checkpoint_name: str, what the names of the files begin with.
+
+    Raises:
+        ValueError: if `checkpoint` is none, or `max_to_keep` is no positive int.
+
+    Example:
+
+    >>> manager = ks.CheckpointManager(checkpoint, "checkpoints", max_to_keep=3)
+    >>> manager.save()
+    'checkpoints/ckpt-1.ckpt'
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        checkpoint_name: str = "ckpt",
+    ):
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidArgumentError(
+                f"`checkpoint` is a `ks.Checkpoint`. Received: {checkpoint!r}"
+            )
+        is_count = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
+        if max_to_keep is not None and (not is_count or max_to_keep < 1):
+            raise InvalidArgumentError(
+                "`max_to_keep` is a number of checkpoints, 1 or more, or None for all. "
+                f"Received: {max_to_keep!r}"
+            )
+        self._checkpoint = checkpoint
+        self._directory = Path(directory)
+        self._max_to_keep = max_to_keep
+        self._name = checkpoint_name
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The `Checkpoint` that is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """str, the folder."""
+        return str(self._directory)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """list of str, the paths of the checkpoints in the folder, oldest first."""
+        return [str(path) for _, path in sorted(self._found())]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """str, the path of the last checkpoint; None where there is none."""
+        found = self.checkpoints
+        return found[-1] if found else None
+
+    def save(self, checkpoint_number: int | None = None) -> str:
+        """Saves a checkpoint, and removes what is more than `max_to_keep`.
+
+        Args:
+            checkpoint_number: int, its number; None for the one after the last.
+
+        Returns:
+            str, its path.
+
+        Raises:
+            OSError: if it cannot be written; the others stay.
+        """
+        if checkpoint_number is None:
+            checkpoint_number = max((n for n, _ in self._found()), default=0) + 1
+        path = self._directory / f"{self._name}-{int(checkpoint_number)}.ckpt"
+        saved = self._checkpoint.save(path)
+        if self._max_to_keep is not None and self._checkpoint.is_written_here:
+            others = [other for _, other in sorted(self._found()) if other != path]
+            for old in others[: max(0, len(others) + 1 - self._max_to_keep)]:
+                old.unlink(missing_ok=True)
+        return saved
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the last checkpoint that can be read.
+
+        Returns:
+            str, its path; None where there is none, so that training begins.
+
+        Raises:
+            ValueError: if the checkpoint is of other objects, or all are damaged.
+        """
+        error: CheckpointError | None = None
+        for path in reversed(self.checkpoints):
+            try:
+                self._checkpoint.restore(path)
+            except DamagedCheckpointError as damaged:
+                warnings.warn(f"{damaged} The one before is used.", stacklevel=2)
+                error = damaged
+            else:
+                return path
+        if error is not None:
+            raise error
+        return None
+
+    def _found(self) -> list[tuple[int, Path]]:
+        pattern = re.compile(re.escape(self._name) + r"-(\d+)\.ckpt")
+        if not self._directory.is_dir():
+            return []
+        matches = ((pattern.fullmatch(p.name), p) for p in self._directory.iterdir())
+        return [(int(match[1]), path) for match, path in matches if match]
+
+    def __repr__(self) -> str:
+        count = len(self.checkpoints)
+        return f"<{type(self).__name__} of {count} in {self.directory!r}>"
+
+
+def _named_objects(structure: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What a structure holds, by names such as `optimizers/0`."""
+    if isinstance(structure, Mapping):
+        items: Any = structure.items()
+    elif isinstance(structure, (list, tuple)):
+        items = enumerate(structure)
+    else:
+        _variables_of(structure, name)
+        yield name, structure
+        return
+    for key, value in items:
+        yield from _named_objects(value, f"{name}/{key}" if name else str(key))
+
+
+def _variables_of(value: Any, name: str = "") -> list[Any]:
+    if isinstance(value, keras.Variable):
+        return [value]
+    if isinstance(value, keras.random.SeedGenerator):
+        return [value.state]
+    is_layer = isinstance(value, (keras.Layer, keras.metrics.Metric))
+    if not is_layer and not keras_compat.is_optimizer(value):
+        raise InvalidArgumentError(
+            f"{name!r} of a checkpoint is a model, layer, optimizer, metric, seed "
+            "generator or `keras.Variable`, or a dict, list or tuple of these. A "
+            "counter is `keras.Variable(0, dtype='int64', trainable=False)`. Received: "
+            f"{value!r} of type {type(value).__name__}"
+        )
+    found = list(value.variables)
+    optimizer = getattr(value, "optimizer", None)
+    if isinstance(value, keras.Model) and optimizer is not None:
+        found += optimizer.variables
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _value_of(variable: Any) -> Any:
+    """The value, in a dtype that NumPy's files have: bfloat16 as float32."""
+    value = np.asarray(keras.ops.convert_to_numpy(variable))
+    return value if value.dtype.isbuiltin == 1 else value.astype("float32")
+
+
+def _scope_of(strategy: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise DamagedCheckpointError(
+            f"Checkpoint {str(path)!r} is damaged or no checkpoint: {error}."
+        ) from error

@@ -1,0 +1,215 @@
+"""Checkpoints of loops of one's own, without `compile`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+Y = X[:, :1] - 2 * X[:, 1:2]
+
+
+class Loop:
+    """A loop with everything that has state: seeds, statistics, slots, a metric."""
+
+    def __init__(self, strategy: Any, seed: int = 1, units: int = 8):
+        keras.utils.set_random_seed(seed)
+        self.strategy = strategy
+        with strategy.scope():
+            self.model = keras.Sequential(
+                [
+                    keras.Input((4,)),
+                    layers.Dense(units, "tanh"),
+                    layers.BatchNormalization(momentum=0.8),
+                    layers.Dropout(0.3),
+                    layers.Dense(1),
+                ]
+            )
+            self.optimizer = keras.optimizers.Adam(0.02)
+            self.metric = keras.metrics.Mean()
+            self.step = keras.Variable(0, dtype="int32", trainable=False)
+        self._take = ks.function(self._step)
+
+    @property
+    def checkpoint(self) -> ks.Checkpoint:
+        return ks.Checkpoint(
+            model=self.model,
+            optimizer=self.optimizer,
+            logs={"loss": self.metric, "step": self.step},
+        )
+
+    def _replica_step(self, batch: Any) -> None:
+        x, y = batch
+
+        def loss_fn() -> Any:
+            outputs = self.model(x, training=True)
+            return ops.sum((outputs - y) ** 2) / len(X)
+
+        variables = self.model.trainable_variables
+        loss, gradients = ks.value_and_grad(loss_fn, variables)()
+        self.optimizer.apply(gradients, variables)
+        self.metric.update_state(loss)
+
+    def _step(self, batch: Any) -> None:
+        self.strategy.run(self._replica_step, args=(batch,))
+
+    def train(self, steps: int) -> None:
+        data = self.strategy.experimental_distribute_dataset([(X, Y)])
+        (batch,) = list(data)
+        for _ in range(steps):
+            self._take(batch)
+            self.step.assign_add(1)
+
+    def state(self) -> list[Any]:
+        owners = (self.model, self.optimizer, self.metric)
+        variables = [v for owner in owners for v in owner.variables]
+        return [ops.convert_to_numpy(v) for v in (*variables, self.step)]
+
+
+def assert_same(found: Loop, expected: Loop) -> None:
+    for one, other in zip(found.state(), expected.state(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture
+def two() -> ks.Strategy:
+    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def test_an_interrupted_loop_goes_on_as_if_undisturbed(two, tmp_path):
+    loop = Loop(two)
+    loop.train(2)
+    path = loop.checkpoint.save(tmp_path / "new" / "loop.ckpt")
+    saved = loop.state()
+    loop.train(2)
+    resumed = Loop(two, seed=2)
+    resumed.checkpoint.restore(path)
+    for one, other in zip(resumed.state(), saved, strict=True):
+        np.testing.assert_array_equal(one, other)
+    resumed.train(2)
+    assert_same(resumed, loop)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["loop.ckpt"]
+
+
+def test_any_strategy_restores_it(two, tmp_path):
+    saved = Loop(two)
+    saved.train(2)
+    path = saved.checkpoint.save(tmp_path / "loop.ckpt")
+    others = [
+        ks.get_strategy(),
+        ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
+    ]
+    for strategy in others:
+        loop = Loop(strategy, seed=2)
+        loop.checkpoint.restore(path)
+        assert_same(loop, saved)
+        np.testing.assert_allclose(
+            ops.convert_to_numpy(loop.metric.result()),
+            ops.convert_to_numpy(saved.metric.result()),
+            rtol=1e-6,
+        )
+
+
+def test_a_model_is_restored_alone_and_low_precision_is_exact(two, tmp_path):
+    loop = Loop(two)
+    with two.scope():
+        half = keras.Variable([1.5, 0.1], dtype="bfloat16")
+    path = ks.Checkpoint(model=loop.model, half=half).save(tmp_path / "a.ckpt")
+    expected = ops.convert_to_numpy(ops.cast(half, "float32"))
+    half.assign([0.0, 0.0])
+    ks.Checkpoint(half=half).restore(path)
+    np.testing.assert_array_equal(
+        ops.convert_to_numpy(ops.cast(half, "float32")), expected
+    )
+
+
+def test_the_manager_keeps_the_last_ones(two, tmp_path):
+    loop = Loop(two)
+    manager = ks.CheckpointManager(loop.checkpoint, tmp_path / "all", max_to_keep=2)
+    assert manager.restore_or_initialize() is None
+    paths = [manager.save() for _ in range(3)]
+    assert manager.checkpoints == paths[1:]
+    assert manager.latest_checkpoint == paths[2]
+    assert manager.save(12).endswith("ckpt-12.ckpt")
+    again = ks.CheckpointManager(loop.checkpoint, tmp_path / "all")
+    assert again.save().endswith("ckpt-13.ckpt")
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(two, tmp_path):
+    loop = Loop(two)
+    manager = ks.CheckpointManager(loop.checkpoint, tmp_path)
+    first = manager.save()
+    loop.step.assign(7)
+    truncated, flipped = Path(manager.save()), Path(manager.save())
+    truncated.write_bytes(truncated.read_bytes()[:-100])
+    content = bytearray(flipped.read_bytes())
+    content[content.index(b"NUMPY") + 200] ^= 1
+    flipped.write_bytes(content)
+    with pytest.raises(ks.errors.DamagedCheckpointError, match=re.escape(str(flipped))):
+        loop.checkpoint.restore(flipped)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert manager.restore_or_initialize() == first
+    assert int(ops.convert_to_numpy(loop.step)) == 0
+
+
+def test_an_error_while_saving_leaves_the_last_one(two, tmp_path, monkeypatch):
+    loop = Loop(two)
+    path = Path(loop.checkpoint.save(tmp_path / "loop.ckpt"))
+    before = path.read_bytes()
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array", full)
+    with pytest.raises(OSError, match="No space"):
+        loop.checkpoint.save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_does_not_fit_is_said_before_anything_changes(two, tmp_path):
+    loop = Loop(two)
+    loop.train(1)
+    path = loop.checkpoint.save(tmp_path / "loop.ckpt")
+    other = Loop(two, seed=2, units=3)
+    before = other.model.get_weights()
+    with pytest.raises(ValueError, match=r"shape \(4, 3\).*of shape \(4, 8\)"):
+        other.checkpoint.restore(path)
+    for one, found in zip(before, other.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, found)
+    with pytest.raises(ValueError, match="no object 'other'"):
+        ks.Checkpoint(other=loop.model).restore(path)
+    with pytest.raises(ValueError, match=r"1 variables.*of it.*before `restore`"):
+        ks.Checkpoint(model=loop.step).restore(path)
+    with pytest.raises(ValueError, match="There is no checkpoint"):
+        loop.checkpoint.restore(tmp_path / "none.ckpt")
+
+
+@pytest.mark.parametrize("value", [3, "model", None])
+def test_objects_without_variables_are_refused(value):
+    with pytest.raises(ValueError, match=r"'step' of a checkpoint.*keras\.Variable\(0"):
+        ks.Checkpoint(step=value)
+
+
+def test_bad_arguments():
+    checkpoint = ks.Checkpoint(step=keras.Variable(0, trainable=False))
+    with pytest.raises(ValueError, match="by name"):
+        ks.Checkpoint()
+    with pytest.raises(ValueError, match="`max_to_keep` is a number"):
+        ks.CheckpointManager(checkpoint, "x", max_to_keep=0)
+    with pytest.raises(ValueError, match="`checkpoint` is a"):
+        ks.CheckpointManager("model", "x")
+
+
+def test_saving_inside_run_is_refused(two, tmp_path):
+    loop = Loop(two)
+    with pytest.raises(ks.errors.ContextError, match="inside `run`"):
+        two.run(lambda: loop.checkpoint.save(tmp_path / "loop.ckpt"))
