@@ -44,6 +44,8 @@ def train_with_tape(strategy, x, compiled, make):
     def replica_step(x):
         with tf.GradientTape() as tape:
             loss = ks.compute_average_loss(model(x, training=True)[:, 0] ** 2)
+            if model.losses:
+                loss += ks.scale_regularization_loss(tf.add_n(model.losses))
         gradients = tape.gradient(loss, model.trainable_variables)
         pairs = zip(gradients, model.trainable_variables, strict=True)
         optimizer.apply_gradients(pairs)
@@ -72,12 +74,29 @@ def unbuilt():
     return keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(1)])
 
 
-@pytest.mark.parametrize("make", [built, unbuilt])
+def regularized():
+    return keras.Sequential(
+        [
+            layers.Dense(4, kernel_regularizer="l2", bias_regularizer="l1"),
+            layers.Dense(1, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.1)),
+        ]
+    )
+
+
+@pytest.mark.parametrize("make", [built, unbuilt, regularized])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_tape_in_the_replica_function_equals_one_device(mirrored, compiled, make):
     whole, spread = uneven()
     expected = train_with_tape(ks.get_strategy(), whole, False, make)
     assert_alike(train_with_tape(mirrored, spread, compiled, make), expected)
+
+
+def test_regularization_losses_are_read_under_every_strategy(strategy):
+    whole, _ = uneven()
+    expected = train_with_tape(ks.get_strategy(), whole, False, regularized)
+    data = tf.data.Dataset.from_tensors(whole)
+    rows = next(iter(strategy.experimental_distribute_dataset(data)))
+    assert_alike(train_with_tape(strategy, rows, False, regularized), expected)
 
 
 def test_variables_made_in_a_run_are_mirrored_as_all_are(mirrored):

@@ -234,7 +234,9 @@ class TensorFlowRun:
         def copy(variable: Any) -> Any:
             raw = keras_compat.raw_value(variable)
             if raw is None or raw.trainable:
-                return None
+                # Read as it is, which tapes see. Keras computes regularization losses
+                # from the value that the scope gives.
+                return raw
             # A copy that is first needed in a loop is made before the loop.
             base = graph.as_default() if graph else contextlib.nullcontext()
             with base, tf.device(device):
