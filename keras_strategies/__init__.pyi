@@ -101,5 +101,7 @@ from keras_strategies.types import VariableSynchronization as VariableSynchroniz
 from keras_strategies.values import DistributedValues as DistributedValues
 from keras_strategies.values import Mirrored as Mirrored
 from keras_strategies.values import PerReplica as PerReplica
+from keras_strategies.variables.sharded import ShardedVariable as ShardedVariable
+from keras_strategies.variables.sharded import VariableShard as VariableShard
 
 __version__: str

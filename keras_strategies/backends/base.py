@@ -483,6 +483,10 @@ class TrainerAdapter(abc.ABC):
         """Entered on all workers where the chief saves a model to a file."""
         yield
 
+    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Entered around `model.export`."""
+        return contextlib.nullcontext()
+
     def check_model(self, model: Any) -> None:  # noqa: B027
         """Raises `ModelScopeError` if the model's variables lie elsewhere."""
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 
 from keras_strategies import keras_compat
@@ -143,6 +144,10 @@ class Engine(abc.ABC):
     #: Whether compiled updates write into the arrays that they are given.
     updates_in_place = False
 
+    def is_tracing(self) -> bool:
+        """Whether a program is being traced just now."""
+        return keras_compat.current_stateless_scope() is not None
+
     def install(self) -> None:  # noqa: B027
         """Hooks what Keras does differently on this backend; may be called again."""
 
@@ -188,6 +193,39 @@ class Engine(abc.ABC):
             A callable of NumPy arrays that returns NumPy arrays. It may overwrite the
             arrays of `values` and `slots` and return them.
         """
+
+
+class Outputs:
+    """What a traced step returns: tensors, and Python objects that stay as they are.
+
+    Args:
+        structure: what the step returned.
+        is_tensor: callable of a leaf; whether the program computes it.
+
+    Attributes:
+        tensors: list, the leaves that the program computes.
+    """
+
+    def __init__(self, structure: Any, is_tensor: Callable[[Any], bool]):
+        leaves = keras.tree.flatten(structure)
+        self._computed = [is_tensor(leaf) for leaf in leaves]
+        self.tensors = [
+            leaf for leaf, own in zip(leaves, self._computed, strict=True) if own
+        ]
+        self._rest = [
+            None if own else leaf
+            for leaf, own in zip(leaves, self._computed, strict=True)
+        ]
+        self._structure = keras.tree.map_structure(lambda leaf: 0, structure)
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """The structure with arrays for the tensors."""
+        given = iter(arrays)
+        leaves = [
+            next(given) if own else leaf
+            for leaf, own in zip(self._rest, self._computed, strict=True)
+        ]
+        return keras.tree.pack_sequence_as(self._structure, leaves)
 
 
 class Sink:

@@ -15,6 +15,7 @@ from keras_strategies import keras_compat
 from keras_strategies.backends.parameter_server import Applied, StepResult
 from keras_strategies.coordinator.execution import Plan
 from keras_strategies.coordinator.loss_scale import has_dynamic_scale
+from keras_strategies.coordinator.pickling import device_places
 from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.tasks import Task
 
@@ -206,6 +207,9 @@ class WorkerHost:
         value = np.array(self.read(variable))
         value[start : start + len(rows)] = rows
         self.write(variable, value)
+
+    def places(self, variable: Any) -> list[tuple[str, int, int]]:
+        return device_places(self._worker.receiver.describe(variable))
 
     def place(self, variable: Any) -> str:
         return "on parameter servers"

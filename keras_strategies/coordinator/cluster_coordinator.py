@@ -148,6 +148,8 @@ class ClusterCoordinator:
         self._registry = strategy.registry
         self._numbers = itertools.count()
         self._definitions: dict[Any, tuple[int, tuple[int, ...], Any]] = {}
+        # For `strategy.run` outside of a scheduled function: what is scheduled.
+        self._steps: dict[Any, tuple[Any, Callable[..., Any]]] = {}
         self._started = time.monotonic()
 
     def __repr__(self) -> str:
@@ -197,6 +199,25 @@ class ClusterCoordinator:
         value = RemoteValue()
         dispatcher.schedule(number, blob, generation, value.set, local)
         return value
+
+    def run_now(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """`strategy.run` on some worker; waits for the result, as tensors."""
+        key = ("run", id(fn))
+        if key not in self._steps:
+            strategy = self._strategy
+
+            def step(*args: Any, **kwargs: Any) -> Any:
+                return strategy.run(fn, args, kwargs)
+
+            self._steps[key] = fn, step
+        value = self.schedule(self._steps[key][1], args, kwargs)
+        try:
+            return value.get()
+        except Exception as error:
+            self._cluster.dispatcher.forget_error(error)
+            raise
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until all scheduled functions are done.

@@ -185,6 +185,12 @@ class Dispatcher:
             )
             self.error = None
 
+    def forget_error(self, error: BaseException) -> None:
+        """The caller has raised this error itself; it is not to surface again."""
+        with self.condition:
+            if self.error is error:
+                self.error = None
+
     def is_done(self) -> bool:
         with self.condition:
             self.raise_error()

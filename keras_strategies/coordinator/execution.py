@@ -22,12 +22,13 @@ from keras_strategies.coordinator.loss_scale import (
     has_dynamic_scale,
     innermost,
 )
-from keras_strategies.coordinator.pickling import Described, Receiver
+from keras_strategies.coordinator.pickling import Described, Receiver, is_sharded
 from keras_strategies.coordinator.places import Places, checked_ids
 from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.store import UpdateId, empty_aligned, pad_rows
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.variables.sharded import ShardedVariable
 
 
 class WorkerReceiver(Receiver):
@@ -78,6 +79,8 @@ class WorkerReceiver(Receiver):
                 described.path, described.trainable, described.dtype, described.shape
             )
             keras_compat.host_made_variable(made, self.host)
+            if is_sharded(described):
+                keras_compat.mix_in(made, ShardedVariable)
             self.variables[number] = made
             self._numbers[id(made)] = number
         self.variables[number].trainable = described.trainable

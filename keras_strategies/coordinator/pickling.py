@@ -57,6 +57,28 @@ class Described:
     regularizer: Any = None
 
 
+def is_sharded(about: Described) -> bool:
+    """Whether a variable is in several parts; scalars of optimizers are copied."""
+    return len(about.parts) > 1 and about.kind != "scalar"
+
+
+def device_places(about: Described) -> list[tuple[str, int, int]]:
+    """Device, first row and the row after the last of each part of a variable."""
+    if about.kind == "local":
+        rows = about.shape[0] if about.shape else 1
+        return [(_device("chief", 0), 0, rows)]
+    return [(server_device(p.server), p.start, p.stop) for p in about.parts]
+
+
+def server_device(server: int) -> str:
+    """A parameter server's device, as `tf.distribute` names it."""
+    return _device("ps", server)
+
+
+def _device(job: str, index: int) -> str:
+    return f"/job:{job}/replica:0/task:{index}/device:CPU:0"
+
+
 class Receiver:
     """What a process makes of the things that arrive."""
 

@@ -233,6 +233,9 @@ class _Host:
     """A process of the cluster, as Ray's actor."""
 
     def run(self, entry: str, arguments: dict[str, Any]) -> None:
+        from keras_strategies.coordinator.imports import import_keras
+
+        import_keras()
         module, function = entry.split(":")
         getattr(importlib.import_module(module), function)(**arguments)
 

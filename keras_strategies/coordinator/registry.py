@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -17,13 +18,20 @@ import numpy as np
 from keras_strategies import keras_compat
 from keras_strategies.coordinator.initial import CONSTANTS, parts_maker
 from keras_strategies.coordinator.optimizers import Optimizers
-from keras_strategies.coordinator.pickling import Described, Part, dump
+from keras_strategies.coordinator.pickling import (
+    Described,
+    Part,
+    device_places,
+    dump,
+    is_sharded,
+)
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.states import LocalVariables
 from keras_strategies.coordinator.status import readable
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.variables.partitioners import PartitionFunction, bytes_per_element
 from keras_strategies.variables.placement import RoundRobin
+from keras_strategies.variables.sharded import ShardedVariable
 
 #: Variables up to this size begin with exactly the numbers that they would have
 #: without a strategy: they are made here and cut. Larger ones are made in parts.
@@ -65,6 +73,8 @@ class Registry:
             weakref.WeakValueDictionary()
         )
         self._optimizers = Optimizers(self, servers, lazy_rows)
+        # The variable that new ones are placed with; None for round-robin.
+        self._colocated: Described | None = None
         self._has_warned = False
         self._generation = itertools.count()
         self._lock = threading.RLock()
@@ -105,6 +115,9 @@ class Registry:
                 self.references[number] = self.describe(reference).number
             elif kind == "slot":
                 parts = (Part(0, 0, shape[0]),)
+            elif self._colocated is not None:
+                server = self._colocated.parts[0].server
+                parts = (Part(server, 0, shape[0] if shape else 1),)
             else:
                 placed = self._places.place(shape, dtype)
                 parts = tuple(Part(p.server, p.start, p.stop) for p in placed)
@@ -112,6 +125,8 @@ class Registry:
                 number, variable.path, shape, dtype, variable.trainable, kind, parts
             )
             self._described[number] = about
+            if is_sharded(about):
+                keras_compat.mix_in(variable, ShardedVariable)
             self._number_of_id[id(variable)] = number
             self._variables[number] = variable
             weakref.finalize(variable, self._number_of_id.pop, id(variable), None)
@@ -129,6 +144,17 @@ class Registry:
         keras_compat.plain_optimizer(maker)
         # Of another shape than what it is for, which shows when the optimizer is used.
         return ("slot" if shape else "scalar"), None
+
+    @contextlib.contextmanager
+    def colocated(self, variable: Any) -> Iterator[None]:
+        """Places new variables, unpartitioned, on the first server of another one."""
+        about = self.describe(variable)
+        before = self._colocated
+        self._colocated = about if about.parts else None
+        try:
+            yield
+        finally:
+            self._colocated = before
 
     def _begin(
         self, variable: Any, part: Callable[[int, int], Any], whole: Any
@@ -227,6 +253,9 @@ class Registry:
 
     def write_rows(self, variable: Any, start: int, rows: np.ndarray) -> None:
         self._servers.write_rows(self.describe(variable), start, rows)
+
+    def places(self, variable: Any) -> list[tuple[str, int, int]]:
+        return device_places(self.describe(variable))
 
     def place(self, variable: Any) -> str:
         """Where a variable is, for its representation."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.coordinator.processes import Start
+from keras_strategies.coordinator.progress import Progress
 from keras_strategies.coordinator.states import ServerState, WorkerState
 from keras_strategies.errors import ServerLostError, WorkerError
 
@@ -64,6 +65,7 @@ class Roster:
         self._snapshots = snapshots
         self._manager: bytes | None = None
         self._waiting_starts: list[Start] = []
+        self._progress = Progress()
         self._looked = time.monotonic()
 
     def handle(self, kind: str, sender: bytes, value: Any) -> None:
@@ -72,6 +74,11 @@ class Roster:
 
     def start_all(self) -> None:
         """Starts the processes, if that is ours to do."""
+        if self._starts is not None:
+            self._progress.report(
+                f"starting Ray for {_counted(len(self.workers), 'worker')} and "
+                f"{_counted(len(self.servers), 'parameter server')}"
+            )
         for server in self.servers.values():
             self._start("ps", server.index, server.incarnation)
         for worker in self.workers.values():
@@ -103,6 +110,7 @@ class Roster:
 
     def _on_manager(self, sender: bytes, pid: int) -> None:
         self._manager = sender
+        self._progress.report("Ray runs; it starts the processes")
         for start in self._waiting_starts:
             self._send(sender, ("start", start))
         self._waiting_starts.clear()
@@ -135,6 +143,7 @@ class Roster:
         worker.last_sign = time.monotonic()
         worker.known = set()
         self._send(sender, ("welcome", self._name))
+        self._progress.report(f"worker {index} is ready")
         self._changed()
 
     def _on_server(self, sender: bytes, value: tuple[int, int, int, bool, str]) -> None:
@@ -142,6 +151,8 @@ class Roster:
         server = self.servers[index]
         came_back = server.pid not in (0, pid)
         server.pid, server.incarnation = pid, incarnation
+        if not server.is_ready or came_back:
+            self._progress.report(f"parameter server {index} is ready")
         server.is_ready = True
         server.futile_starts = 0
         server.last_sign = time.monotonic()
@@ -246,3 +257,7 @@ class Roster:
                 self._kill("ps", server.index, server.incarnation, server.pid)
                 reason = f"it gave no sign of life for {self._silence:g} seconds"
                 self._server_died(server, reason)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -34,6 +34,9 @@ from keras_strategies.keras_compat.hosted import (
     host_of,
     host_variable,
     is_streamed,
+    materialized,
+    materialized_model,
+    mix_in,
 )
 from keras_strategies.keras_compat.input import (
     BatchPlacer,
@@ -220,7 +223,10 @@ __all__ = [
     "logs_in_order",
     "lookups_through",
     "make_variable",
+    "materialized",
+    "materialized_model",
     "metrics_or_logs",
+    "mix_in",
     "move_variable",
     "object_state",
     "optimizer_kind",

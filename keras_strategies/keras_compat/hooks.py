@@ -85,6 +85,9 @@ class ModelHooks(Protocol):
     def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
         """Entered around the writing of a file, to the path that it gives."""
 
+    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Entered around `model.export`."""
+
     def loaded(self, model: Any, source: Any) -> None:
         """A model has its weights from a path, or from an open `.keras` file."""
 
@@ -292,6 +295,14 @@ def install(hooks: ModelHooks) -> None:
 
         return save
 
+    def wrap_export(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def export(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with hooks.exporting(self):
+                return original(self, *args, **kwargs)
+
+        return export
+
     def wrap_load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_weights(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,6 +326,7 @@ def install(hooks: ModelHooks) -> None:
     replace(Model, "load_weights", wrap_load_weights)
     for name in ("save", "save_weights", "export"):
         replace(Model, name, wrap_save)
+    replace(Model, "export", wrap_export)
     replace(Trainer, "_symbolic_build", wrap_build)
     replace(EpochIterator, "__init__", wrap_epochs)
     replace(BaseOptimizer, "apply", wrap_apply)

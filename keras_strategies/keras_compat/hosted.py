@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
+
+from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat.state import current_stateless_scope
+
+_TENSORFLOW_ONLY = (
+    "_copy_trackable_to_cpu",
+    "_export_to_saved_model_graph",
+    "_restore_from_tensors",
+    "_serialize_to_tensors",
+    "_shared_name",
+    "handle",
+    "sparse_read",
+)
 
 
 class VariableHost(Protocol):
@@ -38,6 +52,34 @@ class VariableHost(Protocol):
 
     def write_rows(self, variable: Any, start: int, rows: Any) -> None:
         """Sets consecutive rows."""
+
+    def places(self, variable: Any) -> list[tuple[str, int, int]]:
+        """Device, first row and the row after the last of each part."""
+
+
+def _no_gradients(variable: Any) -> str:
+    return (
+        f"The value of variable {variable.path!r} is on parameter servers, and this "
+        "process computes gradients by a copy that no tape records. Write "
+        "`ks.value_and_grad(loss_fn, variables)`, which works here and on workers, and "
+        "call it in a function that `strategy.run` or `ClusterCoordinator.schedule` "
+        "runs on a worker: only the rows that a batch looks up are sent there."
+    )
+
+
+def _refuse_backward(tensor: Any, message: str) -> Any:
+    """A tensor of Torch whose gradient is an error instead of being lost."""
+    import torch
+
+    if not torch.is_grad_enabled() or not tensor.is_floating_point():
+        return tensor
+
+    def refuse(gradient: Any) -> None:
+        raise BackendError(message)
+
+    tensor = tensor.detach().requires_grad_(True)
+    tensor.register_hook(refuse)
+    return tensor
 
 
 class RemoteValue:
@@ -85,11 +127,97 @@ def is_streamed(value: Any) -> bool:
     )
 
 
+def mix_in(variable: Any, mixin: Any) -> None:
+    """Lets a variable also be of another class, whose names come first."""
+    if not isinstance(variable, mixin):
+        kind: Any = type(variable)
+        variable.__class__ = _mixed(kind, mixin)
+
+
+@functools.cache
+def _mixed(kind: Any, mixin: Any) -> Any:
+    return type(mixin.__name__, (mixin, kind), {"__module__": mixin.__module__})
+
+
+@contextlib.contextmanager
+def materialized(variables: Iterable[Any]) -> Iterator[None]:
+    """Gives hosted variables ordinary values in this process, while the block runs.
+
+    What the block assigns is written back. Variables that have values of their own, and
+    all variables in a stateless scope, stay as they are.
+
+    Keras 3.15: `_initialize` makes the backend's variable of a value.
+    """
+    import keras
+
+    hosted: dict[int, tuple[Any, Any, Any, Any]] = {}
+    arrays: dict[int, Any] = {}
+    try:
+        for variable in variables:
+            host = host_of(variable)
+            if (
+                host is None
+                or host.is_local
+                or variable._value is None
+                or current_stateless_scope() is not None
+            ):
+                continue
+            array = host.read(variable)
+            hosted[id(variable)] = variable, host, type(variable), variable._value
+            arrays[id(variable)] = array
+            del variable.__dict__["_keras_strategies_host"]
+            variable.__class__ = type(variable)._kind
+            variable._value = None
+            variable._initialize(keras.ops.convert_to_tensor(array, variable._dtype))
+        yield
+    finally:
+        after = {key: entry[0].numpy() for key, entry in hosted.items()}
+        for variable, host, kind, value in hosted.values():
+            variable.__class__ = kind
+            variable._value = value
+            object.__setattr__(variable, "_keras_strategies_host", host)
+    for key, (variable, host, _, _) in hosted.items():
+        if not np.array_equal(after[key], arrays[key], equal_nan=True):
+            host.write(variable, after[key])
+
+
+@contextlib.contextmanager
+def materialized_model(model: Any) -> Iterator[None]:
+    """Gives all variables of a model ordinary values in this process for a while.
+
+    Keras 3.15 on Torch: `TorchLayer._track_variables` makes parameters of the module.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    optimizers = [] if optimizer is None else optimizer.variables
+    # Metrics of `compile` are among a model's variables only once they are built.
+    everything = [*model.variables, *model.metrics_variables, *optimizers]
+    layers = [
+        layer
+        for layer in model._flatten_layers()
+        if hasattr(layer, "_track_variables") and layer.built
+    ]
+
+    def track() -> None:
+        for layer in layers:
+            layer._track_variables()
+
+    distinct = {id(variable): variable for variable in everything}
+    try:
+        with materialized(distinct.values()):
+            track()
+            yield
+    finally:
+        track()
+
+
 @functools.cache
 def _hosted(kind: Any) -> Any:
     import keras
 
     class Hosted(kind):
+        #: The class that the variable was made of.
+        _kind = kind
+
         def _initialize(self, value: Any) -> None:
             host = host_of(self)
             host.create(self, value() if callable(value) else value)
@@ -116,6 +244,8 @@ def _hosted(kind: Any) -> Any:
                     keras.ops.zeros(self._shape, dtype=self._dtype)
                 )
             value = keras.ops.convert_to_tensor(host_of(self).read(self), self._dtype)
+            if keras.backend.backend() == "torch" and self.trainable:
+                value = _refuse_backward(value, _no_gradients(self))
             return self._maybe_autocast(value)
 
         def _direct_assign(self, value: Any) -> None:
@@ -152,6 +282,58 @@ def _hosted(kind: Any) -> Any:
         def numpy(self) -> Any:
             return host_of(self).read(self)
 
+        @property
+        def device(self) -> str:
+            """The device of the value."""
+            found: str = host_of(self).places(self)[0][0]
+            return found
+
+        # TensorFlow: gradients, lookups, checkpoints and SavedModels.
+
+        @property
+        def handle(self) -> Any:
+            if host_of(self).is_local:
+                raw: Any = self._value
+                return raw.handle
+            raise BackendError(_no_gradients(self))
+
+        def sparse_read(self, indices: Any, name: Any = None) -> Any:
+            # `tf.gather` calls it, and with it `tf.nn.embedding_lookup`.
+            from keras_strategies.keras_compat.parameter_server import looked_up
+
+            found = looked_up(self, indices, 0)
+            if found is NotImplemented:
+                found = keras.ops.take(self.value, indices, axis=0)
+            return found
+
+        @property
+        def _shared_name(self) -> str:
+            if host_of(self).is_local:
+                raw: Any = self._value
+                return str(raw._shared_name)
+            return str(self.path)
+
+        def _serialize_to_tensors(self) -> dict[str, Any]:
+            value = keras.ops.convert_to_tensor(host_of(self).read(self), self._dtype)
+            return {"VARIABLE_VALUE": value}
+
+        def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+            self.assign(restored_tensors["VARIABLE_VALUE"])
+            return self
+
+        def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+            raise BackendError(
+                f"Variable {self.path!r} is on parameter servers, and `tf.saved_model."
+                "save` saves variables of this process. Call `model.export(path)`, "
+                "which reads them first, or save with `model.save(path)` and load the "
+                "file without a strategy."
+            )
+
+        def _export_to_saved_model_graph(
+            self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
+        ) -> Any:
+            return self._copy_trackable_to_cpu(object_map)
+
         def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
             found = host_of(self).read(self)
             return found if dtype is None else found.astype(dtype)
@@ -170,6 +352,9 @@ def _hosted(kind: Any) -> Any:
                 f"dtype={self._dtype}, {host_of(self).place(self)}>"
             )
 
+    if not hasattr(kind, "_serialize_to_tensors"):
+        for name in _TENSORFLOW_ONLY:
+            delattr(Hosted, name)
     Hosted.__name__ = kind.__name__
     Hosted.__qualname__ = kind.__qualname__
     return Hosted

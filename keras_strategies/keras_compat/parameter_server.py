@@ -165,16 +165,22 @@ def hook_lookups() -> None:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def take(x: Any, indices: Any, axis: Any = None) -> Any:
-            if _lookups.take is not None:
-                found = _lookups.take(x, indices, axis)
-                if found is not NotImplemented:
-                    return found
+            found = looked_up(x, indices, axis)
+            if found is not NotImplemented:
+                return found
             return original(x, indices, axis=axis)
 
         return take
 
     if not is_patched(module):
         replace(module, "take", wrap)
+
+
+def looked_up(x: Any, indices: Any, axis: Any) -> Any:
+    """What this thread's lookups give; `NotImplemented` to leave it to Keras."""
+    if _lookups.take is None:
+        return NotImplemented
+    return _lookups.take(x, indices, axis)
 
 
 @contextlib.contextmanager

@@ -21,15 +21,17 @@ from keras_strategies.coordinator.cluster import (
     ClusterOptions,
     worker_process,
 )
+from keras_strategies.coordinator.pickling import server_device
 from keras_strategies.coordinator.registry import Registry
 from keras_strategies.coordinator.secret import cluster_keys
 from keras_strategies.coordinator.servers import check_channel
 from keras_strategies.coordinator.worker import Worker
 from keras_strategies.devices import Device
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.parameter_server_training import ModelTraining
-from keras_strategies.types import InputContext
+from keras_strategies.types import InputContext, RunOptions
 from keras_strategies.variables.partitioners import PartitionFunction
 
 _CPU = Device("cpu", 0)
@@ -206,6 +208,61 @@ class ParameterServerStrategy(Strategy):
         """What says who is who in the cluster."""
         return self._resolver
 
+    @property
+    def extended(self) -> StrategyExtended:
+        """Devices, variables and reductions, as `tf.distribute` has them."""
+        return ParameterServerExtended(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls `fn` on a worker and waits for what it returns.
+
+        In a function that `ClusterCoordinator.schedule` has scheduled, it makes a step
+        of that worker. Anywhere else the coordinator schedules `fn` and waits, so that
+        workers do not run side by side: schedule functions for that. `fn` runs in
+        another process: what it does to Python objects is not seen here.
+
+        Args:
+            fn: callable; ordinary Keras code that may call models, apply optimizers,
+                update metrics and assign variables.
+            args: list or tuple of structures.
+            kwargs: dict of structures.
+            options: `RunOptions`, or None for the defaults.
+
+        Returns:
+            What `fn` returns, with tensors of the backend.
+
+        Raises:
+            ValueError: if `args` is not a list or tuple.
+            RuntimeError: inside a `ks.function` that was not scheduled.
+
+        Example:
+
+        >>> loss = strategy.run(train_step, args=(batch,))
+        """
+        RunOptions.parse(options)
+        if not isinstance(args, (list, tuple)):
+            raise InvalidArgumentError(
+                "`args` of `run` is a list or tuple with one entry per argument of "
+                f"the function. Received: {type(args).__name__}. Write "
+                "`args=(value,)` for one argument."
+            )
+        if get_engine().is_tracing():
+            raise ContextError(
+                "`run` of a ParameterServerStrategy was called while the coordinator "
+                "traced a ks.function, which workers cannot take part in. Let a worker "
+                "call that function: `ks.ClusterCoordinator(strategy).schedule(step, "
+                "args=(...))`."
+            )
+        from keras_strategies.coordinator.cluster_coordinator import ClusterCoordinator
+
+        return ClusterCoordinator(self).run_now(fn, args, kwargs or {})
+
     def input_context(self) -> InputContext:
         return InputContext(1, 0, 1)
 
@@ -227,6 +284,41 @@ class ParameterServerStrategy(Strategy):
         )
 
 
+class ParameterServerExtended(StrategyExtended):
+    """Devices and variables of a `ParameterServerStrategy`."""
+
+    _strategy: ParameterServerStrategy
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """tuple of str, the device of each worker."""
+        workers = range(self._strategy.cluster.options.workers)
+        return tuple(f"/job:worker/replica:0/task:{i}/device:CPU:0" for i in workers)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """tuple of str, the device of each parameter server."""
+        servers = range(self._strategy.cluster.options.servers)
+        return tuple(map(server_device, servers))
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Makes variables, in one part, on the server of another one.
+
+        Args:
+            colocate_with_variable: a `keras.Variable` of this strategy; of a
+                partitioned one, the server of its first part.
+
+        Raises:
+            RuntimeError: if the variable is not this strategy's.
+        """
+        with (
+            super().colocate_vars_with(colocate_with_variable),
+            self._strategy.registry.colocated(colocate_with_variable),
+        ):
+            yield
+
+
 class ParameterServerTrainer(TrainerAdapter):
     """The coordinator's side of training: variables are elsewhere."""
 
@@ -234,6 +326,9 @@ class ParameterServerTrainer(TrainerAdapter):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
+
+    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return keras_compat.materialized_model(model)
 
     def making(self, variable: Any) -> None:
         keras_compat.host_variable(variable, self.strategy.registry)
@@ -335,9 +430,10 @@ class WorkerStrategy(Strategy):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Makes a step: pulls what `fn` needs, runs it compiled, pushes updates."""
+        RunOptions.parse(options)
         closure = self._worker.closure
         assert closure is not None, "outside of a scheduled function"
         return closure.run(fn, tuple(args), dict(kwargs or {}))

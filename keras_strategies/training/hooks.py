@@ -111,6 +111,12 @@ class StrategyHooks:
             return contextlib.nullcontext(path)
         return _writing(strategy, model, path)
 
+    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        strategy = keras_compat.strategy_of(model)
+        if strategy is None:
+            return contextlib.nullcontext()
+        return strategy.trainer.exporting(model)
+
     def loaded(self, model: Any, source: Any) -> None:
         read_seeds(source, keras_compat.seed_states(model))
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_strategies import keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.context import check_returns
 from keras_strategies.coordinator.pickling import remember_function
@@ -35,7 +36,16 @@ def value_and_grad(
     >>> loss, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)(x, y)
     >>> optimizer.apply(gradients, model.trainable_variables)
     """
-    return get_backend().value_and_grad(fn, list(variables), has_aux)
+    variables = list(variables)
+    differentiated = get_backend().value_and_grad(fn, variables, has_aux)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # Those on parameter servers, outside of a program: read for the call.
+        with keras_compat.materialized(variables):
+            return differentiated(*args, **kwargs)
+
+    return wrapped
 
 
 def function(

@@ -7,7 +7,6 @@ are one row longer where the rows do not divide.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,18 +44,41 @@ def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
 
 def bytes_per_element(dtype: Any, bytes_per_string: int = 16) -> int:
     """int, bytes of one element; strings count as `bytes_per_string`."""
-    name = str(getattr(dtype, "name", dtype))
-    if name in ("string", "str", "object"):
+    name = _dtype_name(dtype)
+    if name.startswith(("str", "object", "bytes")):
         return bytes_per_string
     if name == "bfloat16":
         return 2
     if name.startswith("float8"):
         return 1
-    return np.dtype(name).itemsize
+    try:
+        return np.dtype(name).itemsize
+    except TypeError:
+        raise InvalidArgumentError(
+            "A dtype is a name such as 'float32', or a dtype of NumPy, JAX, Torch or "
+            f"TensorFlow. Received: {dtype!r}"
+        ) from None
 
 
-class Partitioner(ABC):
-    """A rule for the number of parts; call it with a shape and a dtype."""
+def _dtype_name(dtype: Any) -> str:
+    """str, the name of a dtype of any framework: `np.float32`, `torch.float32`, ..."""
+    inner = getattr(dtype, "dtype", None)
+    if isinstance(inner, np.dtype):
+        # `jnp.float32`
+        return inner.name
+    name = getattr(dtype, "name", None)
+    if isinstance(name, str):
+        return name
+    if isinstance(dtype, type):
+        return dtype.__name__
+    return str(dtype).removeprefix("torch.")
+
+
+class Partitioner:
+    """A rule for the number of parts; call it with a shape and a dtype.
+
+    Subclasses define `parts`, or `__call__` as in `tf.distribute`.
+    """
 
     def __call__(
         self, shape: Sequence[int], dtype: Any, axis: int = 0
@@ -65,7 +87,7 @@ class Partitioner(ABC):
 
         Args:
             shape: sequence of int.
-            dtype: str or dtype.
+            dtype: str, or a dtype of NumPy, JAX, Torch or TensorFlow.
             axis: int; only the first axis is cut.
 
         Returns:
@@ -84,9 +106,12 @@ class Partitioner(ABC):
         parts = max(1, min(self.parts(shape, dtype), shape[0]))
         return (parts, *(1 for _ in shape[1:]))
 
-    @abstractmethod
     def parts(self, shape: tuple[int, ...], dtype: Any) -> int:
-        """How many parts a variable of one axis or more is cut into at most."""
+        """How many parts a variable of one axis or more is split into at most."""
+        raise InvalidArgumentError(
+            f"{type(self).__name__} defines neither `parts(shape, dtype)` nor "
+            "`__call__(shape, dtype)`. Define one of them."
+        )
 
 
 class FixedShardsPartitioner(Partitioner):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import keras
+import ml_dtypes
+import numpy as np
 import pytest
 
 from keras_strategies.errors import InvalidArgumentError
@@ -9,6 +12,8 @@ from keras_strategies.variables.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
+    Partitioner,
+    bytes_per_element,
     number_of_parts,
     split_rows,
 )
@@ -58,6 +63,59 @@ def test_partitioners(partitioner, shape, dtype, expected) -> None:
     assert partitioner(shape, dtype) == expected
     if shape:
         assert number_of_parts(partitioner, shape, dtype) == expected[0]
+
+
+def _dtypes() -> dict[str, object]:
+    """float32 as NumPy and the framework of this process say it."""
+    found: dict[str, object] = {
+        "np.float32": np.float32,
+        "np.dtype": np.dtype("float32"),
+    }
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax.numpy as jnp
+
+        found["jnp.float32"] = jnp.float32
+    elif backend == "torch":
+        import torch
+
+        found["torch.float32"] = torch.float32
+    else:
+        import tensorflow as tf
+
+        found["tf.float32"] = tf.float32
+    return found
+
+
+@pytest.mark.parametrize("name", _dtypes())
+def test_dtypes_of_every_framework(name) -> None:
+    dtype = _dtypes()[name]
+    assert FixedShardsPartitioner(2)((10, 4), dtype) == (2, 1)
+    assert MaxSizePartitioner(80)((24, 4), dtype) == (5, 1)
+    assert MinSizePartitioner(64, max_shards=10)((24, 4), dtype) == (6, 1)
+
+
+def test_other_dtypes() -> None:
+    assert bytes_per_element(np.bool_) == 1
+    assert bytes_per_element(np.str_, 8) == bytes_per_element(object, 8) == 8
+    assert bytes_per_element(ml_dtypes.bfloat16) == 2
+    with pytest.raises(InvalidArgumentError, match="A dtype is a name such as"):
+        bytes_per_element("float33")
+
+
+def test_subclasses_define_parts_or_the_call() -> None:
+    class Halves(Partitioner):
+        def __call__(self, shape, dtype, axis=0):
+            return (2, *(1 for _ in shape[1:]))
+
+    class Thirds(Partitioner):
+        def parts(self, shape, dtype):
+            return 3
+
+    assert number_of_parts(Halves(), (4, 8), "float32") == 2
+    assert number_of_parts(Thirds(), (4, 8), "float32") == 3
+    with pytest.raises(InvalidArgumentError, match="defines neither"):
+        number_of_parts(Partitioner(), (4, 8), "float32")
 
 
 @pytest.mark.parametrize("rows", [1, 7, 24, 100])

@@ -137,3 +137,29 @@ def test_a_cluster_needs_a_secret(monkeypatch) -> None:
     cluster = {"chief": ["c:1"], "worker": ["a:1"], "ps": ["b:1"]}
     with pytest.raises(ks.errors.InvalidArgumentError, match="KS_CLUSTER_SECRET"):
         ks.Server(cluster, "ps", 0)
+
+
+def test_arguments_of_tensorflows_server(monkeypatch) -> None:
+    monkeypatch.setenv("KS_CLUSTER_SECRET", SECRET)
+    cluster = {"chief": ["c:1"], "worker": ["a:1"], "ps": ["b:1"]}
+    server = ks.Server(cluster, "ps", 0, protocol="grpc", start=False)
+    assert repr(server) == "<Server of ps 0 at b:1>"
+    assert server.server_def["task_index"] == 0
+    with pytest.raises(ks.errors.ContextError, match="start=False"):
+        server.join()
+    with pytest.raises(ks.errors.InvalidArgumentError, match="no other transport"):
+        ks.Server(cluster, "ps", 0, protocol="grpc+verbs")
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=2)
+        ks.Server(cluster, "ps", 0, config=config)
+        message = "ConfigProto"
+    else:
+        config, message = object(), "Leave it out"
+    with pytest.raises((ks.errors.BackendError, ValueError), match=message):
+        ks.Server(cluster, "ps", 0, config=object())
+    monkeypatch.delenv("KS_CLUSTER_SECRET")
+    local = ks.Server.create_local_server()
+    assert local.target in local.server_def["cluster"]["worker"]
+    assert set(local.server_def["cluster"]) == {"chief", "worker", "ps"}

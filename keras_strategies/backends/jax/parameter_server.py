@@ -15,6 +15,7 @@ from keras_strategies.backends.parameter_server import (
     Applied,
     Body,
     Engine,
+    Outputs,
     Program,
     Sink,
     StepResult,
@@ -31,7 +32,7 @@ class JaxProgram(Program):
         self._traced: list[Any] = []
         self._step = jax.jit(self._pure)
         # What the last trace has found, by the shapes of its arguments' leaves.
-        self._meanings: dict[Any, tuple[Any, list[Applied], list[Any]]] = {}
+        self._meanings: dict[Any, tuple[list[Applied], list[Any], Outputs]] = {}
 
     # Which rows
 
@@ -87,7 +88,7 @@ class JaxProgram(Program):
                 ):
                     outputs = self.body(batch)
                 kept = [scope.get_current_value(v) for v in self.variables.others]
-                return ids, (outputs, kept)
+                return ids, (Outputs(outputs, _is_computed).tensors, kept)
 
             specs = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables]
             by_ids, read = used_inputs(trace, specs, batch)
@@ -132,9 +133,10 @@ class JaxProgram(Program):
             after = scope.get_current_value(variable)
             if after is not before:
                 changed.append((variable, after))
-        self._traced = [sink.applied, [variable for variable, _ in changed]]
+        split = Outputs(outputs, _is_computed)
+        self._traced = [sink.applied, [variable for variable, _ in changed], split]
         gradients = [applied.gradients for applied in sink.applied]
-        return outputs, gradients, [value for _, value in changed]
+        return split.tensors, gradients, [value for _, value in changed]
 
     def run(
         self,
@@ -150,17 +152,22 @@ class JaxProgram(Program):
         key = (structure, tuple((np.shape(x), str(x.dtype)) for x in leaves))
         if self._traced:
             self._meanings[key] = tuple(self._traced)  # type: ignore[assignment]
-        applied, changed_variables = self._meanings[key]  # type: ignore[misc]
+        applied, changed_variables, split = self._meanings[key]
         to_numpy = jax.tree.map(np.asarray, (outputs, gradients, changed))
         outputs, gradients, changed = to_numpy
         return StepResult(
-            outputs,
+            split.filled(outputs),
             [
                 Applied(a.optimizer, a.variables, g)
                 for a, g in zip(applied, gradients, strict=True)
             ],
             list(zip(changed_variables, changed, strict=True)),
         )
+
+
+def _is_computed(leaf: Any) -> bool:
+    """Whether a program returns a leaf: arrays and numbers, not strings."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
 
 
 def _assign(variables: Any, values: Any) -> None:

@@ -16,6 +16,7 @@ from keras_strategies.backends.parameter_server import (
     Body,
     CompiledStep,
     Engine,
+    Outputs,
     Program,
     Sink,
     StepResult,
@@ -151,7 +152,7 @@ class TensorFlowProgram(Program):
         key = (_key(batch), len(positions))
         if key not in self._steps:
             self._steps[key] = self._make_step(_signature(batch), positions)
-        program, structure, applied, changed_variables = self._steps[key]
+        program, structure, applied, changed_variables, split = self._steps[key]
         arrays = [
             *(np.asarray(where, np.int32) for where in positions),
             *(_given(variable) for variable in self._variables()),
@@ -162,7 +163,7 @@ class TensorFlowProgram(Program):
             structure, list(found)
         )
         return StepResult(
-            outputs,
+            split.filled(outputs),
             [
                 Applied(a.optimizer, a.variables, list(g))
                 for a, g in zip(applied, gradients, strict=True)
@@ -181,9 +182,10 @@ class TensorFlowProgram(Program):
         variables = self._variables()
         raws = [keras_compat.raw_value(variable) for variable in variables]
         structure: Any = None
+        split: Any = None
 
         def compute(*arguments: Any) -> list[Any]:
-            nonlocal structure
+            nonlocal structure, split
             places = iter(arguments[:count])
             batch = keras.tree.pack_sequence_as(signature, list(arguments[count:]))
             sink.applied.clear()
@@ -210,7 +212,8 @@ class TensorFlowProgram(Program):
                     changed_variables.append(variable)
                     changed.append(after)
             gradients = [[_dense(g) for g in a.gradients] for a in sink.applied]
-            structure = (outputs, gradients, changed)
+            split = Outputs(outputs, _is_computed)
+            structure = (split.tensors, gradients, changed)
             return list(keras.tree.flatten(structure))
 
         if isinstance(self.body, CompiledStep):
@@ -230,15 +233,25 @@ class TensorFlowProgram(Program):
         ]
         program = _Traced(step, specs)
         structure = keras.tree.map_structure(lambda leaf: 0, structure)
-        return program, structure, list(sink.applied), list(changed_variables)
+        applied = list(sink.applied)
+        return program, structure, applied, list(changed_variables), split
 
 
 #: The table of each lookup, the number of the batch's leaf that its ids are, None
 #: where they are computed, and a program of the leaves that returns ids.
 _Lookups = tuple[list[Any], list[int | None], _Traced]
-#: A program, the structure of what it returns flat, the updates that it asks for, and
-#: the variables that it changes.
-_Step = tuple[_Traced, Any, list[Applied], list[Any]]
+#: A program, the structure of what it returns flat, the updates that it asks for, the
+#: variables that it changes, and what the step returns.
+_Step = tuple[_Traced, Any, list[Applied], list[Any], Outputs]
+
+
+def _is_computed(leaf: Any) -> bool:
+    """Whether a program returns a leaf: tensors and numbers, not strings and the like.
+
+    Rows of several lengths, and gradients without them, are tensors in parts.
+    """
+    kinds = (np.ndarray, np.generic, int, float, complex, keras.Variable)
+    return tf.is_tensor(leaf) or isinstance(leaf, kinds)
 
 
 def _dense(gradient: Any) -> Any:
@@ -348,6 +361,9 @@ class TensorFlowEngine(Engine):
     """Windows are variables whose first axis is open. XLA compiles updates."""
 
     pads_rows = True
+
+    def is_tracing(self) -> bool:
+        return super().is_tracing() or not tf.executing_eagerly()
 
     def model_body(self, model: Any, kind: str) -> Body:
         step = super().model_body(model, kind)

@@ -17,7 +17,9 @@ def as_array(value: Any) -> Any:
         if value.dtype == torch.bfloat16:
             return keras.ops.convert_to_numpy(value)
         return value.detach().cpu().numpy()
-    return value if value is None else np.asarray(value)
+    # Strings and other Python objects stay as they are.
+    is_number = isinstance(value, (np.ndarray, np.generic, int, float, complex))
+    return np.asarray(value) if is_number else value
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:

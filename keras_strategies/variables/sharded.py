@@ -1,0 +1,108 @@
+"""Partitioned variables: `ShardedVariable` and its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+
+
+class VariableShard:
+    """Consecutive rows of a `ShardedVariable`, on one parameter server.
+
+    Attributes:
+        name: str, the variable's path and the number of the part.
+        device: str, the parameter server, such as
+            `"/job:ps/replica:0/task:1/device:CPU:0"`.
+        shape: tuple of int.
+        dtype: str.
+    """
+
+    def __init__(self, variable: Any, number: int, device: str, start: int, stop: int):
+        self._variable = variable
+        self._rows = slice(start, stop)
+        self.name = f"{variable.path}/part_{number}"
+        self.device = device
+        self.shape = (stop - start, *variable.shape[1:])
+        self.dtype: str = variable.dtype
+
+    @property
+    def value(self) -> Any:
+        """The rows, a tensor of shape `shape`."""
+        return self._variable[self._rows]
+
+    def numpy(self) -> np.ndarray:
+        """The rows, a NumPy array."""
+        return np.asarray(keras.ops.convert_to_numpy(self.value))
+
+    def assign(self, value: Any) -> None:
+        """Sets the rows.
+
+        Args:
+            value: array or tensor of shape `shape`.
+        """
+        rows = np.broadcast_to(keras.ops.convert_to_numpy(value), self.shape)
+        host = keras_compat.host_of(self._variable)
+        host.write_rows(self._variable, self._rows.start, rows)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return (
+            f"<VariableShard {self.name} rows [{self._rows.start}:{self._rows.stop}], "
+            f"shape={self.shape}, dtype={self.dtype}, device={self.device}>"
+        )
+
+
+class ShardedVariable:
+    """A `keras.Variable` that is split along its first axis over parameter servers.
+
+    Variables become one where the `variable_partitioner` of a `ParameterServerStrategy`
+    gives more than one part. They are used as any variable: conversion to tensors and
+    arrays, `len` and slices are those of the unsplit variable, and a slice reads only
+    its rows. Keras's files hold one variable, whatever the number of parts.
+
+    Example:
+
+    >>> partitioner = ks.experimental.partitioners.FixedShardsPartitioner(2)
+    >>> strategy = ks.ParameterServerStrategy(variable_partitioner=partitioner)
+    >>> with strategy.scope():
+    ...     table = keras.Variable(np.zeros((10, 4)))
+    >>> isinstance(table, ks.ShardedVariable)
+    True
+    >>> [part.shape for part in table.variables]
+    [(5, 4), (5, 4)]
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise TypeError(
+            "A ShardedVariable is made by `keras.Variable(...)` in the scope of a "
+            "ks.ParameterServerStrategy with a `variable_partitioner`."
+        )
+
+    @property
+    def variables(self) -> list[VariableShard]:
+        """list of `VariableShard`, the parts in the order of their rows."""
+        variable: Any = self
+        places = keras_compat.host_of(variable).places(variable)
+        return [
+            VariableShard(variable, i, device, start, stop)
+            for i, (device, start, stop) in enumerate(places)
+        ]
+
+    @property
+    def device(self) -> str:
+        """Refused: each part has a device of its own."""
+        variable: Any = self
+        raise AttributeError(
+            f"Variable {variable.path!r} is in {len(self.variables)} parts, each on a "
+            "device of its own: `variable.variables[i].device`."
+        )
