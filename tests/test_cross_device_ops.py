@@ -309,3 +309,21 @@ def test_options_in_replica_context(mirrored) -> None:
     mirrored.run(gather, args=(ks.CommunicationOptions(timeout_seconds=3),))
     with pytest.raises(ValueError, match="sends each tensor on its own"):
         mirrored.run(gather, args=(ks.CommunicationOptions(bytes_per_pack=8),))
+
+
+@own_ops
+def test_gradients_of_looked_up_rows_are_reduced_by_it() -> None:
+    ids = np.array([[0, 1], [1, 1], [2, 0], [3, 3], [0, 4]])
+
+    def train(strategy, learning_rate):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((2,), dtype="int32"), keras.layers.Embedding(6, 3)]
+            )
+            model.compile(keras.optimizers.SGD(learning_rate), "mse")
+        model.fit(ids, np.ones((5, 2, 3)), batch_size=5, verbose=0)
+        return [numpy(model.trainable_variables[0])]
+
+    found = train(ks.MirroredStrategy(DEVICES, ByReduce(2.0)), 0.1)
+    assert_close(found, train(ks.OneDeviceStrategy("cpu:0"), 0.2))
