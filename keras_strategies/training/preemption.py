@@ -19,8 +19,14 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.backends import get_backend
+from keras_strategies.cluster import ClusterResolver
 from keras_strategies.cluster.group import WorkerGroup, current_group
-from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.errors import (
+    ClusterError,
+    ContextError,
+    InvalidArgumentError,
+    InvalidTypeError,
+)
 from keras_strategies.training.seeds import random_numbers, set_random_numbers
 
 #: The exit code after a save, by which a launcher knows that it is to start again.
@@ -64,6 +70,24 @@ class TerminationConfig:
             )
 
 
+def _check_resolver(resolver: Any, group: WorkerGroup | None) -> None:
+    """Raises if a resolver describes other workers than have connected."""
+    if resolver is None:
+        return
+    if not isinstance(resolver, ClusterResolver):
+        raise InvalidTypeError(
+            "`cluster_resolver` is one of ks.cluster_resolver, or None. "
+            f"Received: {resolver!r} of type {type(resolver).__name__}"
+        )
+    connected = 1 if group is None else group.count
+    if resolver.num_workers != connected:
+        raise ClusterError(
+            f"`cluster_resolver` describes {resolver.num_workers} workers, and "
+            f"{connected} have connected. Make the strategy with this resolver first, "
+            "or pass None."
+        )
+
+
 class PreemptionCheckpointHandler:
     """Saves when a machine is about to be taken, and goes on after a restart.
 
@@ -72,8 +96,9 @@ class PreemptionCheckpointHandler:
     restores what was saved, and training takes exactly the steps that were left.
 
     Args:
-        cluster_resolver: accepted for `tf.distribute`'s sake; workers have met when
-            their strategy was made. None is fine.
+        cluster_resolver: the `ClusterResolver` of the strategy, which is compared
+            with the workers that have connected; None for those workers, whoever
+            they are.
         checkpoint: what is saved: a `keras.Model`, compiled and built, with its
             optimizer; or an object with `write(path)` and `read(path)`, such as a
             `tf.train.Checkpoint` (or a `CheckpointManager`, whose checkpoint and
@@ -83,7 +108,9 @@ class PreemptionCheckpointHandler:
         termination_config: `TerminationConfig`; None for the defaults.
 
     Raises:
-        ValueError: if the checkpoint cannot be saved, or no folder is given.
+        TypeError: if `cluster_resolver` is something else.
+        ValueError: if the checkpoint cannot be saved, no folder is given, or the
+            resolver has another number of workers than have connected.
         RuntimeError: outside of the main thread, which signals come to.
 
     Example:
@@ -106,7 +133,7 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
     ):
-        del cluster_resolver
+        _check_resolver(cluster_resolver, current_group())
         folder = checkpoint_dir or getattr(checkpoint, "directory", None)
         if folder is None:
             raise InvalidArgumentError(
