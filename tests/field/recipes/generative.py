@@ -71,14 +71,15 @@ class GAN(StepModel):
         real = data
         fake = self.generator(self.noise(real), training=True)
         both = ops.concatenate([ops.stop_gradient(fake), real])
-        answers = ops.concatenate([ops.ones((len(fake), 1)), ops.zeros((len(real), 1))])
+        rows = (ops.shape(real)[0], 1)
+        answers = ops.concatenate([ops.ones(rows), ops.zeros(rows)])
         critic = self.minimize(
             lambda: binary(answers, self.critic(both, training=True)),
             self.critic.trainable_variables,
             self.other_optimizers[0],
         )
         code = self.noise(real)
-        wanted = ops.zeros((len(real), 1))
+        wanted = ops.zeros(rows)
 
         def fooled() -> Any:
             return binary(wanted, self.critic(self.generator(code, training=True)))

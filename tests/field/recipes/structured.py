@@ -34,7 +34,8 @@ class GraphConvolution(layers.Layer):
     def call(self, inputs: Any) -> Any:
         nodes, edges = inputs
         sent = ops.take(self.message(nodes), edges[:, 0], axis=0)
-        received = ops.segment_sum(sent, edges[:, 1], num_segments=len(nodes))
+        count = ops.shape(nodes)[0]
+        received = ops.segment_sum(sent, edges[:, 1], num_segments=count)
         return self.update(ops.concatenate([nodes, received], axis=-1))
 
 
