@@ -236,7 +236,9 @@ def has_strategy() -> bool:
 def in_cross_replica_context() -> bool:
     """Whether code runs once for all replicas: in a scope, outside `run`."""
     frame = _frame()
-    return frame is not None and frame.replica is None
+    if frame is None or frame.replica is not None:
+        return False
+    return frame.strategy.replica_context_in_scope is None
 
 
 def current_replica() -> ReplicaContext | None:

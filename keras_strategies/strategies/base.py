@@ -188,6 +188,11 @@ class Strategy:
         return self._trainer.distribution()
 
     @property
+    def replica_context_in_scope(self) -> context.ReplicaContext | None:
+        """The context of code in a scope that no replica's frame is around."""
+        return None
+
+    @property
     def default_replica_context(self) -> context.ReplicaContext | None:
         """The replica context outside every scope; only the default strategy's."""
         return None

@@ -36,8 +36,9 @@ def get_replica_context() -> ReplicaContext | None:
     ...     return ks.get_replica_context().replica_id_in_sync_group
     >>> strategy.run(fn)
     """
-    if context.current_strategy() is not None:
-        return context.current_replica()
+    strategy = context.current_strategy()
+    if strategy is not None:
+        return context.current_replica() or strategy.replica_context_in_scope
     return DefaultStrategy().default_replica_context
 
 

@@ -17,7 +17,7 @@ from keras_strategies.strategies.devices import default_devices
 from keras_strategies.types import InputContext, InputOptions, ReduceOp, RunOptions
 
 
-class _Alone(Communicator):
+class Alone(Communicator):
     """Collectives of the only replica: what it has is what all have."""
 
     def __init__(self, strategy: Strategy):
@@ -65,7 +65,7 @@ class DefaultStrategy(Strategy):
 
     @functools.cached_property
     def _replica(self) -> context.ReplicaContext:
-        return context.ReplicaContext(self, 0, _Alone(self))
+        return context.ReplicaContext(self, 0, Alone(self))
 
     @property
     def default_replica_context(self) -> context.ReplicaContext:

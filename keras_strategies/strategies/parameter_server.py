@@ -29,6 +29,7 @@ from keras_strategies.coordinator.worker import Worker
 from keras_strategies.devices import Device
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.default import Alone
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.parameter_server_training import ModelTraining
 from keras_strategies.types import InputContext, RunOptions
@@ -419,6 +420,12 @@ class WorkerStrategy(Strategy):
         keras_compat.hook_lookups()
         get_engine().install()
         self._worker = worker
+        self._replica = context.ReplicaContext(self, 0, Alone(self))
+
+    @property
+    def replica_context_in_scope(self) -> context.ReplicaContext | None:
+        """This worker's only replica while a step runs; None around it."""
+        return self._replica if self._worker.in_program else None
 
     @property
     def worker_index(self) -> int:

@@ -127,6 +127,25 @@ def test_a_table_that_is_read_whole_travels_whole(
     np.testing.assert_allclose(table.numpy(), np.repeat([expected], 2, 0).T)
 
 
+def test_losses_of_custom_loops_are_of_the_workers_batch(strategy, coordinator) -> None:
+    """A worker's replica is the only one of its step."""
+    with strategy.scope():
+        factor = keras.Variable(2.0, name="factor")
+
+    def replica_step(losses):
+        replica = ks.get_replica_context()
+        assert replica.num_replicas_in_sync == 1
+        average = ks.compute_average_loss(factor * losses)
+        penalty = ks.scale_regularization_loss([factor * 1.0])
+        return average, penalty, replica.all_reduce("SUM", factor * 3.0)
+
+    def step():
+        return strategy.run(replica_step, args=(np.array([1, 2, 6], "float32"),))
+
+    found = coordinator.schedule(step).fetch(clusters.SECONDS)
+    assert [float(value) for value in found] == [6, 2, 6]
+
+
 def test_values_are_each_workers_own(coordinator) -> None:
     def make():
         return {"calls": 0}
