@@ -160,6 +160,10 @@ class ReplicaContext:
             gather_options(options, self._strategy.workers)
         return self._communicator.all_gather(self._replica_id, value, axis)
 
+    def gather_batch_statistics(self, value: Any) -> Any:
+        """Concatenates what batch normalization needs of all replicas, along axis 0."""
+        return self.all_gather(value, axis=0)
+
     def merge_call(
         self,
         merge_fn: Callable[..., Any],

@@ -19,109 +19,31 @@ What is left to combine is what happens *inside* the layer: batch statistics (se
 from __future__ import annotations
 
 import abc
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from keras_strategies import keras_compat
+from keras_strategies.backends.replica_state import (
+    ReplicaResult,
+    ReplicaScope,
+    has_rows,
+    merged_value,
+)
+from keras_strategies.backends.row_checks import RowChecks
+from keras_strategies.backends.row_probes import LayerCall, Randomness
 from keras_strategies.errors import BatchError
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
 
-# Rows that are called once and doubled to see what kind of loss a layer adds.
-_PROBE_ROWS = 4
-
-
-class ReplicaScope(keras.StatelessScope):
-    """The state of one replica: its own copy of each variable that it reads.
-
-    Copies are made when a variable is first read, so that only what a call needs
-    is moved, and updates stay in the scope until they are merged.
-
-    Args:
-        copy: returns the replica's copy of a variable.
-        assigned: the backend's `DataParallelCall.assigned_value`; None where no
-            gradients are computed.
-    """
-
-    def __init__(
-        self,
-        copy: Callable[[Any], Any],
-        cast: Callable[[Any, str], Any] = lambda value, dtype: None,
-        assigned: Callable[[Any, Callable[[], Any], Any], Any] | None = None,
-    ):
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self._copy = copy
-        self._cast = cast
-        self._assigned = assigned
-        self._copies: dict[int, Any] = {}
-        # By variable, and by the number of the read where each has its own gradient.
-        self.reads: dict[Any, tuple[Any, Any]] = {}
-        self.updates: dict[int, tuple[Any, Any]] = {}
-
-    def get_current_value(self, variable: Any) -> Any:
-        value = self._current(variable)
-        if value is not None and value is self._copies.get(id(variable)):
-            cast = self._in_half_range(variable, value)
-            if cast is not None:
-                return cast
-        return self._read(variable)
-
-    def _current(self, variable: Any) -> Any:
-        key = id(variable)
-        if key not in self.state_mapping:
-            value = self._copy(variable)
-            if value is None:
-                return None
-            self.state_mapping[key] = self._copies[key] = value
-        return self.state_mapping[key]
-
-    def _read(self, variable: Any) -> Any:
-        value = self._current(variable)
-        if value is not None and value is self._copies.get(id(variable)):
-            self.reads[id(variable)] = (variable, value)
-        return value
-
-    def _in_half_range(self, variable: Any, value: Any) -> Any:
-        """The value as float16 where the layer reads it so, for one read.
-
-        On one device the gradient of such a read is a float16 tensor: it is infinite
-        where the sum over the batch is, and a `LossScaleOptimizer` skips the step.
-        Sums over the rows of a replica are smaller. So each read has a gradient of
-        its own, which is summed over replicas in float32 and rounded to float16.
-        """
-        if keras_compat.autocast_dtype(variable) != "float16":
-            return None
-        cast = self._cast(value, "float16")
-        if cast is not None:
-            self.reads[id(variable), len(self.reads)] = (variable, cast)
-        return cast
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        if self._assigned is not None:
-            value = self._assigned(variable, lambda: self._read(variable), value)
-        self.state_mapping[id(variable)] = value
-        self.updates[id(variable)] = (variable, value)
-
-
-@dataclass
-class ReplicaResult:
-    """What one replica's call of the layer left behind."""
-
-    outputs: Any
-    scope: ReplicaScope
-    leaves: list[Any] = field(init=False)
-    masks: list[Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.leaves = keras.tree.flatten(self.outputs)
-        self.masks = [keras_compat.get_mask(leaf) for leaf in self.leaves]
+# Rows on which the arithmetic of a layer is measured.
+_MEASURED_ROWS = 4
 
 
 @dataclass
@@ -145,9 +67,7 @@ class DataParallelCall(abc.ABC):
         self.strategy = strategy
         self.placement = strategy.placement
         self._not_by_rows: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._loss_kinds: weakref.WeakKeyDictionary[Any, dict[Any, list[str]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._row_checks = RowChecks()
 
     # What a backend provides.
 
@@ -217,12 +137,19 @@ class DataParallelCall(abc.ABC):
         """The tensor, without gradient, on the device of the global batch."""
 
     @abc.abstractmethod
-    def probe_input(self, tensor: Any, rows: int) -> Any:
-        """The first rows of a tensor, or what may stand in for them."""
+    def values_of(self, tensor: Any) -> Any | None:
+        """The tensor with its values; None where a program has only its shape."""
 
     @abc.abstractmethod
-    def probe(self, fn: Callable[[], list[Any]]) -> list[float]:
-        """Calls `fn` without gradients and returns its scalars as floats."""
+    def probe_input(self, tensor: Any, rows: int | None) -> Any:
+        """The first rows of a tensor (None: all), or what may stand in for them."""
+
+    @abc.abstractmethod
+    def probing(self, quantile: float) -> contextlib.AbstractContextManager[Randomness]:
+        """Entered around eager calls without gradients and without randomness.
+
+        Random numbers are constants inside: this quantile of their range.
+        """
 
     # The call.
 
@@ -244,38 +171,53 @@ class DataParallelCall(abc.ABC):
             rows = _rows(leaves)
             if rows is None:
                 return whole(*args, **kwargs)
-            tensors = [leaf for leaf in leaves if _has_rows(leaf, rows)]
+            tensors = [leaf for leaf in leaves if has_rows(leaf, rows)]
             structure = (args, kwargs)
 
             def call_few() -> int:
-                few = self._few_rows(structure, leaves, rows, 1)
+                few = self._few_rows(structure, leaves, rows)
                 with ReplicaScope(keras_compat.raw_value):
                     call(*few[0], **few[1])
-                return min(rows, _PROBE_ROWS)
+                return min(rows, _MEASURED_ROWS)
 
             sizes = self.sizes(layer, rows, call_few, tensors)
             if sizes is None:
                 return whole(*args, **kwargs)
-            result = self._call_split(layer, call, structure, leaves, rows, sizes)
+            layer_call = LayerCall(layer, call, structure, leaves, rows)
+            check, is_new = self._row_checks.check(self, layer_call)
+            if check.problem is not None:
+                outputs = whole(*args, **kwargs)
+                if is_new:
+                    self._row_checks.add(layer_call, check)
+                    self._warn_of(layer, check.problem)
+                return outputs
+            result = self._call_split(layer_call, sizes, check.loss_kinds)
             if result is None:
                 self._not_by_rows.add(layer)
                 return whole(*args, **kwargs)
             return result[0]
 
+    def _warn_of(self, layer: Any, problem: str) -> None:
+        warnings.warn(
+            f"Layer {layer.name!r} ({type(layer).__name__}) cannot be split by rows: "
+            f"{problem}. It is called on one device with the unsplit batch instead, "
+            "which is exact but not parallel. Compute each row from its own inputs, "
+            "and what needs the batch outside of the layer, in the loss for example, "
+            f"to run it on all replicas of {self.strategy!r}.",
+            stacklevel=5,
+        )
+
     def _call_split(
-        self,
-        layer: Any,
-        call: Callable[..., Any],
-        structure: Any,
-        leaves: list[Any],
-        rows: Any,
-        sizes: list[Any],
+        self, layer_call: LayerCall, sizes: list[Any], loss_kinds: Sequence[str]
     ) -> tuple[Any] | None:
         """The global outputs in a tuple; None if they do not follow the rows."""
+        layer, call = layer_call.layer, layer_call.call
+        structure, leaves = layer_call.structure, layer_call.leaves
+        rows = layer_call.rows
         inputs: list[tuple[Any, list[Any]]] = []
         columns: list[list[Any]] = []
         for leaf in leaves:
-            if _has_rows(leaf, rows):
+            if has_rows(leaf, rows):
                 slices = self._split_with_mask(leaf, sizes)
                 inputs.append((leaf, slices))
             else:
@@ -302,7 +244,7 @@ class DataParallelCall(abc.ABC):
         if channels is None:
             return None
         channels_of_losses = self._loss_channels(
-            layer, call, structure, leaves, rows, sizes, results
+            layer, rows, sizes, results, loss_kinds
         )
         connected = self.connect(
             inputs,
@@ -336,7 +278,7 @@ class DataParallelCall(abc.ABC):
             if not keras.ops.is_tensor(parts[0]):
                 channels.append(None)
             elif all(
-                _has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
+                has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
             ):
                 channels.append(Channel(list(parts)))
             else:
@@ -377,98 +319,49 @@ class DataParallelCall(abc.ABC):
     def _loss_channels(
         self,
         layer: Any,
-        call: Callable[..., Any],
-        structure: Any,
-        leaves: list[Any],
         rows: Any,
         sizes: list[Any],
         results: list[ReplicaResult],
+        kinds: Sequence[str],
     ) -> list[Channel]:
         """How each loss of the replicas becomes the loss of the global batch.
 
         A loss with one row per sample is concatenated. A scalar is either a mean
         over rows (then replicas count by their rows; a term of the weights alone
-        is one too) or a sum over rows (then they add up). Which of the two is
-        found once, by calling the layer on a few rows and on the same rows twice:
-        a sum doubles, a mean does not.
+        is one too) or a sum over rows (then they add up).
         """
-        per_loss = list(zip(*(result.scope.losses for result in results), strict=True))
-        if not per_loss:
-            return []
-        kinds: list[str] | None = None
+        counts = {len(result.scope.losses) for result in results}
+        if counts != {len(kinds)}:
+            raise BatchError(
+                f"Layer {layer.name!r} added {max(counts)} losses to one call and "
+                f"{len(kinds)} to another with arguments of the same kinds; how they "
+                "follow from the rows is not known. Add the same losses on every call, "
+                "or one value per sample."
+            )
         channels = []
-        for i, parts in enumerate(per_loss):
+        per_loss = zip(*(result.scope.losses for result in results), strict=True)
+        for kind, parts in zip(kinds, per_loss, strict=False):
             if len(parts[0].shape) > 0 and all(
-                _has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
+                has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
             ):
                 channels.append(Channel(list(parts)))
-                continue
-            if kinds is None:
-                kinds = self._kinds_of_losses(
-                    layer, call, structure, leaves, rows, len(per_loss)
-                )
-            if kinds[i] == "sum":
-                weights = [1.0] * len(parts)
+            elif kind == "sum":
+                channels.append(Channel(list(parts), [1.0] * len(parts)))
             else:
-                weights = self.fractions(sizes, rows)
-            channels.append(Channel(list(parts), weights))
+                channels.append(Channel(list(parts), self.fractions(sizes, rows)))
         return channels
 
-    def _few_rows(
-        self, structure: Any, leaves: list[Any], rows: Any, repeats: int
-    ) -> Any:
-        """The arguments with a few rows, repeated, in place of the batch."""
-
-        def few(leaf: Any) -> Any:
-            if not _has_rows(leaf, rows):
-                return leaf
-            first = self.probe_input(leaf, _PROBE_ROWS)
-            return keras.ops.concatenate([first] * repeats, axis=0)
-
-        return keras.tree.pack_sequence_as(structure, [few(leaf) for leaf in leaves])
+    def _few_rows(self, structure: Any, leaves: list[Any], rows: Any) -> Any:
+        """The arguments with a few rows in place of the batch."""
+        few = [
+            self.probe_input(leaf, _MEASURED_ROWS) if has_rows(leaf, rows) else leaf
+            for leaf in leaves
+        ]
+        return keras.tree.pack_sequence_as(structure, few)
 
     def fractions(self, sizes: list[Any], rows: Any) -> list[Any]:
         """The share of each replica in the global batch."""
         return [size / rows for size in sizes]
-
-    def _kinds_of_losses(
-        self,
-        layer: Any,
-        call: Callable[..., Any],
-        structure: Any,
-        leaves: list[Any],
-        rows: Any,
-        count: int,
-    ) -> list[str]:
-        known = self._loss_kinds.setdefault(layer, {})
-        key = (count, flags(leaves, {}))
-        if key in known:
-            return known[key]
-
-        def losses(repeats: int) -> list[Any]:
-            args, kwargs = self._few_rows(structure, leaves, rows, repeats)
-            scope = ReplicaScope(keras_compat.raw_value)
-            with scope:
-                call(*args, **kwargs)
-            return [keras.ops.sum(loss) for loss in scope.losses]
-
-        once = self.probe(lambda: losses(1))
-        twice = self.probe(lambda: losses(2))
-        if not len(once) == len(twice) == count:
-            raise BatchError(
-                f"Layer {layer.name!r} added {count} losses to one call and "
-                f"{len(once)} to another with the same arguments; how they belong to "
-                "the batch cannot be found. Add the same losses on every call, or "
-                "one value per sample."
-            )
-        # 2 for a sum, 1 for a mean: the nearer one in ratio, since dropout and
-        # the like blur both.
-        kinds = [
-            "sum" if abs(b) > 1.414 * abs(a) else "mean"
-            for a, b in zip(once, twice, strict=True)
-        ]
-        known[key] = kinds
-        return kinds
 
     # Replicas of other workers.
 
@@ -492,12 +385,7 @@ class DataParallelCall(abc.ABC):
     def _merge_updates(
         self, results: list[ReplicaResult], sizes: list[Any], rows: Any
     ) -> None:
-        """Makes one value of what the replicas assigned to each variable.
-
-        Sums (metrics) add up what each replica added. Other floats are averaged
-        by rows, which is exact for a moving average of a batch mean and leaves
-        alone what all replicas agree on. Counters and seeds are the first's.
-        """
+        """Makes one value of what the replicas assigned to each variable."""
         first = results[0].scope.updates
         columns = [
             [
@@ -511,37 +399,7 @@ class DataParallelCall(abc.ABC):
         weights = self.all_fractions(sizes, rows)
         everywhere = self.on_all_workers(columns)
         for variable, values in zip(variables, everywhere, strict=True):
-            variable.assign(_merged(variable, values, weights))
-
-
-def _merged(variable: Any, values: list[Any], weights: list[Any]) -> Any:
-    first = values[0]
-    if len(values) < len(weights):
-        return first
-    if variable.dtype in HALF:
-        values = [keras.ops.cast(value, "float32") for value in values]
-        first = values[0]
-    if variable.aggregation == "sum":
-        old = keras.ops.cast(keras.ops.convert_to_tensor(variable), first.dtype)
-        added = [value - old for value in values[1:]]
-        return sum(added, start=first)
-    if "float" in variable.dtype and (variable.aggregation != "only_first_replica"):
-        moves = [
-            (value - first) * keras.ops.cast(weight, first.dtype)
-            for value, weight in zip(values[1:], weights[1:], strict=True)
-        ]
-        return sum(moves, start=first)
-    return first
-
-
-# Sums of these over replicas are taken in float32, and rounded once.
-HALF = ("float16", "bfloat16")
-
-
-def flags(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """`training` and the like, which can change what a call does."""
-    given = (*args, *kwargs.values())
-    return tuple(v for v in given if v is None or isinstance(v, (bool, str)))
+            variable.assign(merged_value(variable, values, weights))
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -559,16 +417,3 @@ def _rows(leaves: list[Any]) -> Any:
         if keras.ops.is_tensor(leaf) and len(leaf.shape) > 0:
             return keras.ops.shape(leaf)[0]
     return None
-
-
-def _has_rows(leaf: Any, rows: Any) -> bool:
-    """Whether the first axis of a leaf is a batch axis of so many rows.
-
-    Sizes can be tensors in a TensorFlow graph; an axis of unknown length is a
-    batch axis there.
-    """
-    if not keras.ops.is_tensor(leaf) or len(leaf.shape) == 0:
-        return False
-    if isinstance(rows, int):
-        return leaf.shape[0] is None or leaf.shape[0] == rows
-    return leaf.shape[0] is None

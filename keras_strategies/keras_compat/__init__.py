@@ -60,6 +60,7 @@ from keras_strategies.keras_compat.jax import (
 )
 from keras_strategies.keras_compat.layers import (
     clear_losses,
+    compute_dtypes,
     get_mask,
     layer_calls_through,
     layer_settings,
@@ -182,6 +183,7 @@ __all__ = [
     "check_compiled",
     "clear_losses",
     "clip_gradients",
+    "compute_dtypes",
     "container_state",
     "current_stateless_scope",
     "deferred_variables",

@@ -73,6 +73,19 @@ def wraps_torch_modules(layer: Any) -> bool:
     return any(isinstance(sub, TorchModuleWrapper) for sub in layer._flatten_layers())
 
 
+def compute_dtypes(layer: Any) -> set[str]:
+    """The dtypes that a layer and those in it compute in, `"int8"` if quantized.
+
+    Keras 3.15: `Layer._flatten_layers`, `Layer.quantization_mode`.
+    """
+    found = set()
+    for sublayer in layer._flatten_layers():
+        found.add(sublayer.compute_dtype)
+        if sublayer.quantization_mode is not None:
+            found.add("int8")
+    return found
+
+
 def clear_losses(layer: Any) -> None:
     """Forgets the losses of the last call, as an outermost call does.
 

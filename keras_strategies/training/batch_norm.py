@@ -45,7 +45,7 @@ def replica_moments(
     spread = ops.sum(weights * ops.square(inputs - mean), axes, keepdims=True)
 
     flat = [ops.reshape(value, (1, -1)) for value in (count, mean, spread)]
-    every = replica.all_gather(ops.stack(flat, axis=1), axis=0)
+    every = replica.gather_batch_statistics(ops.stack(flat, axis=1))
     counts, means, spreads = every[:, 0], every[:, 1], every[:, 2]
 
     total = ops.sum(counts, 0) + tiny

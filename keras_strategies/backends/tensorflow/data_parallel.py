@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
@@ -19,6 +19,7 @@ from keras_strategies.backends.data_parallel import (
     DataParallelCall,
     ReplicaResult,
 )
+from keras_strategies.backends.row_probes import Randomness
 from keras_strategies.backends.tensorflow.assignments import assigned_value
 from keras_strategies.backends.tensorflow.devices import tf_device
 from keras_strategies.backends.tensorflow.gradients import (
@@ -27,6 +28,7 @@ from keras_strategies.backends.tensorflow.gradients import (
     widened,
 )
 from keras_strategies.backends.tensorflow.mirrors import MirroredVariable
+from keras_strategies.backends.tensorflow.probing import probing, stand_in
 from keras_strategies.backends.tensorflow.replicas import (
     LockstepCommunicator,
     NestedCollectiveError,
@@ -40,9 +42,6 @@ from keras_strategies.input.sharding import split_sizes
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
-
-# Stands for a dimension that is not known when a layer is called for a trial.
-_PROBE_DIMENSION = 8
 
 
 class TensorFlowDataParallelCall(DataParallelCall):
@@ -60,6 +59,8 @@ class TensorFlowDataParallelCall(DataParallelCall):
         #: The strategy's `CrossDeviceOps`, None for TensorFlow's own sums.
         self.reduction = LocalReduction.of(strategy)
         self._share = self.placement.share
+        # While a step is traced: its batch's tensors, and their first values.
+        self._values: dict[int, tuple[Any, Any]] = {}
         # Calls do not nest: none is routed while one is under way.
         self._job = _Job(self, Spread.local([]))
 
@@ -287,24 +288,43 @@ class TensorFlowDataParallelCall(DataParallelCall):
         with tf.device(self._lead):
             return self._job.spread.team.everywhere(columns)
 
-    def probe_input(self, tensor: Any, rows: int) -> Any:
-        if hasattr(tensor, "numpy"):
-            return tensor[:rows]
-        # A graph has no values: something of that shape stands in for them.
-        shape = [d or _PROBE_DIMENSION for d in tensor.shape.as_list()]
-        shape[0] = rows
-        if tensor.dtype.is_floating:
-            values = np.random.default_rng(0).uniform(size=shape)
-            return tf.constant(values, tensor.dtype)
-        return (
-            tf.ones(shape, "bool")
-            if tensor.dtype.is_bool
-            else tf.zeros(shape, tensor.dtype)
-        )
+    @contextlib.contextmanager
+    def tracing(self, traced: Any, batch: Any) -> Iterator[None]:
+        """Entered around the tracing of a step.
 
-    def probe(self, fn: Callable[[], list[Any]]) -> list[float]:
-        with tf.init_scope(), tf.device(self._lead):
-            return [float(value) for value in fn()]
+        Args:
+            traced: the batch in the program, a structure of tensors without values.
+            batch: the first batch that it will run on.
+        """
+        if tf.executing_eagerly() or batch is None:
+            yield
+            return
+        pairs = zip(tf.nest.flatten(traced), tf.nest.flatten(batch), strict=True)
+        self._values = {
+            id(tensor): (tensor, value)
+            for tensor, value in pairs
+            if isinstance(value, tf.Tensor)
+        }
+        try:
+            yield
+        finally:
+            self._values = {}
+
+    def values_of(self, tensor: Any) -> Any | None:
+        if hasattr(tensor, "numpy"):
+            return tensor
+        _, value = self._values.get(id(tensor), (tensor, None))
+        return value
+
+    def probe_input(self, tensor: Any, rows: int | None) -> Any:
+        values = self.values_of(tensor)
+        if values is None:
+            return stand_in(tensor, rows)
+        with tf.device(self._lead):
+            return tf.identity(values[:rows] if tensor.shape.rank else values)
+
+    def probing(self, quantile: float) -> contextlib.AbstractContextManager[Randomness]:
+        return probing(self._lead, quantile)
 
 
 @dataclass

@@ -51,7 +51,10 @@ class StepFunction:
         step = getattr(model, f"{kind}_step")
 
         def routed(data: Any) -> Any:
-            with keras_compat.layer_calls_through(call):
+            with (
+                keras_compat.layer_calls_through(call),
+                call.tracing(data, self._batch),
+            ):
                 return step(data)
 
         self._parallel = self._program(routed)
@@ -60,6 +63,8 @@ class StepFunction:
         if call.reduction is not None:
             self._few = self._program(routed, reduce_retracing=False)
         self._seen_model = False
+        # The batch of the step that is being traced.
+        self._batch: Any = None
         self._traced: dict[Any, Callable[[Any], Any]] = {}
 
     def _program(
@@ -121,6 +126,13 @@ class StepFunction:
         return self._run(self._parallel, batch, spec)
 
     def _run(self, program: Any, batch: Any, spec: Any) -> Any:
+        self._batch = batch
+        try:
+            return self._run_on(program, batch, spec)
+        finally:
+            self._batch = None
+
+    def _run_on(self, program: Any, batch: Any, spec: Any) -> Any:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
             return program(batch)
         key = (program, tuple(keras.tree.flatten(spec)))

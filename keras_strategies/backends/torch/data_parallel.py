@@ -15,9 +15,10 @@ from keras_strategies.backends.data_parallel import (
     Channel,
     DataParallelCall,
     ReplicaResult,
-    flags,
 )
+from keras_strategies.backends.row_probes import Randomness, flags
 from keras_strategies.backends.torch.devices import torch_device
+from keras_strategies.backends.torch.probing import probing
 from keras_strategies.backends.torch.random import NoRandom, RandomCalls, ReplicaRandom
 from keras_strategies.backends.torch.replicas import (
     ReplicaThreads,
@@ -257,12 +258,14 @@ class TorchDataParallelCall(DataParallelCall):
     ) -> list[list[torch.Tensor]]:
         return self._spread.team.everywhere(columns)
 
-    def probe_input(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def probe_input(self, tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
         return tensor[:rows].detach().to(self._lead)
 
-    def probe(self, fn: Callable[[], list[Any]]) -> list[float]:
-        with torch.no_grad():
-            return [float(value) for value in fn()]
+    def probing(self, quantile: float) -> contextlib.AbstractContextManager[Randomness]:
+        return probing(self._lead, quantile)
 
 
 def _sources(

@@ -1,0 +1,145 @@
+"""State of a replica in a layer call: its variables' values, outputs and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from keras_strategies import keras_compat
+
+# Sums of these over replicas are taken in float32, and rounded once.
+HALF = ("float16", "bfloat16")
+
+
+class ReplicaScope(keras.StatelessScope):
+    """The state of one replica: its own copy of each variable that it reads.
+
+    Copies are made when a variable is first read, so that only what a call needs
+    is moved, and updates stay in the scope until they are merged.
+
+    Args:
+        copy: returns the replica's copy of a variable.
+        assigned: the backend's `DataParallelCall.assigned_value`; None where no
+            gradients are computed.
+    """
+
+    def __init__(
+        self,
+        copy: Callable[[Any], Any],
+        cast: Callable[[Any, str], Any] = lambda value, dtype: None,
+        assigned: Callable[[Any, Callable[[], Any], Any], Any] | None = None,
+    ):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._copy = copy
+        self._cast = cast
+        self._assigned = assigned
+        self._copies: dict[int, Any] = {}
+        # By variable, and by the number of the read where each has its own gradient.
+        self.reads: dict[Any, tuple[Any, Any]] = {}
+        self.updates: dict[int, tuple[Any, Any]] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = self._current(variable)
+        if value is not None and value is self._copies.get(id(variable)):
+            cast = self._in_half_range(variable, value)
+            if cast is not None:
+                return cast
+        return self._read(variable)
+
+    def _current(self, variable: Any) -> Any:
+        key = id(variable)
+        if key not in self.state_mapping:
+            value = self._copy(variable)
+            if value is None:
+                return None
+            self.state_mapping[key] = self._copies[key] = value
+        return self.state_mapping[key]
+
+    def _read(self, variable: Any) -> Any:
+        value = self._current(variable)
+        if value is not None and value is self._copies.get(id(variable)):
+            self.reads[id(variable)] = (variable, value)
+        return value
+
+    def _in_half_range(self, variable: Any, value: Any) -> Any:
+        """The value as float16 where the layer reads it so, for one read.
+
+        On one device the gradient of such a read is a float16 tensor: it is infinite
+        where the sum over the batch is, and a `LossScaleOptimizer` skips the step.
+        Sums over the rows of a replica are smaller. So each read has a gradient of
+        its own, which is summed over replicas in float32 and rounded to float16.
+        """
+        if keras_compat.autocast_dtype(variable) != "float16":
+            return None
+        cast = self._cast(value, "float16")
+        if cast is not None:
+            self.reads[id(variable), len(self.reads)] = (variable, cast)
+        return cast
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if self._assigned is not None:
+            value = self._assigned(variable, lambda: self._read(variable), value)
+        self.state_mapping[id(variable)] = value
+        self.updates[id(variable)] = (variable, value)
+
+
+@dataclass
+class ReplicaResult:
+    """What one replica's call of the layer left behind."""
+
+    outputs: Any
+    scope: ReplicaScope
+    leaves: list[Any] = field(init=False)
+    masks: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaves = keras.tree.flatten(self.outputs)
+        self.masks = [keras_compat.get_mask(leaf) for leaf in self.leaves]
+
+
+def merged_value(variable: Any, values: list[Any], weights: list[Any]) -> Any:
+    """One value of what the replicas assigned to a variable.
+
+    Sums (metrics) add up what each replica added. Other floats are averaged by rows,
+    which is exact for a moving average of a batch mean and leaves alone what all
+    replicas agree on. Counters and seeds are the first replica's.
+
+    Args:
+        variable: the `keras.Variable`, whose value is the one before the call.
+        values: the assigned values, in replica order.
+        weights: each replica's fraction of the rows.
+    """
+    first = values[0]
+    if len(values) < len(weights):
+        return first
+    if variable.dtype in HALF:
+        values = [keras.ops.cast(value, "float32") for value in values]
+        first = values[0]
+    if variable.aggregation == "sum":
+        old = keras.ops.cast(keras.ops.convert_to_tensor(variable), first.dtype)
+        added = [value - old for value in values[1:]]
+        return sum(added, start=first)
+    if "float" in variable.dtype and (variable.aggregation != "only_first_replica"):
+        moves = [
+            (value - first) * keras.ops.cast(weight, first.dtype)
+            for value, weight in zip(values[1:], weights[1:], strict=True)
+        ]
+        return sum(moves, start=first)
+    return first
+
+
+def has_rows(leaf: Any, rows: Any) -> bool:
+    """Whether the first axis of a leaf is a batch axis of so many rows.
+
+    Sizes can be tensors in a TensorFlow graph; an axis of unknown length is a
+    batch axis there.
+    """
+    if not keras.ops.is_tensor(leaf) or len(leaf.shape) == 0:
+        return False
+    if isinstance(rows, int):
+        return leaf.shape[0] is None or leaf.shape[0] == rows
+    return leaf.shape[0] is None

@@ -1,0 +1,170 @@
+"""Eager TensorFlow without randomness, to compare a layer's calls on few rows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.ops import (
+    gen_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+)
+
+_MODULES = (gen_random_ops, gen_stateless_random_ops, gen_stateless_random_ops_v2)
+_INTEGERS = {
+    "random_uniform_int": ("minval", 1),
+    "stateless_random_uniform_int": ("minval", 2),
+    "stateless_random_uniform_int_v2": ("minval", 4),
+}
+_FILLED = (
+    "parameterized_truncated_normal",
+    "random_gamma",
+    "random_poisson_v2",
+    "random_standard_normal",
+    "random_uniform",
+    "truncated_normal",
+    "stateless_parameterized_truncated_normal",
+    "stateless_random_binomial",
+    "stateless_random_gamma_v2",
+    "stateless_random_gamma_v3",
+    "stateless_random_normal",
+    "stateless_random_normal_v2",
+    "stateless_random_poisson",
+    "stateless_random_uniform",
+    "stateless_random_uniform_full_int",
+    "stateless_random_uniform_full_int_v2",
+    "stateless_random_uniform_v2",
+    "stateless_truncated_normal",
+    "stateless_truncated_normal_v2",
+)
+_PERMUTATIONS = ("random_shuffle", "stateless_shuffle")
+_CHOICES = ("multinomial", "stateless_multinomial")
+# Stands for a dimension that is not known where a program is traced.
+_UNKNOWN_DIMENSION = 8
+
+
+@dataclass
+class ConstantNumbers:
+    """Whether an operation was asked for random numbers."""
+
+    quantile: float
+    drawn: bool = False
+
+    def replace(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        thread = threading.get_ident()
+
+        @functools.wraps(original)
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            self.drawn = True
+            return self._result(name, original, args, kwargs)
+
+        return operation
+
+    def _result(
+        self, name: str, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if name in _PERMUTATIONS:
+            return tf.reverse(args[0] if args else kwargs["value"], [0])
+        drawn = original(*args, **kwargs)
+        if name in _CHOICES:
+            likeliest = tf.argmax(args[0] if args else kwargs["logits"], -1)
+            column = tf.cast(likeliest, drawn.dtype)[:, tf.newaxis]
+            return tf.broadcast_to(column, tf.shape(drawn))
+        if name in _INTEGERS:
+            keyword, place = _INTEGERS[name]
+            lowest = kwargs[keyword] if keyword in kwargs else args[place]
+            return tf.fill(tf.shape(drawn), tf.cast(lowest, drawn.dtype))
+        value = self.quantile if drawn.dtype.is_floating else 0
+        return tf.fill(tf.shape(drawn), tf.cast(value, drawn.dtype))
+
+
+@contextlib.contextmanager
+def probing(device: str, quantile: float) -> Iterator[ConstantNumbers]:
+    """Entered around calls that are compared; outside of programs being traced.
+
+    Args:
+        device: where they compute. On GPUs, TF32 would round by more than what is
+            looked for.
+        quantile: of the numbers that stand in for random ones.
+    """
+    numbers = ConstantNumbers(quantile)
+    with (
+        tf.init_scope(),
+        tf.device(device),
+        _full_precision(device),
+        _operation_seeds_restored(),
+        _replaced(numbers),
+    ):
+        yield numbers
+
+
+@contextlib.contextmanager
+def _replaced(numbers: ConstantNumbers) -> Iterator[None]:
+    names = (*_FILLED, *_INTEGERS, *_PERMUTATIONS, *_CHOICES)
+    before = [
+        (module, name, getattr(module, name))
+        for module in _MODULES
+        for name in names
+        if hasattr(module, name)
+    ]
+    for module, name, original in before:
+        setattr(module, name, numbers.replace(name, original))
+    try:
+        yield
+    finally:
+        for module, name, original in before:
+            setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def _operation_seeds_restored() -> Iterator[None]:
+    """After `tf.random.set_seed`, the numbers that follow are those without checks."""
+    if eager_context.global_seed() is None:
+        yield
+        return
+    seeds = eager_context.context()._rng
+    before = seeds.getstate()
+    try:
+        yield
+    finally:
+        seeds.setstate(before)
+
+
+@contextlib.contextmanager
+def _full_precision(device: str) -> Iterator[None]:
+    if "GPU" not in device or not (
+        tf.config.experimental.tensor_float_32_execution_enabled()
+    ):
+        yield
+        return
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(True)
+
+
+def stand_in(tensor: Any, rows: int | None) -> Any:
+    """Values of the shape and dtype of a tensor that has none yet.
+
+    Integers are 0 and 1, which are valid indices of most tables.
+    """
+    shape = [size or _UNKNOWN_DIMENSION for size in tensor.shape.as_list()]
+    if rows is not None:
+        shape[0] = rows
+    numbers = np.random.default_rng(0)
+    if tensor.dtype.is_floating:
+        return tf.constant(numbers.uniform(size=shape), tensor.dtype)
+    if tensor.dtype.is_bool:
+        return tf.ones(shape, "bool")
+    return tf.constant(numbers.integers(0, 2, size=shape), tensor.dtype)

@@ -1,0 +1,219 @@
+"""Contract section 10: layer calls that cannot be split by rows are exact, and say so.
+
+Each model is trained without a strategy and under `MirroredStrategy`, with its options
+and with `always_split=True`: Torch calls layers as small as these on one device if it
+may. On JAX a step is one program of the global batch, so that nothing is unsplit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import Case, assert_same, compiled, train
+from keras import layers, ops
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+OPTIONS = {"default": {}, "always_split": {"always_split": True}}
+RANDOM = np.random.default_rng(3)
+X = RANDOM.normal(size=(22, 6)).astype("float32")
+Y = RANDOM.integers(0, 3, 22)
+
+
+def mirrored(**options: Any) -> ks.MirroredStrategy:
+    return ks.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+
+
+# Layers whose rows depend on each other.
+
+
+class Capacity(layers.Layer):
+    """Experts that take so many rows of a batch and drop the rest."""
+
+    def build(self, shape: Any) -> None:
+        self.router = self.add_weight(shape=(shape[-1], 2), name="router")
+        self.experts = self.add_weight(shape=(2, shape[-1], shape[-1]), name="experts")
+
+    def call(self, inputs: Any) -> Any:
+        chances = ops.softmax(ops.matmul(inputs, self.router))
+        chosen = ops.one_hot(ops.argmax(chances, axis=-1), 2)
+        capacity = ops.cast(ops.shape(inputs)[0], "float32") * 0.6
+        place = ops.cumsum(chosen, axis=0) * chosen
+        kept = ops.where(place <= capacity, chosen, 0.0) * chances
+        return inputs + ops.einsum("re,rd,edf->rf", kept, inputs, self.experts)
+
+
+class BalanceLoss(layers.Layer):
+    """The loss of a switch transformer: a product of means over the batch."""
+
+    def build(self, shape: Any) -> None:
+        self.router = self.add_weight(shape=(shape[-1], 3), name="router")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        chances = ops.softmax(ops.matmul(inputs, self.router))
+        chosen = ops.one_hot(ops.argmax(chances, axis=-1), 3)
+        if training:
+            self.add_loss(
+                3 * ops.sum(ops.mean(chances, axis=0) * ops.mean(chosen, axis=0))
+            )
+        return ops.concatenate([inputs, chances], axis=-1)
+
+
+class Contrastive(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        similar = ops.matmul(inputs, ops.transpose(inputs))
+        rows = ops.arange(ops.shape(similar)[0])
+        self.add_loss(
+            ops.mean(
+                keras.losses.sparse_categorical_crossentropy(
+                    rows, similar, from_logits=True
+                )
+            )
+        )
+        return inputs
+
+
+class Centered(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        return inputs - ops.mean(inputs, axis=0, keepdims=True)
+
+
+class Ranked(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        rank = ops.argsort(ops.argsort(inputs[:, 0]))
+        rows = ops.cast(ops.shape(inputs)[0], "float32")
+        return inputs * ops.expand_dims(ops.cast(rank, "float32") / rows, -1)
+
+
+class RunningState(layers.Layer):
+    """Normalizes by a variance that it keeps, and counts rows."""
+
+    def build(self, shape: Any) -> None:
+        options = {"trainable": False, "shape": (shape[-1],)}
+        self.variance = self.add_weight(name="var", initializer="ones", **options)
+        self.seen = self.add_weight(
+            name="seen", shape=(), dtype="int32", initializer="zeros", trainable=False
+        )
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            found = ops.stop_gradient(ops.var(inputs, axis=0))
+            self.variance.assign(0.9 * self.variance + 0.1 * found)
+            self.seen.assign(self.seen + ops.cast(ops.shape(inputs)[0], "int32"))
+        return inputs / ops.sqrt(self.variance)
+
+
+def around(layer: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
+    def make() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(6, activation="tanh"),
+                layer(),
+                layers.Dense(3, activation="softmax"),
+            ]
+        )
+
+    return make
+
+
+MIXING = [Capacity, BalanceLoss, Contrastive, Centered, Ranked, RunningState]
+CASES = {kind.__name__: Case(kind.__name__, model=around(kind)) for kind in MIXING}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_layers_that_mix_rows_are_exact(name: str, options: str) -> None:
+    case = CASES[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(case, mirrored(**OPTIONS[options]))
+    assert_same(_alone(name), found, 1e-5, f"MirroredStrategy ({options})")
+    said = [str(w.message) for w in caught if "split by rows" in str(w.message)]
+    if BACKEND == "jax" or (BACKEND == "torch" and options == "default"):
+        assert not said
+    else:
+        assert said and all(f"({name})" in text for text in said), said
+
+
+_results: dict[str, Any] = {}
+
+
+def _alone(name: str) -> Any:
+    if name not in _results:
+        _results[name] = train(CASES[name])
+    return _results[name]
+
+
+# Layers whose rows do not depend on each other, although parts round differently, draw
+# other random numbers or exchange statistics.
+
+
+class StochasticDepth(layers.Layer):
+    """Drops a branch of each row."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.seeds = keras.random.SeedGenerator(5)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        shape = (ops.shape(inputs)[0], 1, 1)
+        kept = keras.random.uniform(shape, seed=self.seeds) < 0.5
+        return inputs * ops.cast(kept, inputs.dtype)
+
+
+def many_kinds() -> keras.Model:
+    words = keras.Input((3,), dtype="int32")
+    hidden = layers.Embedding(11, 8, mask_zero=True)(words)
+    hidden = layers.LSTM(4, return_sequences=True)(hidden)
+    hidden = layers.GaussianNoise(0.1)(layers.Dropout(0.6)(hidden))
+    hidden = layers.MultiHeadAttention(2, 4, dropout=0.3)(hidden, hidden)
+    hidden = layers.BatchNormalization()(StochasticDepth()(hidden))
+    hidden = layers.GaussianDropout(0.3)(layers.SpatialDropout1D(0.2)(hidden))
+    hidden = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(hidden))
+    hidden = layers.Dense(6, activity_regularizer="l2", dtype="float32")(hidden)
+    return keras.Model(words, layers.Dense(3, "softmax", dtype="float32")(hidden))
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_layers_of_keras_are_split(policy: str) -> None:
+    # JAX has one program of the global batch, which synchronizes.
+    sync_batch_norm = policy != "mixed_float16" or BACKEND == "jax"
+    words = RANDOM.integers(0, 11, (8, 3)).astype("int32")
+    strategy = mirrored(always_split=True, sync_batch_norm=sync_batch_norm)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*split by rows")
+        with strategy.scope():
+            case = Case("many", model=many_kinds, policy=policy)
+            # To trace these layers for TensorFlow takes longer than to run them.
+            model = compiled(case, run_eagerly=True)
+        model.train_on_batch(words, Y[:8])
+        model.predict_on_batch(words)
+
+
+def test_quantized_layers_are_split() -> None:
+    with mirrored(always_split=True).scope():
+        model = compiled(Case("quantized", model=around(lambda: layers.Dense(16))))
+    model.quantize("int8")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*split by rows")
+        model.predict(X, batch_size=8, verbose=0)
+
+
+def test_random_numbers_are_those_without_checks() -> None:
+    """A check draws nothing from the generators of the process and of layers."""
+    with mirrored(always_split=True).scope():
+        model = compiled(Case("noise", model=around(lambda: layers.GaussianNoise(1.0))))
+    before = np.random.get_state()[1].copy()
+    model.train_on_batch(X, Y)
+    np.testing.assert_array_equal(before, np.random.get_state()[1])
+    (state,) = [v for v in model.non_trainable_variables if "seed" in v.path]
+    assert int(ops.convert_to_numpy(state)[1]) == 1
