@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keras_strategies.cluster import tf_config
-from keras_strategies.cluster.environment import DEVICES_PER_WORKER, SECRET
+from keras_strategies.cluster.environment import DEVICES_PER_WORKER, QUIET, SECRET
 from keras_strategies.cluster.local import free_addresses
 from keras_strategies.errors import InvalidArgumentError
 
@@ -118,6 +118,7 @@ class LocalCluster:
         return {
             task: {
                 THREADS: str(threads),
+                **QUIET,
                 **secret,
                 **outer,
                 "PYTHONUNBUFFERED": "1",

@@ -15,6 +15,10 @@ DEVICES_PER_WORKER = "KS_DEVICES_PER_WORKER"
 #: What all tasks of a cluster with parameter servers have been given, and nobody else.
 SECRET = "KS_CLUSTER_SECRET"
 
+#: Set in processes that this package starts, unless it is set already: engines print
+#: warnings and errors there, and not what they find out about the machine.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}
+
 
 def find_cluster() -> ClusterResolver | None:
     """The resolver for what is set in the environment.

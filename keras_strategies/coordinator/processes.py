@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keras_strategies.cluster.environment import QUIET
 from keras_strategies.coordinator.ray_channel import actor_name
 from keras_strategies.coordinator.transport import Connection
 
@@ -252,6 +253,7 @@ def environment(threads: int) -> dict[str, str]:
     import keras
 
     found = {
+        **QUIET,
         **os.environ,
         "KERAS_BACKEND": keras.backend.backend(),
         # Large messages and gradients would be mapped and unmapped in every step.

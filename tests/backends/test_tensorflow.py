@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import subprocess
 import sys
 import textwrap
@@ -224,6 +225,22 @@ def test_at_most_two_programs_for_batches_of_any_size(count):
     assert 1 <= programs <= 2
     model.fit(x, y, batch_size=8, epochs=2, verbose=0)
     assert sum(replica in (0, None) for _, replica in counting.seen) == programs
+
+
+def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored):
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = tf.get_logger()
+    logger.addHandler(handler)
+    try:
+        for _ in range(6):
+            with mirrored.scope():
+                model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+            model.predict(np.zeros((4, 2), "float32"), verbose=0)
+    finally:
+        logger.removeHandler(handler)
+    assert not [line for line in said if "retracing" in line]
 
 
 def test_every_replica_takes_part():

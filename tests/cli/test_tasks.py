@@ -53,6 +53,13 @@ def test_environments_extend_the_one_around() -> None:
     assert asked[Task("worker", 0)]["OMP_NUM_THREADS"] == "7"
 
 
+def test_engines_are_quiet_unless_the_user_says_how_loud() -> None:
+    cluster = LocalCluster(1)
+    for outer, level in (({}, "1"), ({"TF_CPP_MIN_LOG_LEVEL": "0"}, "0")):
+        (found,) = cluster.environments(outer).values()
+        assert found["TF_CPP_MIN_LOG_LEVEL"] == level
+
+
 @pytest.mark.parametrize(
     "cluster, gpus, shares",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
@@ -72,10 +73,10 @@ class StepFunction:
     ) -> Callable[[Any], Any]:
         if self._model.run_eagerly:
             return step
-        return tf.function(
-            tf.autograph.experimental.do_not_convert(step),
-            reduce_retracing=reduce_retracing,
-        )
+        # TensorFlow counts retracing by code object, which the programs of all models
+        # share; partial functions have none and are counted one by one.
+        own = functools.partial(tf.autograph.experimental.do_not_convert(step))
+        return tf.function(own, reduce_retracing=reduce_retracing)
 
     def __call__(self, batches: Iterable[Any]) -> Any:
         """Runs `steps_per_execution` steps.
