@@ -40,11 +40,11 @@ def _parsed_fields(
     )
 
 
-class _NamedEnum(enum.Enum):
-    """An enumeration that also accepts its members' names in any case."""
+class _Named:
+    """Makes an enumeration accept its members' names in any case."""
 
     @classmethod
-    def parse(cls, value: object) -> _NamedEnum:
+    def parse(cls: Any, value: object) -> Any:
         if isinstance(value, cls):
             return value
         # tf.distribute's own enumerations have the same member names.
@@ -59,6 +59,10 @@ class _NamedEnum(enum.Enum):
         )
 
 
+class _NamedEnum(_Named, enum.Enum):
+    pass
+
+
 class ReduceOp(_NamedEnum):
     """How the values of several replicas become one."""
 
@@ -68,8 +72,15 @@ class ReduceOp(_NamedEnum):
     MAX = "MAX"
 
 
-class VariableAggregation(_NamedEnum):
-    """How the values that replicas assign to one variable are combined."""
+class VariableAggregation(_Named, enum.StrEnum):
+    """How the values that replicas assign to one variable are combined.
+
+    Members are strings, which Keras takes.
+
+    Example:
+
+    >>> keras.Variable(0.0, aggregation=ks.VariableAggregation.SUM)
+    """
 
     NONE = "none"
     SUM = "sum"
@@ -77,8 +88,14 @@ class VariableAggregation(_NamedEnum):
     ONLY_FIRST_REPLICA = "only_first_replica"
 
 
-class VariableSynchronization(_NamedEnum):
-    """When the copies of one variable are brought together."""
+class VariableSynchronization(_Named, enum.StrEnum):
+    """When the copies of one variable are brought together; members are strings.
+
+    Example:
+
+    >>> keras.Variable(
+    ...     0.0, synchronization=ks.VariableSynchronization.ON_READ, aggregation="sum")
+    """
 
     AUTO = "auto"
     NONE = "none"

@@ -123,7 +123,9 @@ def printed(mirrored, monkeypatch) -> dict[str, object]:
         "<DistributedDataset of 3 batches on cpu:0, cpu:1>": dataset,
         f"<DistributedIterator, ended, over {dataset!r}>": iterator,
         "<NcclAllReduce(num_packs=2)>": NcclAllReduce(2),
-        "<DatasetCreator of printed, input_options=None>": ks.DatasetCreator(printed),
+        "<DatasetCreator of printed, input_options=InputOptions(": ks.DatasetCreator(
+            printed
+        ),
         "<OptionalBatch without batch>": _ended(dataset).get_next_as_optional(),
         "<PerWorkerValues": ks.PerWorkerValues(coordinator, Reference(0)),
         "<ClusterCoordinator of <ParameterServerStrategy": coordinator,

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import abc
+from typing import Any
 
 from keras_strategies.cluster.spec import ClusterSpec, is_chief, worker_count
-from keras_strategies.errors import ClusterError
+from keras_strategies.errors import ClusterError, InvalidArgumentError
+
+
+def as_resolver(given: object, argument: str) -> ClusterResolver:
+    """A resolver of ours for one of TensorFlow's; ours as it is.
+
+    Args:
+        given: a `ClusterResolver`, or an object with `cluster_spec()`, `task_type` and
+            `task_id`, as those of `tf.distribute.cluster_resolver` are.
+        argument: str, the name of the argument, for the error.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(given, ClusterResolver):
+        return given
+    if not callable(getattr(given, "cluster_spec", None)):
+        raise InvalidArgumentError(
+            f"`{argument}` is one of ks.cluster_resolver, or of "
+            "tf.distribute.cluster_resolver. "
+            f"Received: {given!r} of type {type(given).__name__}"
+        )
+    return _OtherResolver(given)
 
 
 class ClusterResolver(abc.ABC):
@@ -16,6 +39,11 @@ class ClusterResolver(abc.ABC):
         task_id: int or None, its number within the job.
         rpc_layer: str or None, the protocol for `master()`, as TensorFlow has it.
     """
+
+    # What a subclass has that does not call `super().__init__()`.
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
 
     def __init__(
         self,
@@ -91,13 +119,17 @@ class ClusterResolver(abc.ABC):
         return f"{layer}://{address}" if layer else address
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         """Accelerators that this kind of cluster says a task has.
 
         Args:
             task_type: str, another job than this process's.
             task_id: int, the task's number in it.
+            config_proto: not used: it configures sessions of TensorFlow 1.
 
         Returns:
             dict from kind to number, such as `{"GPU": 2}`; empty where only the
@@ -149,3 +181,26 @@ class ClusterResolver(abc.ABC):
             f"<{type(self).__name__}: {self.task_type} {self.task_id} of "
             f"{self.cluster_spec()!r}>"
         )
+
+
+class _OtherResolver(ClusterResolver):
+    """Reads a resolver that is not a subclass, such as TensorFlow's.
+
+    Args:
+        resolver: the object with `cluster_spec()`.
+    """
+
+    def __init__(self, resolver: Any):
+        super().__init__(
+            getattr(resolver, "task_type", None) or None,
+            getattr(resolver, "task_id", None),
+            getattr(resolver, "rpc_layer", None),
+        )
+        self._resolver = resolver
+
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec(self._resolver.cluster_spec())
+
+    @property
+    def environment(self) -> str:
+        return str(getattr(self._resolver, "environment", ""))

@@ -81,7 +81,10 @@ class SageMakerClusterResolver(ClusterResolver):
         return self._environment
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         count = os.environ.get(NUM_GPUS, "")
         return {"GPU": int(count)} if count.isdigit() else {}

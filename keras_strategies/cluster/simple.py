@@ -56,7 +56,10 @@ class SimpleClusterResolver(ClusterResolver):
         return self._environment
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         return dict(self._num_accelerators)
 

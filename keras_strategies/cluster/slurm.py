@@ -268,7 +268,10 @@ class SlurmClusterResolver(ClusterResolver):
         return "slurm"
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         return {"GPU": len(self._gpus)}
 

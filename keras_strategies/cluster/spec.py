@@ -35,6 +35,8 @@ class ClusterSpec:
         if isinstance(cluster, ClusterSpec):
             self._tasks = {job: dict(tasks) for job, tasks in cluster._tasks.items()}
             return
+        if callable(as_dict := getattr(cluster, "as_dict", None)):
+            cluster = as_dict()  # `tf.train.ClusterSpec`
         if not isinstance(cluster, Mapping):
             raise ClusterError(
                 "A cluster is a dict from the name of a job to the addresses of its "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
@@ -40,11 +40,12 @@ class UnionResolver(ClusterResolver):
         if not resolvers:
             raise ClusterError("UnionResolver needs at least one resolver.")
         for resolver in resolvers:
-            if not isinstance(resolver, ClusterResolver):
+            if not callable(getattr(resolver, "cluster_spec", None)):
                 raise TypeError(
                     "UnionResolver joins ClusterResolvers. Received: "
                     f"{type(resolver).__name__}."
                 )
+        resolvers = tuple(as_resolver(each, "resolvers") for each in resolvers)
         self._resolvers = resolvers
         having = [r for r in resolvers if r.task_type is not None]
         own = having[0] if having else resolvers[0]
@@ -77,7 +78,10 @@ class UnionResolver(ClusterResolver):
         return next((r.environment for r in self._resolvers if r.environment), "")
 
     def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         found: dict[str, int] = {}
         for resolver in self._resolvers:

@@ -241,17 +241,17 @@ class ClusterCoordinator:
         """
         return self._cluster.dispatcher.is_done()
 
-    def fetch(self, values: Any) -> Any:
+    def fetch(self, val: Any) -> Any:
         """Waits for values.
 
         Args:
-            values: structure of `RemoteValue`s and other things.
+            val: structure of `RemoteValue`s and other things.
 
         Returns:
             The structure, with what the functions returned.
         """
         return keras.tree.map_structure(
-            lambda v: v.fetch() if isinstance(v, RemoteValue) else v, values
+            lambda v: v.fetch() if isinstance(v, RemoteValue) else v, val
         )
 
     def create_per_worker_dataset(

@@ -1,11 +1,13 @@
 """Names of `tf.distribute.experimental`, so that a script only swaps the module."""
 
 from keras_strategies.experimental import coordinator, partitioners
+from keras_strategies.experimental.strategies import (
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
+)
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
-from keras_strategies.strategies.multi_worker import MultiWorkerMirroredStrategy
 from keras_strategies.strategies.parameter_server import ParameterServerStrategy
-from keras_strategies.strategies.tpu import TPUStrategy
 from keras_strategies.training.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,

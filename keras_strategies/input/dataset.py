@@ -88,6 +88,26 @@ class DistributedDataset:
             return self.in_program(self.on_host, move=True)
         return DistributedIterator(self, self._batches())
 
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Combines the batches, one after the other.
+
+        Args:
+            initial_state: the state before the first batch.
+            reduce_func: callable of the state and a batch, as iteration gives it, that
+                returns the next state.
+
+        Returns:
+            The last state.
+
+        Example:
+
+        >>> rows = dataset.reduce(0, lambda n, batch: n + count_rows(batch))
+        """
+        state = initial_state
+        for batch in self:
+            state = reduce_func(state, batch)
+        return state
+
     def on_host(self) -> Iterator[Any]:
         """A pass over batches that are moved nowhere yet."""
         for parts in self._feed.steps(self._backend.is_tensor, copy=False):

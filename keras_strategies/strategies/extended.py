@@ -45,13 +45,13 @@ class StrategyExtended:
         devices = self._strategy.backend.memories(self._strategy.placement.keepers)
         return tuple(str(device) for device in devices)
 
-    def variable_created_in_scope(self, variable: Any) -> bool:
+    def variable_created_in_scope(self, v: Any) -> bool:
         """Whether a `keras.Variable` was made in this strategy's scope.
 
         Args:
             variable: a `keras.Variable`; anything else was not.
         """
-        return self._strategy.created(variable)
+        return self._strategy.created(v)
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:

@@ -13,8 +13,13 @@ import keras
 from keras_strategies import cluster
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement, Workers
-from keras_strategies.cluster import ClusterResolver, LocalClusterResolver
+from keras_strategies.cluster import (
+    ClusterResolver,
+    LocalClusterResolver,
+    SimpleClusterResolver,
+)
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.resolver import as_resolver
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
 from keras_strategies.cluster.torchrun import TorchrunClusterResolver
 from keras_strategies.collectives.cross_device_ops import (
@@ -23,7 +28,7 @@ from keras_strategies.collectives.cross_device_ops import (
 )
 from keras_strategies.collectives.options import check_implementation
 from keras_strategies.devices import as_devices
-from keras_strategies.errors import ClusterError, InvalidArgumentError
+from keras_strategies.errors import ClusterError
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
 from keras_strategies.training.seeds import same_random_numbers
@@ -114,9 +119,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             same_random_numbers(backend, workers.group)
 
     @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """What says who is who in the cluster; None where there is none."""
-        return self._cluster_resolver
+    def cluster_resolver(self) -> ClusterResolver:
+        """The description of the cluster and of this task; empty without a cluster."""
+        return self._cluster_resolver or SimpleClusterResolver({})
 
 
 def find_workers(
@@ -130,12 +135,10 @@ def find_workers(
         ValueError: for arguments of other types, and as `MultiWorkerMirroredStrategy`.
     """
     options = CommunicationOptions.parse(communication_options, "communication_options")
-    resolver = cluster_resolver or cluster.find_cluster()
-    if resolver is not None and not isinstance(resolver, ClusterResolver):
-        raise InvalidArgumentError(
-            "`cluster_resolver` is one of ks.cluster_resolver. "
-            f"Received: {resolver!r} of type {type(resolver).__name__}"
-        )
+    if cluster_resolver is None:
+        resolver = cluster.find_cluster()
+    else:
+        resolver = as_resolver(cluster_resolver, "cluster_resolver")
     if resolver is None:
         return None, None
     workers = join_workers(resolver, backend, options)

@@ -14,7 +14,7 @@ from keras_strategies.backends import get_engine
 from keras_strategies.backends.base import Placement, TrainerAdapter, VariableCopy
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.local import LocalClusterResolver
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
 from keras_strategies.cluster.spec import check_parameter_server_cluster
 from keras_strategies.coordinator.cluster import (
     Cluster,
@@ -154,7 +154,10 @@ class ParameterServerStrategy(Strategy):
                 "`on_snapshot_error` is 'raise' or 'continue'. Received: "
                 f"{on_snapshot_error!r}"
             )
-        resolver = cluster_resolver or find_cluster() or LocalClusterResolver()
+        if cluster_resolver is not None:
+            resolver = as_resolver(cluster_resolver, "cluster_resolver")
+        else:
+            resolver = find_cluster() or LocalClusterResolver()
         spec = resolver.cluster_spec()
         check_parameter_server_cluster(spec)
         check_channel(channel, isinstance(resolver, LocalClusterResolver))

@@ -10,7 +10,7 @@ from typing import Any
 
 from keras_strategies.cluster.environment import SECRET
 from keras_strategies.cluster.local import free_addresses
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
 from keras_strategies.cluster.spec import (
     ClusterSpec,
     check_parameter_server_cluster,
@@ -101,6 +101,8 @@ class Server:
         timeout_seconds: float = 120.0,
         coordinator_seconds: float = 300.0,
     ):
+        if callable(getattr(cluster_spec, "cluster_spec", None)):
+            cluster_spec = as_resolver(cluster_spec, "cluster_spec")
         if isinstance(cluster_spec, ClusterResolver):
             job_name = cluster_spec.task_type if job_name is None else job_name
             task_index = cluster_spec.task_id if task_index is None else task_index

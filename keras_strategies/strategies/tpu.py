@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from keras_strategies.backends import get_backend
 from keras_strategies.backends.base import Backend, Placement
 from keras_strategies.cluster import ClusterResolver
+from keras_strategies.cluster.resolver import as_resolver
 from keras_strategies.devices import Device
 from keras_strategies.errors import BackendError, InvalidArgumentError
 from keras_strategies.layouts import (
@@ -108,12 +109,8 @@ class TPUStrategy(Strategy):
                 f"Received: {assignment!r} of type {type(assignment).__name__}"
             )
         resolver = tpu_cluster_resolver
-        if resolver is not None and not isinstance(resolver, ClusterResolver):
-            raise InvalidArgumentError(
-                "`tpu_cluster_resolver` is a "
-                "ks.cluster_resolver.TPUClusterResolver. "
-                f"Received: {resolver!r} of type {type(resolver).__name__}"
-            )
+        if resolver is not None:
+            resolver = as_resolver(resolver, "tpu_cluster_resolver")
         self._cluster_resolver = resolver
         workers = None
         if resolver is not None:

@@ -99,10 +99,10 @@ class PreemptionCheckpointHandler:
         cluster_resolver: the `ClusterResolver` of the strategy, which is compared
             with the workers that have connected; None for those workers, whoever
             they are.
-        checkpoint: what is saved: a `keras.Model`, compiled and built, with its
-            optimizer; or an object with `write(path)` and `read(path)`, such as a
-            `tf.train.Checkpoint` (or a `CheckpointManager`, whose checkpoint and
-            directory are used).
+        checkpoint_or_checkpoint_manager: what is saved: a `keras.Model`, compiled and
+            built, with its optimizer; or an object with `write(path)` and
+            `read(path)`, such as a `tf.train.Checkpoint` (or a `CheckpointManager`,
+            whose checkpoint and directory are used).
         checkpoint_dir: str or path, a folder that all workers see; made if it is not
             there.
         termination_config: `TerminationConfig`; None for the defaults.
@@ -129,11 +129,12 @@ class PreemptionCheckpointHandler:
     def __init__(
         self,
         cluster_resolver: Any,
-        checkpoint: Any,
+        checkpoint_or_checkpoint_manager: Any,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
     ):
         _check_resolver(cluster_resolver, current_group())
+        checkpoint = checkpoint_or_checkpoint_manager
         folder = checkpoint_dir or getattr(checkpoint, "directory", None)
         if folder is None:
             raise InvalidArgumentError(
@@ -160,21 +161,39 @@ class PreemptionCheckpointHandler:
         """int, how often `run` was called, also before a restart."""
         return self._calls
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Takes a step, or saves and exits if the workers are to stop here.
 
         Args:
-            fn: callable, the step; all workers call `run` equally often.
-            args: positional arguments of `fn`.
-            kwargs: keyword arguments of `fn`.
+            distributed_train_function: callable, the step; all workers call `run`
+                equally often.
+            *args: its positional arguments.
+            **kwargs: its keyword arguments.
 
         Returns:
-            What `fn` returns.
+            What the function returns.
         """
         self.check({})
-        result = fn(*args, **kwargs)
+        result = distributed_train_function(*args, **kwargs)
         self._calls += 1
         return result
+
+    def save_checkpoint_if_preempted(self) -> None:
+        """Saves and exits if the workers are to stop here; for loops without `run`.
+
+        Every worker calls it once before each step. `total_run_calls` counts these
+        calls, those before a restart included.
+
+        Example:
+
+        >>> while handler.total_run_calls < 1000:
+        ...     handler.save_checkpoint_if_preempted()
+        ...     train_step(next(batches))
+        """
+        self.check({})
+        self._calls += 1
 
     def check(self, facts: dict[str, Any]) -> None:
         """Saves and exits if the workers are to stop here, before another step.
