@@ -28,6 +28,9 @@ ROW = re.compile(r"^\| (`[^|]*`) \| (same|better|not here) \| [^|]+\|$", re.MULT
 BASES = ("Strategy", "cluster_resolver.ClusterResolver", "CrossDeviceOps")
 
 
+MISSING = object()
+
+
 def tf_distribute() -> Any:
     import tensorflow as tf
 
@@ -64,8 +67,14 @@ def walk(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def found_in_ks(path: str) -> Any:
     value: Any = ks
     for part in path.split("."):
-        value = getattr(value, part, None)
+        value = getattr(value, part, MISSING)
     return value
+
+
+def member_of(owner: Any, name: str) -> Any:
+    # Fields of a dataclass without a default are no attributes of the class.
+    fields = getattr(owner, "__dataclass_fields__", {})
+    return getattr(owner, name, fields.get(name, MISSING))
 
 
 def owner_of(path: str, value: type, member: str) -> str:
@@ -106,9 +115,8 @@ def public() -> dict[str, tuple[Any, Any]]:
         if isinstance(theirs, type):
             for member in members(theirs):
                 name = f"{owner_of(path, theirs, member)}.{member}"
-                previous = found.get(name, (None, True))[1]
-                present = getattr(ours, member, None) if previous is not None else None
-                found[name] = getattr(theirs, member), present
+                if found.get(name, (None, None))[1] is not MISSING:
+                    found[name] = getattr(theirs, member), member_of(ours, member)
     return found
 
 
@@ -116,7 +124,7 @@ def differences() -> set[str]:
     """What is not in `ks`."""
     found = set()
     for path, (theirs, ours) in public().items():
-        if ours is None:
+        if ours is MISSING:
             found.add(path)
         elif callable(theirs):
             try:
