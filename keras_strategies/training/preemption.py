@@ -21,6 +21,7 @@ from keras_strategies import keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.cluster.group import WorkerGroup, current_group
+from keras_strategies.cluster.resolver import as_resolver
 from keras_strategies.errors import (
     ClusterError,
     ContextError,
@@ -74,6 +75,8 @@ def _check_resolver(resolver: Any, group: WorkerGroup | None) -> None:
     """Raises if a resolver describes other workers than have connected."""
     if resolver is None:
         return
+    if callable(getattr(resolver, "cluster_spec", None)):
+        resolver = as_resolver(resolver, "cluster_resolver")
     if not isinstance(resolver, ClusterResolver):
         raise InvalidTypeError(
             "`cluster_resolver` is one of ks.cluster_resolver, or None. "
