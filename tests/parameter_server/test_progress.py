@@ -1,0 +1,69 @@
+"""What a cluster reports while it starts, and where."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from keras_strategies.coordinator.roster import Roster
+
+_LOGGER = logging.getLogger("keras_strategies")
+
+
+@pytest.fixture
+def start():
+    """Reports of a cluster of two workers and one server."""
+
+    def run() -> None:
+        roster = Roster(
+            2,
+            1,
+            starts=lambda *name: name,
+            silence=8.0,
+            can_restore=False,
+            name="me",
+            send=lambda receiver, message: None,
+            lost=lambda worker, reason: None,
+            broken=lambda error: None,
+            changed=lambda: None,
+            damaged=lambda account: None,
+            snapshots=lambda problem: None,
+        )
+        roster.start_all()
+        roster.handle("manager", b"m", 1)
+        roster.handle("server", b"s", (0, 0, 60, False, ""))
+        roster.handle("hello", b"w", (1, 0, 51))
+
+    level = _LOGGER.level
+    yield run
+    _LOGGER.setLevel(level)
+
+
+EXPECTED = [
+    "starting Ray for 2 workers and 1 parameter server",
+    "Ray runs; it starts the processes",
+    "parameter server 0 is ready",
+    "worker 1 is ready",
+]
+
+
+def test_each_process_is_a_line_on_stderr(start, capsys) -> None:
+    start()
+    found = capsys.readouterr()
+    assert not found.out
+    for line, text in zip(found.err.splitlines(), EXPECTED, strict=True):
+        assert line.startswith(f"keras_strategies: {text} (") and line.endswith(" s)")
+
+
+def test_a_logger_takes_the_lines(start, capsys, caplog) -> None:
+    with caplog.at_level(logging.INFO, logger="keras_strategies"):
+        start()
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == EXPECTED
+    assert not capsys.readouterr().err
+
+
+def test_a_level_silences_them(start, capsys) -> None:
+    _LOGGER.setLevel(logging.WARNING)
+    start()
+    assert capsys.readouterr() == ("", "")
