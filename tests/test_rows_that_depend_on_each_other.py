@@ -217,3 +217,77 @@ def test_random_numbers_are_those_without_checks() -> None:
     np.testing.assert_array_equal(before, np.random.get_state()[1])
     (state,) = [v for v in model.non_trainable_variables if "seed" in v.path]
     assert int(ops.convert_to_numpy(state)[1]) == 1
+
+
+# Gradients of gradients.
+
+
+class GradientPenalty(keras.Model):
+    """The critic of a WGAN-GP, with gradients of its gradients by the input."""
+
+    def __init__(self, critic: Any, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.critic = critic
+
+    def call(self, inputs: Any) -> Any:
+        return self.critic(inputs)
+
+    def train_step(self, *data: Any) -> dict[str, Any]:
+        x = data[-1][0]
+        variables = self.trainable_variables
+        if BACKEND == "torch":
+            import torch
+
+            x = ops.convert_to_tensor(x).detach().requires_grad_()
+            scores = self.critic(x, training=True)
+            (slopes,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+            loss = self._loss(scores, slopes)
+            self.zero_grad()
+            loss.backward()
+            gradients = [v.value.grad for v in variables]
+            with torch.no_grad():
+                self.optimizer.apply(gradients, variables)
+        else:
+            import tensorflow as tf
+
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    scores = self.critic(x, training=True)
+                loss = self._loss(scores, inner.gradient(scores, x))
+            self.optimizer.apply(outer.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    def _loss(self, scores: Any, slopes: Any) -> Any:
+        norms = ops.sqrt(ops.sum(ops.square(slopes), axis=-1) + 1e-6)
+        return ops.mean(scores) + ops.mean(ops.square(norms - 1))
+
+
+def critic() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dense(1),
+        ]
+    )
+    outer = GradientPenalty(model)
+    outer.build((None, 6))
+    return outer
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX differentiates its global program.")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_of_gradients_are_exact(options: str) -> None:
+    def script(case: Case, model: Any, data: Any) -> Any:
+        return {"logs": [float(model.train_on_batch(X, Y)) for _ in range(3)]}
+
+    case = Case("penalty", model=critic, loss=lambda: None, script=script)
+    expected = train(case)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(case, mirrored(**OPTIONS[options]))
+    assert_same(expected, found, 1e-5, f"MirroredStrategy ({options})")
+    said = [w for w in caught if "is differentiated itself" in str(w.message)]
+    assert len(said) == (0 if BACKEND == "torch" and options == "default" else 1)

@@ -68,6 +68,10 @@ class DataParallelCall(abc.ABC):
         self.placement = strategy.placement
         self._not_by_rows: weakref.WeakSet[Any] = weakref.WeakSet()
         self._row_checks = RowChecks()
+        # The call that is being split; calls do not nest.
+        self._layer_call: LayerCall | None = None
+        # Layers of which gradients of gradients were computed.
+        self._twice_differentiated: weakref.WeakSet[Any] = weakref.WeakSet()
 
     # What a backend provides.
 
@@ -191,7 +195,11 @@ class DataParallelCall(abc.ABC):
                     self._row_checks.add(layer_call, check)
                     self._warn_of(layer, check.problem)
                 return outputs
-            result = self._call_split(layer_call, sizes, check.loss_kinds)
+            self._layer_call = layer_call
+            try:
+                result = self._call_split(layer_call, sizes, check.loss_kinds)
+            finally:
+                self._layer_call = None
             if result is None:
                 self._not_by_rows.add(layer)
                 return whole(*args, **kwargs)
@@ -259,6 +267,40 @@ class DataParallelCall(abc.ABC):
             losses = connected[-len(channels_of_losses) :]
             keras.layers.Layer.add_loss(layer, losses)
         return (outputs,)
+
+    def recompute(
+        self, layer_call: LayerCall, value_of: Callable[[Any], Any]
+    ) -> list[Any]:
+        """The output tensors and added losses of the unsplit call.
+
+        A gradient that is differentiated itself is computed by this call, whose
+        operations the engine of the backend can differentiate twice. What the call
+        assigns is dropped: the call on the replicas has assigned it.
+
+        Args:
+            layer_call: the call that was split.
+            value_of: returns the tensor that stands for a variable.
+        """
+        layer = layer_call.layer
+        if layer not in self._twice_differentiated:
+            self._twice_differentiated.add(layer)
+            warnings.warn(
+                f"A gradient that goes through layer {layer.name!r} "
+                f"({type(layer).__name__}) is differentiated itself. Gradients of "
+                "gradients do not cross replicas, so the layer is called once more on "
+                "one device with the unsplit batch for them, which is exact but not "
+                "parallel. Random layers in it draw other numbers there. Compute the "
+                "penalty inside a layer's `call` to compute it on all replicas.",
+                stacklevel=2,
+            )
+        args, kwargs = keras.tree.pack_sequence_as(
+            layer_call.structure, layer_call.leaves
+        )
+        scope = ReplicaScope(value_of)
+        with keras_compat.layer_calls_through(None), scope:
+            outputs = layer_call.call(*args, **kwargs)
+        leaves = keras.tree.flatten(outputs)
+        return [leaf for leaf in leaves if keras.ops.is_tensor(leaf)] + scope.losses
 
     def _split_with_mask(self, leaf: Any, sizes: list[Any]) -> list[Any]:
         slices = self.split(leaf, sizes)

@@ -537,27 +537,6 @@ def test_gradients_of_the_input_cross_the_replicas():
     assert_same(four(), make, train)
 
 
-def test_gradients_of_gradients_are_refused_with_a_way_out():
-    class Penalized(keras.Model):
-        def train_step(self, data):
-            x, *_ = data
-            with tf.GradientTape() as outer:
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    output = self(x)
-                penalty = ops.mean(ops.square(inner.gradient(output, x)))
-            outer.gradient(penalty, self.trainable_variables)
-            return {"penalty": penalty}
-
-    inputs = keras.Input((6,))
-    with two().scope():
-        model = Penalized(inputs, layers.Dense(1, activation="tanh")(inputs))
-        model.compile()
-    x, y, _ = rows(8)
-    with pytest.raises(errors.ContextError, match="gradients of gradients"):
-        model.train_on_batch(x, y)
-
-
 @pytest.mark.parametrize("is_function", [False, True])
 def test_a_loop_has_more_than_one_gradient(is_function):
     """A persistent tape asks the replicas as often as its user asks it."""

@@ -254,6 +254,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         channels: Sequence[Channel],
     ) -> list[Any]:
         job = self._job
+        job.layer_call = self._layer_call
         job.check_rows(channels)
         if job.tapes[0] is None:
             return [job.combine(channel) for channel in channels]
@@ -337,11 +338,13 @@ class _Source:
             variable (None where a replica did not read it) or their slices.
         by_rows: bool, whether gradients are concatenated, as for an input, or
             summed, as for a variable.
+        variable: the Keras variable, None for an input.
     """
 
     tensor: Any
     locals: list[Any]
     by_rows: bool
+    variable: Any = None
 
 
 @dataclass
@@ -358,6 +361,8 @@ class _Job:
     # The replicas whose tapes have been asked for gradients.
     asked: set[int] = field(default_factory=set)
     is_forward: bool = True
+    # What is recomputed for gradients of gradients.
+    layer_call: Any = None
 
     def __post_init__(self) -> None:
         self.sizes = self.spread.sizes
@@ -472,7 +477,7 @@ class _Job:
                         value = tf.convert_to_tensor(raw)
                         if value.dtype != local.dtype:
                             value = tf.cast(value, local.dtype)
-                    found[key] = _Source(value, [None] * len(results), by_rows=False)
+                    found[key] = _Source(value, [None] * len(results), False, variable)
                 found[key].locals[replica_id] = local
         sources = list(found.values())
         for tensor, slices in inputs:
@@ -492,13 +497,7 @@ class _Job:
         if record.should_record_backprop(
             [*gradients, *(source.tensor for source in sources)]
         ):
-            raise ContextError(
-                "A gradient that goes through a layer called on several replicas was "
-                "asked for while another `tf.GradientTape` records it; gradients of "
-                "gradients do not cross replicas. Leave the tape first, compute the "
-                "penalty inside a layer's `call`, or use ks.OneDeviceStrategy for "
-                "this model."
-            )
+            return self._differentiable_gradients(sources, gradients)
         shares = [
             self._shares(channel, gradient)
             for channel, gradient in zip(channels, gradients, strict=True)
@@ -529,6 +528,53 @@ class _Job:
             for i, total in zip(shared, totals, strict=True):
                 found[i] = in_dtype_of(total, sources[i].tensor)
             return found
+
+    def _differentiable_gradients(
+        self, sources: Sequence[_Source], gradients: Sequence[Any]
+    ) -> list[Any]:
+        """The same gradients, of operations that an outer tape can record."""
+        if self.spread.workers is not None:
+            raise ContextError(
+                "A gradient that goes through a layer called on several workers was "
+                "asked for while another `tf.GradientTape` records it; gradients of "
+                "gradients do not cross workers. Leave the tape first, compute the "
+                "penalty inside a layer's `call`, or use ks.MirroredStrategy."
+            )
+        values: dict[int, Any] = {}
+        inputs = [source.tensor for source in sources if source.by_rows]
+        trained = {id(s.variable) for s in sources if s.variable is not None}
+        with (
+            tf.device(self.lead),
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            tape.watch(inputs)
+
+            def value_of(variable: Any) -> Any:
+                raw = keras_compat.raw_value(variable)
+                if id(variable) not in trained:
+                    return raw
+                values[id(variable)] = tf.convert_to_tensor(raw)
+                tape.watch(values[id(variable)])
+                return values[id(variable)]
+
+            found = self.call.recompute(self.layer_call, value_of)
+            outputs = [output for output in found if _is_float(output)]
+        with tf.device(self.lead):
+            wanted = [*values.values(), *inputs]
+            results = tape.gradient(outputs, wanted, output_gradients=list(gradients))
+            # A variable is several sources where each of its reads has a gradient.
+            of_variables = dict(zip(values, results, strict=False))
+            of_inputs = iter(results[len(values) :])
+            returned = []
+            for source in sources:
+                if source.by_rows:
+                    gradient = next(of_inputs)
+                else:
+                    gradient = of_variables.pop(id(source.variable), None)
+                if gradient is not None and gradient.dtype != source.tensor.dtype:
+                    gradient = tf.cast(gradient, source.tensor.dtype)
+                returned.append(gradient)
+            return returned
 
     def _shares(self, channel: Channel, gradient: Any) -> list[Any]:
         """The parts' gradients, from that of the concatenation or weighted sum."""

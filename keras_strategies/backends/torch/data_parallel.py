@@ -305,6 +305,10 @@ class _Job:
         self.count = count
         self.communicator = communicator
         self.lead = call._lead
+        assert call._layer_call is not None
+        self.layer_call = call._layer_call
+        self.state = keras_compat.thread_state()
+        self.versions = [source.tensor._version for source in sources]
 
     def combine(self) -> list[torch.Tensor]:
         combined = []
@@ -322,12 +326,7 @@ class _Job:
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
         """Gradients of the sources, from those of the combined channels."""
         if torch.is_grad_enabled():
-            raise ContextError(
-                "`create_graph=True` was asked of a backward pass that goes through a "
-                "layer called on several replicas; gradients of gradients do not "
-                "cross replicas. Compute the penalty inside a layer's `call`, or use "
-                "ks.OneDeviceStrategy for this model."
-            )
+            return self._differentiable_gradients(gradients)
         outputs: list[list[torch.Tensor]] = [[] for _ in range(self.count)]
         given: list[list[torch.Tensor]] = [[] for _ in range(self.count)]
         for channel, gradient in zip(self.channels, gradients, strict=True):
@@ -377,6 +376,36 @@ class _Job:
             return sums.gradients(columns)
         found = local_gradients(self.sources, columns, self.call.reduction)
         return list(map(Source.rounded, self.sources, found))
+
+    def _differentiable_gradients(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> list[Any]:
+        """The same gradients with a graph, for `create_graph=True`."""
+        for source, version in zip(self.sources, self.versions, strict=True):
+            if source.tensor._version != version:
+                raise ContextError(
+                    "`create_graph=True` was asked of a backward pass after a variable "
+                    "of the layer has been updated. Compute gradients of gradients "
+                    "before the optimizer's step."
+                )
+        with keras_compat.with_thread_state(self.state):
+            found = self.call.recompute(self.layer_call, keras_compat.raw_value)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(found, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        # A variable is several sources where each of its reads has a gradient.
+        wanted = {id(source.tensor): source.tensor for source in self.sources}
+        results = torch.autograd.grad(
+            [output for output, _ in pairs],
+            list(wanted.values()),
+            [gradient for _, gradient in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+        remaining = dict(zip(wanted, results, strict=True))
+        return [remaining.pop(id(source.tensor), None) for source in self.sources]
 
 
 def _share(channel: Channel, gradient: torch.Tensor) -> list[torch.Tensor]:
