@@ -139,6 +139,10 @@ def _train_alone(case: FieldCase) -> Alone:
     seconds = time.perf_counter() - start
     for variable, value in before:
         variable.assign(value)
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            # A recurrent layer's states are not among its variables.
+            layer.reset_state()
     disturb(model)
     disturbed, disturbed_loss = fit(case, model)
     return Alone(
