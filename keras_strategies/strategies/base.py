@@ -35,6 +35,10 @@ from keras_strategies.strategies import combine, local
 from keras_strategies.strategies.describe import Description, describe
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.plan import Plan, plan
+from keras_strategies.strategies.tensorflow_calls import (
+    check_not_in_tf_function,
+    replacements_named,
+)
 from keras_strategies.training.hooks import install_hooks
 from keras_strategies.types import (
     CommunicationOptions,
@@ -257,6 +261,7 @@ class Strategy:
         """
         checked = RunOptions.parse(options)
         self._check_outside_replicas("run")
+        check_not_in_tf_function("run")
         if not isinstance(args, (list, tuple)):
             raise InvalidArgumentError(
                 "`args` of `run` is a list or tuple with one entry per argument of "
@@ -269,7 +274,7 @@ class Strategy:
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
         if not checked.experimental_enable_dynamic_batch_size:
             local.check_equal_shapes(self, own_args, own_kwargs)
-        with self.scope():
+        with self.scope(), replacements_named():
             results = self._backend.run_replicas(self, fn, own_args, own_kwargs)
         check_results(results)
         return regroup(results)

@@ -1,0 +1,52 @@
+"""Errors of scripts that still call TensorFlow on another backend."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
+
+from keras_strategies.backends import backend_name
+from keras_strategies.errors import ContextError
+
+_REPLACEMENTS = (
+    "Tensors of the {backend} backend were passed to TensorFlow. Write `ks.function` "
+    "for `tf.function`, `ks.value_and_grad` for `tf.GradientTape`, "
+    "`ks.compute_average_loss` for `tf.nn.compute_average_loss`, and `keras.ops` for "
+    "other functions of `tf`."
+)
+_NUMPY = "Write `keras.ops.convert_to_numpy(x)` for `x.numpy()`; outside of `run`."
+
+
+def check_not_in_tf_function(method: str) -> None:
+    """Raises inside a `tf.function` where Keras runs on another backend."""
+    tensorflow = sys.modules.get("tensorflow")
+    is_inside = getattr(tensorflow, "inside_function", None)
+    if is_inside is None or backend_name() == "tensorflow" or not is_inside():
+        return
+    raise ContextError(
+        f"`{method}` was called inside a `tf.function`, and Keras runs on the "
+        f"{backend_name()} backend, which TensorFlow cannot compile. Replace "
+        "`tf.function` by `ks.function`."
+    )
+
+
+@contextlib.contextmanager
+def replacements_named() -> Iterator[None]:
+    """Adds what to write instead to errors that calls of TensorFlow raise."""
+    try:
+        yield
+    except Exception as error:
+        if backend_name() != "tensorflow":
+            _add_note(error)
+        raise
+
+
+def _add_note(error: Exception) -> None:
+    if isinstance(error, AttributeError) and error.name == "numpy":
+        error.add_note(_NUMPY)
+        return
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if any("/tensorflow/python/" in name.replace("\\", "/") for name in files):
+        error.add_note(_REPLACEMENTS.format(backend=backend_name()))
