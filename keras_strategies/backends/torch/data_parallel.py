@@ -21,7 +21,6 @@ from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.probing import probing
 from keras_strategies.backends.torch.random import NoRandom, RandomCalls, ReplicaRandom
 from keras_strategies.backends.torch.replicas import (
-    ReplicaThreads,
     ThreadCommunicator,
 )
 from keras_strategies.backends.torch.spread import (
@@ -31,6 +30,7 @@ from keras_strategies.backends.torch.spread import (
     local_gradients,
     widened,
 )
+from keras_strategies.backends.torch.threads import ReplicaThreads
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.backends.torch.work import Work, measure
 from keras_strategies.collectives.local import LocalReduction

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.backends.base import Communicator, Workers
-from keras_strategies.backends.torch.devices import torch_device
-from keras_strategies.backends.torch.random import ReplicaRandom
 from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.errors import (
@@ -26,102 +22,6 @@ from keras_strategies.errors import (
 )
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import regroup, select_replica
-
-
-class _Thread(threading.local):
-    is_replica = False
-
-
-_thread = _Thread()
-
-
-class ReplicaThreads:
-    """One thread for each replica, kept for the life of a strategy.
-
-    The only replica of a process runs on the thread of the caller.
-
-    Args:
-        devices: the device of each replica. CPU replicas share the cores that
-            torch may use, so that their kernels do not compete.
-    """
-
-    def __init__(self, devices: Sequence[Device]):
-        self._devices = tuple(devices)
-        cpus = sum(device.kind == "cpu" for device in devices)
-        kernels = max(1, torch.get_num_threads() // cpus) if cpus else 0
-
-        def prepare() -> None:
-            _thread.is_replica = True
-            if kernels:
-                torch.set_num_threads(kernels)
-
-        self._prepare = prepare
-        self._pools = self._make_pools()
-        weakref.finalize(self, _shut_down, self._pools)
-
-    def _make_pools(self) -> list[ThreadPoolExecutor]:
-        return [
-            ThreadPoolExecutor(1, f"replica-{i}", initializer=self._prepare)
-            for i in range(len(self._devices))
-        ]
-
-    def run(
-        self,
-        tasks: Sequence[Callable[[], Any]],
-        communicator: ThreadCommunicator,
-        random: ReplicaRandom,
-    ) -> list[Any]:
-        """Runs one task on each thread and returns the results in order.
-
-        The first exception stops the other replicas where they wait for it, and
-        is raised when all have ended; so is an interrupt of this thread.
-        """
-        state = keras_compat.thread_state()
-        grad = torch.is_grad_enabled()
-
-        def replica(task: Callable[[], Any], replica_id: int) -> Any:
-            device = str(torch_device(self._devices[replica_id]))
-            own = {**state, "torch_device": device}
-            try:
-                communicator.start(replica_id)
-                with (
-                    keras_compat.with_thread_state(own),
-                    torch.set_grad_enabled(grad),
-                    random.numbers(communicator.team.first + replica_id),
-                ):
-                    return task()
-            except BaseException as error:
-                communicator.fail(error)
-                raise
-            finally:
-                communicator.finish(replica_id)
-
-        if len(self._devices) == 1:
-            # A thread of its own would only be waited for.
-            return [replica(task, i) for i, task in enumerate(tasks)]
-        # In the function of a `merge_call`, the strategy's own threads are waiting.
-        pools = self._make_pools() if _thread.is_replica else self._pools
-        futures: list[Future[Any]] = [
-            pool.submit(replica, task, i)
-            for i, (pool, task) in enumerate(zip(pools, tasks, strict=False))
-        ]
-        try:
-            wait(futures)
-        except BaseException as error:
-            communicator.fail(error)
-            wait(futures)
-            raise
-        finally:
-            if pools is not self._pools:
-                _shut_down(pools)
-        if communicator.error is not None:
-            raise communicator.error
-        return [future.result() for future in futures]
-
-
-def _shut_down(pools: list[ThreadPoolExecutor]) -> None:
-    for pool in pools:
-        pool.shutdown(wait=False)
 
 
 @dataclass(frozen=True)

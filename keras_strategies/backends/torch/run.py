@@ -21,10 +21,10 @@ from keras_strategies.backends.run_scope import (
 from keras_strategies.backends.torch.devices import torch_device
 from keras_strategies.backends.torch.random import RandomCalls
 from keras_strategies.backends.torch.replicas import (
-    ReplicaThreads,
     Team,
     ThreadCommunicator,
 )
+from keras_strategies.backends.torch.threads import ReplicaThreads
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.errors import ContextError

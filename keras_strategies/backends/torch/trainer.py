@@ -15,8 +15,8 @@ from keras_strategies.backends.run_scope import is_local
 from keras_strategies.backends.torch.data_parallel import TorchDataParallelCall
 from keras_strategies.backends.torch.devices import device_of, torch_device
 from keras_strategies.backends.torch.input import AheadPlacer, CudaMover
-from keras_strategies.backends.torch.replicas import ReplicaThreads
 from keras_strategies.backends.torch.run import TorchRun, sum_gradients
+from keras_strategies.backends.torch.threads import ReplicaThreads
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.devices import Device
 from keras_strategies.input.sharding import check_batch
