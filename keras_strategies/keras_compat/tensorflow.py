@@ -15,6 +15,7 @@ def hook_tensorflow(
     has_several_devices: Callable[[Any], bool],
     initialize: Callable[[Any, Callable[[Any], None], Any], None],
     outside_replicas: Callable[[], contextlib.AbstractContextManager[None]],
+    in_strategy: Callable[[], bool],
 ) -> None:
     """Tells Keras what it cannot see of replicas; later calls do nothing.
 
@@ -25,6 +26,7 @@ def hook_tensorflow(
             `original(value)`, which makes the `tf.Variable` of a variable.
         outside_replicas: gives the context in which TensorFlow's default strategy is
             the current one.
+        in_strategy: whether one of our strategies is current.
 
     Keras 3.15: `scale_loss_for_distribution` and its inverse divide by the number
     of replicas in a `tf.distribute` strategy; where `on_replica()`, losses are of
@@ -32,10 +34,16 @@ def hook_tensorflow(
     accelerators, which cannot compile a program for several of them.
     `Variable._initialize` makes the `tf.Variable`, at once or later.
     `TFOptimizer.__init__` takes the current `tf.distribute` strategy as the one of its
-    slots.
+    slots. `TFOptimizer._all_reduce_sum_gradients` reduces over the replicas of
+    `tf.distribute`; with its default strategy that changes nothing and registers a
+    gradient function that holds the graph until the process ends.
     """
+    import tensorflow as tf
     from keras.src.backend import Variable
-    from keras.src.backend.tensorflow.optimizer import TFOptimizer
+    from keras.src.backend.tensorflow.optimizer import (
+        TFOptimizer,
+        filter_empty_gradients,
+    )
     from keras.src.losses import loss
 
     Trainer = base_trainer()
@@ -73,7 +81,19 @@ def hook_tensorflow(
 
         return __init__
 
+    def wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
+            if not in_strategy() or tf.distribute.has_strategy():
+                return original(self, grads_and_vars)
+            grads_and_vars = list(grads_and_vars)
+            filter_empty_gradients(grads_and_vars)  # Its errors and warnings.
+            return grads_and_vars
+
+        return _all_reduce_sum_gradients
+
     if not is_patched(loss):
+        replace(TFOptimizer, "_all_reduce_sum_gradients", wrap_reduce)
         replace(TFOptimizer, "__init__", wrap_optimizer)
         replace(owner, "_initialize", wrap_initialize)
         replace(loss, "scale_loss_for_distribution", wrap_scale)

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategies.backends.tensorflow.custom_gradient import custom_gradient
+
 
 def assigned_value(current: Any, value: Any) -> Any:
     """The value read after an assignment; its gradient is that of the variable.
@@ -19,7 +21,7 @@ def assigned_value(current: Any, value: Any) -> Any:
         value: tensor of the same shape and dtype.
     """
 
-    @tf.custom_gradient
+    @custom_gradient
     def assign(current: Any) -> Any:
         return tf.identity(tf.stop_gradient(value)), lambda gradient: gradient
 

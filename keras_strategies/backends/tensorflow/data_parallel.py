@@ -21,6 +21,7 @@ from keras_strategies.backends.data_parallel import (
 )
 from keras_strategies.backends.row_probes import Randomness
 from keras_strategies.backends.tensorflow.assignments import assigned_value
+from keras_strategies.backends.tensorflow.custom_gradient import custom_gradient
 from keras_strategies.backends.tensorflow.devices import tf_device
 from keras_strategies.backends.tensorflow.gradients import (
     in_dtype_of,
@@ -621,7 +622,7 @@ def _boundary(
 ) -> list[Any]:
     """The edge between the global batch and the replicas, for outer tapes."""
 
-    @tf.custom_gradient
+    @custom_gradient
     def connected(*tensors: Any) -> Any:
         def grad(*gradients: Any) -> list[Any]:
             return job.backward(sources, channels, gradients)

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from keras_strategies import context, keras_compat
 from keras_strategies.backends.base import Communicator
+from keras_strategies.backends.tensorflow.custom_gradient import custom_gradient
 from keras_strategies.backends.tensorflow.devices import tf_device
 from keras_strategies.backends.tensorflow.team import Team
 from keras_strategies.collectives.local import LocalReduction
@@ -189,7 +190,7 @@ class LockstepCommunicator(Communicator):
             found = self.exchange(replica_id, f"all_reduce {op.name}", tensors, combine)
             return [self._here(replica_id, tensor) for tensor in found]
 
-        @tf.custom_gradient
+        @custom_gradient
         def reduced(*tensors: Any) -> Any:
             def grad(*gradients: Any) -> list[Any]:
                 if op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -213,7 +214,7 @@ class LockstepCommunicator(Communicator):
         def gather(values: list[Any]) -> list[Any]:
             return [self.team.gather(values, axis)] * count
 
-        @tf.custom_gradient
+        @custom_gradient
         def gathered(*tensors: Any) -> Any:
             found, lengths = self.exchange(replica_id, "all_gather", tensors, gather)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategies.backends.tensorflow.custom_gradient import custom_gradient
 from keras_strategies.backends.tensorflow.gradients import widened
 from keras_strategies.backends.tensorflow.workers import TensorFlowWorkers
 from keras_strategies.types import ReduceOp
@@ -222,7 +223,7 @@ class Spread:
             return tensor
 
         # Only if somebody asks for that gradient do workers exchange it.
-        @tf.custom_gradient
+        @custom_gradient
         def own(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
             return self.own(tensor), self.joined
 

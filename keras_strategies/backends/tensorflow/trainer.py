@@ -55,7 +55,11 @@ class TensorFlowTrainer(TrainerAdapter):
         if not self.placement.is_single:
             self._call = TensorFlowDataParallelCall(strategy, self.engine)
             keras_compat.hook_tensorflow(
-                _on_replica, _has_several_devices, _initialize, outside_engine
+                _on_replica,
+                _has_several_devices,
+                _initialize,
+                outside_engine,
+                context.has_strategy,
             )
         self.run = TensorFlowRun(strategy, self.engine)
         home = self.placement.variables

@@ -1,0 +1,159 @@
+"""Nothing remains of a strategy without references, as in a cell that is run again."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import psutil
+import pytest
+from keras import ops
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+X = np.ones((8, 6), "float32")
+Y = np.zeros((8, 3), "float32")
+TWO = ["cpu:0", "cpu:1"]
+
+
+def compiled() -> keras.Model:
+    layers = [keras.layers.Dense(4), keras.layers.Dropout(0.1), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def plain() -> list[Any]:
+    model = compiled()
+    model.fit(X, Y, batch_size=4, verbose=0)
+    return [model]
+
+
+def fit_under(make: Callable[[], Any]) -> list[Any]:
+    strategy = make()
+    with strategy.scope():
+        model = compiled()
+    model.fit(X, Y, batch_size=4, verbose=0)
+    return [strategy, model]
+
+
+def custom_loop() -> list[Any]:
+    strategy = ks.MirroredStrategy(TWO)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+        metric = keras.metrics.Mean()
+
+    def on_replica(x: Any, y: Any) -> Any:
+        def loss_of(x: Any, y: Any) -> Any:
+            return ops.sum(ops.square(model(x, training=True) - y)) / len(X)
+
+        variables = model.trainable_variables
+        loss, gradients = ks.value_and_grad(loss_of, variables)(x, y)
+        optimizer.apply(gradients, variables)
+        metric.update_state(loss)
+        return loss
+
+    @ks.function
+    def step(x: Any, y: Any) -> Any:
+        return strategy.reduce("sum", strategy.run(on_replica, args=(x, y)))
+
+    for x, y in strategy.experimental_distribute_dataset((X, Y), batch_size=4):
+        step(x, y)
+    return [strategy, model, optimizer]
+
+
+RUNS: dict[str, Callable[[], list[Any]]] = {
+    "mirrored": lambda: fit_under(lambda: ks.MirroredStrategy(TWO)),
+    "one_device": lambda: fit_under(lambda: ks.OneDeviceStrategy("cpu:0")),
+    "central": lambda: fit_under(
+        lambda: ks.CentralStorageStrategy(TWO, "cpu:0", always_split=True)
+    ),
+    "custom_loop": custom_loop,
+}
+if BACKEND == "torch":
+    RUNS["always_split"] = lambda: fit_under(
+        lambda: ks.MirroredStrategy(TWO, always_split=True)
+    )
+if BACKEND == "jax":
+    RUNS["model_parallel"] = lambda: fit_under(
+        lambda: ks.ModelParallelStrategy("auto", TWO, 2, min_shard_bytes=0)
+    )
+FAST = ("mirrored", "custom_loop", "always_split")
+
+
+class Usage:
+    """What the process has: threads, file descriptors, megabytes."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        process = psutil.Process()
+        self.threads = threading.active_count()
+        self.descriptors = process.num_fds()
+        self.megabytes = process.memory_info().rss / 2**20
+
+
+def repeated(run: Callable[[], list[Any]], times: int) -> tuple[list[str], Usage]:
+    """What is alive of all runs, by its type; what the second one left in use."""
+    references = []
+    first = None
+    for i in range(times):
+        references += [(type(made), weakref.ref(made)) for made in run()]
+        if i == 1:
+            first = Usage()
+    assert first is not None
+    gc.collect()
+    alive = [kind.__name__ for kind, made in references if made() is not None]
+    return alive, first
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in RUNS
+    ],
+)
+def test_nothing_is_left_of_a_strategy(name: str) -> None:
+    alive, first = repeated(RUNS[name], 3)
+    last = Usage()
+    assert alive == []
+    assert last.threads <= first.threads
+    assert last.descriptors <= first.descriptors
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="replicas have threads on Torch only")
+def test_threads_of_torch_do_not_wait_for_the_garbage_collector() -> None:
+    run = RUNS["always_split"]
+    gc.disable()
+    try:
+        held = run()
+        before = threading.active_count()
+        held += run() + run()
+        assert threading.active_count() == before
+    finally:
+        gc.enable()
+    del held
+    gc.collect()
+
+
+# Thirty programs are compiled on other backends than Torch.
+@(pytest.mark.slow if BACKEND == "torch" else pytest.mark.nightly)
+@pytest.mark.parametrize("name", ["mirrored", "custom_loop"])
+def test_memory_of_thirty_runs(name: str) -> None:
+    """Thirty runs need no more memory than thirty of plain Keras, within 60 MB."""
+    _, first = repeated(plain, 30)
+    of_keras = Usage().megabytes - first.megabytes
+    alive, first = repeated(RUNS[name], 30)
+    last = Usage()
+    assert alive == []
+    assert last.threads <= first.threads
+    assert last.descriptors <= first.descriptors
+    assert last.megabytes - first.megabytes < max(of_keras, 0) + 60
