@@ -23,8 +23,8 @@ TWO = ["cpu:0", "cpu:1"]
 
 
 def compiled() -> keras.Model:
-    layers = [keras.layers.Dense(4), keras.layers.Dropout(0.1), keras.layers.Dense(3)]
-    model = keras.Sequential([keras.Input((6,)), *layers])
+    hidden = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    model = keras.Sequential([keras.Input((6,)), *hidden, keras.layers.Dense(3)])
     model.compile("sgd", "mse", jit_compile=False)
     return model
 
@@ -32,6 +32,7 @@ def compiled() -> keras.Model:
 def plain() -> list[Any]:
     model = compiled()
     model.fit(X, Y, batch_size=4, verbose=0)
+    model.evaluate(X, Y, batch_size=4, verbose=0)
     return [model]
 
 
@@ -40,6 +41,7 @@ def fit_under(make: Callable[[], Any]) -> list[Any]:
     with strategy.scope():
         model = compiled()
     model.fit(X, Y, batch_size=4, verbose=0)
+    model.evaluate(X, Y, batch_size=4, verbose=0)
     return [strategy, model]
 
 

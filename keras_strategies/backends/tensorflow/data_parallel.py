@@ -264,6 +264,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         if not sources or not differentiable:
             return [job.combine(channel) for channel in channels]
         connected = iter(_boundary(job, sources, differentiable))
+        job.close_tapes()
         return [
             next(connected) if _is_float(c.parts[0]) else job.combine(c)
             for c in channels
@@ -398,12 +399,22 @@ class _Job:
             for _ in self.sizes
         ]
 
+    def close_tapes(self) -> None:
+        """Drops the tapes of a graph in which no outer tape asks for gradients.
+
+        A tape refers to tensors and so to the graph, whose boundary refers to this job,
+        and the garbage collector does not see what a tape refers to. Gradients that are
+        asked for later, as by a tape around the graph's function, come from the graph.
+        """
+        if not tf.executing_eagerly() and not record.could_possibly_record():
+            self.tapes = [None] * len(self.sizes)
+
     def _gradients(
         self, i: int, targets: list[Any], sources: list[Any], given: list[Any]
     ) -> list[Any]:
         """From a replica's tape; those that it has given already, from its graph."""
         tape = self.tapes[i]
-        if i in self.asked and not tape._persistent:
+        if tape is None or (i in self.asked and not tape._persistent):
             found = gradients_util._GradientsHelper(
                 targets, sources, given, src_graph=self.graph
             )
