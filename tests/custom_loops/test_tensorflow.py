@@ -99,6 +99,20 @@ def test_regularization_losses_are_read_under_every_strategy(strategy):
     assert_alike(train_with_tape(strategy, rows, False, regularized), expected)
 
 
+def test_a_variable_of_tensorflow_in_a_scope_says_that_it_is_one_for_all(mirrored):
+    with mirrored.scope(), pytest.warns(UserWarning, match="Use `keras.Variable"):
+        tf.Variable(0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        tf.Variable(0.0)
+        with mirrored.scope():
+            model = built()
+            model.compile("adam", "mse", metrics=["mae"])
+        model.fit(np.zeros((8, 6)), np.zeros(8), batch_size=4, verbose=0)
+        with ks.OneDeviceStrategy("cpu:0").scope():
+            tf.Variable(0.0)
+
+
 def test_variables_made_in_a_run_are_mirrored_as_all_are(mirrored):
     _, spread = uneven()
     with mirrored.scope():

@@ -21,6 +21,10 @@ from keras_strategies.backends.tensorflow.devices import device_of, tf_device
 from keras_strategies.backends.tensorflow.gradients import in_dtype_of
 from keras_strategies.backends.tensorflow.input import AheadPlacer
 from keras_strategies.backends.tensorflow.mirrors import MirroredVariable, mirror
+from keras_strategies.backends.tensorflow.plain_variables import (
+    made_by_keras,
+    warning_of_plain_variables,
+)
 from keras_strategies.backends.tensorflow.replicas import ReplicaEngine
 from keras_strategies.backends.tensorflow.run import (
     TensorFlowRun,
@@ -76,6 +80,9 @@ class TensorFlowTrainer(TrainerAdapter):
         with (
             keras_compat.batches_placed_by(self.placer),
             keras.device(str(self.placement.variables)),
+            contextlib.nullcontext()
+            if self.placement.is_single
+            else warning_of_plain_variables(self.placement.share.total),
         ):
             yield
 
@@ -211,7 +218,8 @@ def _initialize(variable: Any, original: Callable[[Any], None], value: Any) -> N
     strategy = keras_compat.strategy_of(variable)
     if strategy is None:
         strategy = context.current_strategy()
-    if strategy is None:
-        original(value)
-    else:
-        strategy.trainer.initialize(variable, original, value)
+    with made_by_keras():
+        if strategy is None:
+            original(value)
+        else:
+            strategy.trainer.initialize(variable, original, value)
