@@ -291,3 +291,68 @@ def test_gradients_of_gradients_are_exact(options: str) -> None:
     assert_same(expected, found, 1e-5, f"MirroredStrategy ({options})")
     said = [w for w in caught if "is differentiated itself" in str(w.message)]
     assert len(said) == (0 if BACKEND == "torch" and options == "default" else 1)
+
+
+# State for each row of a batch; inputs whose rows do not correspond.
+
+
+def stateful() -> keras.Model:
+    inputs = keras.Input(batch_shape=(8, 3, 2))
+    hidden = layers.LSTM(4, stateful=True)(inputs)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax")(hidden))
+
+
+class GraphConvolution(keras.Model):
+    """Nodes, and edges as pairs of indices into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(5, "tanh"), layers.Dense(3, "softmax")
+
+    def build(self, shapes: Any) -> None:
+        self.first.build((None, 6))
+        self.last.build((None, 5))
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        nodes, edges = inputs
+        sent = ops.take(self.first(nodes), edges[:, 0], axis=0)
+        count = ops.shape(nodes)[0]
+        return self.last(ops.segment_sum(sent, edges[:, 1], num_segments=count))
+
+
+def graph() -> keras.Model:
+    model = GraphConvolution()
+    model.build(None)
+    return model
+
+
+def graphs() -> tuple[Any, Any]:
+    edges = np.random.default_rng(1).integers(0, 12, (30, 2)).astype("int32")
+    return (X[:12], edges), Y[:12]
+
+
+BATCHES = {
+    "stateful": (stateful, lambda: (X[:8].reshape(8, 3, 2), Y[:8])),
+    "graph": (graph, graphs),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_rows_that_do_not_correspond_are_exact(name: str, options: str) -> None:
+    make, batch = BATCHES[name]
+
+    def script(case: Case, model: Any, data: Any) -> Any:
+        x, y = batch()
+        x = keras.tree.map_structure(ops.convert_to_tensor, x)
+        y = ops.convert_to_tensor(y)
+        return {"logs": [float(model.train_on_batch(x, y)) for _ in range(3)]}
+
+    case = Case(name, model=make, script=script)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(case, mirrored(**OPTIONS[options]))
+    assert_same(train(case), found, 1e-5, f"MirroredStrategy ({options})")
+    said = any("split by rows" in str(w.message) for w in caught)
+    assert said == (BACKEND != "jax")

@@ -38,6 +38,8 @@ def split_sizes(rows: int, parts: int) -> list[int]:
 def check_batch(batch: Any) -> None:
     """Raises an error if a batch has no rows to split, or parts that do not agree.
 
+    Inputs may have several lengths, as those of a graph do: nodes and edges.
+
     Args:
         batch: `x`, or a tuple or list of `x`, `y` and `sample_weight`: structures of
             what has a `shape`, whose first entry is the number of rows or None.
@@ -61,7 +63,12 @@ def check_batch(batch: Any) -> None:
             "`dataset.batch(batch_size)`; batch_size is the global batch."
         )
     lengths = {shape[0] for shape in shapes.values()} - {None}
-    if len(lengths) > 1:
+    inputs = {
+        shape[0] for name, shape in shapes.items() if name.split("[")[0] == "x"
+    } - {None}
+    # A graph for each batch has inputs of several lengths: nodes and edges. The layer
+    # calls on them are not split.
+    if len(lengths) > 1 and len(inputs) < 2:
         raise BatchError(
             "All parts of a batch have one row per sample, so their first axes are "
             f"equally long. The input yields {found}. If these are single samples, "

@@ -137,7 +137,11 @@ class TorchDataParallelCall(DataParallelCall):
             return None
         self._spread = spread
         if self._may_call_whole:
-            work = self._work_of(layer, call_few)
+            try:
+                work = self._work_of(layer, call_few)
+            except Exception:
+                # It fails on a part of its rows: the check of rows reports it.
+                return sizes
             self._were_small.append(not work.worth_splitting(rows, len(sizes)))
             if self._were_small[-1]:
                 return None
