@@ -140,7 +140,8 @@ class TorchDataParallelCall(DataParallelCall):
             try:
                 work = self._work_of(layer, call_few)
             except Exception:
-                # It fails on a part of its rows: the check of rows reports it.
+                # Whatever a layer raises on some of its rows: the check of rows, which
+                # follows, calls it so too, reports the error and leaves it unsplit.
                 return sizes
             self._were_small.append(not work.worth_splitting(rows, len(sizes)))
             if self._were_small[-1]:
