@@ -67,7 +67,8 @@ class DataParallelCall(abc.ABC):
         self.strategy = strategy
         self.placement = strategy.placement
         self._not_by_rows: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._row_checks = RowChecks()
+        workers = strategy.placement.workers
+        self._row_checks = RowChecks(None if workers is None else workers.group)
         # The call that is being split; calls do not nest.
         self._layer_call: LayerCall | None = None
         # Layers of which gradients of gradients were computed.

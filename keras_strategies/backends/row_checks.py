@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from keras import ops
@@ -32,6 +32,9 @@ from keras_strategies.backends.row_probes import (
     run_probe,
     taken,
 )
+
+if TYPE_CHECKING:
+    from keras_strategies.cluster.group import WorkerGroup
 
 PROBE_ROWS = 32
 # Repetitions of each of the two rows of the second batch.
@@ -62,9 +65,16 @@ class RowCheck:
 
 
 class RowChecks:
-    """Results of the checks of all layers that a strategy calls."""
+    """Results of the checks of all layers that a strategy calls.
 
-    def __init__(self) -> None:
+    Args:
+        group: the workers that make the same calls, or None. A layer is split on all
+            of them or on none: rounding near the tolerance could make one worker find
+            a difference that another one does not find, and wait for its collectives.
+    """
+
+    def __init__(self, group: WorkerGroup | None = None) -> None:
+        self._group = group
         self._found: weakref.WeakKeyDictionary[Any, dict[Any, RowCheck]] = (
             weakref.WeakKeyDictionary()
         )
@@ -82,10 +92,24 @@ class RowChecks:
         # A check of two rows says little about a batch of many.
         if known is not None and (known.problem or rows < 2 * known.rows):
             return known, False
-        result = _compare(backend, call, rows)
+        result = self._agreed(call, _compare(backend, call, rows))
         if result.problem is None:
             self.add(call, result)
         return result, True
+
+    def _agreed(self, call: LayerCall, own: RowCheck) -> RowCheck:
+        """The result of all workers: a problem that one of them has found counts."""
+        if self._group is None:
+            return own
+        every = self._group.gather_values(
+            f"the check of layer {call.layer.name!r}", [own.problem, own.loss_kinds]
+        )
+        for problem, _ in every:
+            if problem is not None:
+                return RowCheck(own.rows, problem)
+        if any(tuple(kinds) != own.loss_kinds for _, kinds in every):
+            return RowCheck(own.rows, "workers disagree on the kinds of its losses")
+        return own
 
     def add(self, call: LayerCall, result: RowCheck) -> None:
         self._found.setdefault(call.layer, {})[call.key()] = result

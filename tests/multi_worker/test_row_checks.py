@@ -1,0 +1,69 @@
+"""Workers split a layer's calls on all of them or on none."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() == "jax", reason="JAX does not split layer calls"
+)
+X = np.random.default_rng(3).normal(size=(14, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+class Centered(layers.Layer):
+    """Subtracts the mean of the batch, which no slice of it has."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+        self.built = True
+
+    def call(self, x):
+        return self.scale * (x - ops.mean(x, axis=0))
+
+
+def fitted(strategy, mixes_rows: bool):
+    """Weights after a batch of 8 rows and one of 6."""
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,))])
+        if mixes_rows:
+            model.add(Centered())
+        model.add(layers.Dense(1))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    return [ops.convert_to_numpy(variable) for variable in model.trainable_variables]
+
+
+@pytest.mark.parametrize("who", ["all", "worker 1"])
+def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
+    def program(strategy):
+        from keras_strategies.backends import row_checks
+
+        compare = row_checks._compare
+        if who == "worker 1" and strategy.workers.group.index == 1:
+            # As if rounding had made the difference.
+            row_checks._compare = lambda backend, call, rows: row_checks.RowCheck(
+                rows, "its output 0 depends on the batch as a whole"
+            )
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                weights = fitted(strategy, mixes_rows=who == "all")
+        finally:
+            row_checks._compare = compare
+        said = [w for w in caught if "split by rows" in str(w.message)]
+        return weights, len(said)
+
+    expected = fitted(ks.OneDeviceStrategy("cpu:0"), mixes_rows=who == "all")
+    for weights, warned in cluster(program):
+        assert warned == 1
+        for one, other in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
