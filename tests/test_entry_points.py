@@ -59,7 +59,8 @@ ORDERS = [
     f"import keras_strategies as ks; assert not ks.has_strategy(); {CENTRAL}",
     f"import keras_strategies.context as c; assert not c.has_strategy(); "
     f"import keras_strategies as ks; {CENTRAL}",
-    f"import keras_strategies as ks; ks.get_strategy(); {CENTRAL}",
+    "import keras_strategies as ks; ks.set_virtual_cpu_devices(2); ks.get_strategy(); "
+    f"{CENTRAL}",
     f"import keras_strategies as ks; ks.experimental.coordinator; {CENTRAL}",
     f"import keras_strategies.coordinator; import keras_strategies as ks; {CENTRAL}",
     f"import keras_strategies.experimental.coordinator; "

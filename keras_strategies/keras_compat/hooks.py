@@ -324,9 +324,9 @@ def install(hooks: ModelHooks) -> None:
     hook_state_trees()
     replace(saving_lib, "_load_model_from_fileobj", wrap_load_model)
     replace(Model, "load_weights", wrap_load_weights)
-    for name in ("save", "save_weights", "export"):
+    for name in ("save", "save_weights"):
         replace(Model, name, wrap_save)
-    replace(Model, "export", wrap_export)
+    replace(Model, "export", lambda original: wrap_export(wrap_save(original)))
     replace(Trainer, "_symbolic_build", wrap_build)
     replace(EpochIterator, "__init__", wrap_epochs)
     replace(BaseOptimizer, "apply", wrap_apply)

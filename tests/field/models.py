@@ -76,12 +76,6 @@ def pictures(rows: int) -> Data:
     return Data(x, random.integers(0, CLASSES, rows))
 
 
-def captions(rows: int) -> Data:
-    """Images and texts; the target is the row's number in its batch of four."""
-    ids, _ = _words(rows, 8)
-    return Data({"images": pictures(rows).x, "token_ids": ids}, np.arange(rows) % 4)
-
-
 # --- Models -------------------------------------------------------------------
 
 # Of most transformers: a vocabulary, two layers of two heads, no dropout, because
@@ -111,11 +105,6 @@ def sgd() -> Any:
 
 def adam() -> Any:
     return keras.optimizers.Adam(1e-3)
-
-
-def slow_sgd() -> Any:
-    """For logits that small changes of the weights change much."""
-    return keras.optimizers.SGD(0.002)
 
 
 def compiled(model: keras.Model, optimizer: Callable[[], Any] = sgd) -> keras.Model:
@@ -254,16 +243,6 @@ def mobilenet() -> keras.Model:
     )
 
 
-def clip() -> keras.Model:
-    """Logits of each image with each text of the batch: rows depend on each other."""
-    shape = {"num_layers": 1, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 32}
-    images = hub.CLIPVisionEncoder(8, image_shape=(SIZE, SIZE, 3), **shape)
-    texts = hub.CLIPTextEncoder(VOCABULARY, 16, max_sequence_length=LENGTH, **shape)
-    backbone = hub.CLIPBackbone(images, texts, projection_dim=8)
-    model = keras.Model(backbone.input, backbone.output["vision_logits"])
-    return compiled(model, slow_sgd)
-
-
 def densenet() -> keras.Model:
     return classifies_pictures(
         hub.DenseNetBackbone(
@@ -295,7 +274,7 @@ def of_next_words(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
 PHI = {**GROUPED, "max_sequence_length": LENGTH, "pretraining_sequence_length": LENGTH}
 FALCON = {k: v for k, v in SHAPE.items() if k not in ("num_heads", "dropout")}
 CASES = [
-    of_sentences("bert", "Bert"),
+    of_sentences("bert", "Bert", small=True),
     of_sentences("roberta", "Roberta"),
     of_sentences("deberta", "DebertaV3", bucket_size=4),
     of_sentences("albert", "Albert", embedding_dim=8),
@@ -320,6 +299,5 @@ CASES = [
     FieldCase("resnet", resnet, pictures),
     FieldCase("efficientnet", efficientnet, pictures),
     FieldCase("mobilenet", mobilenet, pictures),
-    FieldCase("clip", clip, captions),
     FieldCase("densenet", densenet, pictures),
 ]

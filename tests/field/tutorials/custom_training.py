@@ -48,7 +48,7 @@ class Loop:
             self.train_accuracy = keras.metrics.SparseCategoricalAccuracy()
             self.test_accuracy = keras.metrics.SparseCategoricalAccuracy()
             self.model = create_model()
-            self.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            self.optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         self.distributed_train_step = ks.function(self._distributed_train_step)
         self.distributed_test_step = ks.function(self._distributed_test_step)
 
