@@ -132,6 +132,11 @@ class _ProbeReplica(context.ReplicaContext):
         self._collectives = collectives
 
     @property
+    def replica_id_in_sync_group(self) -> int:
+        self._collectives.of_user = True
+        return super().replica_id_in_sync_group
+
+    @property
     def synchronizes_batch_norm(self) -> bool:
         return True
 
@@ -219,11 +224,16 @@ def run_probe(
         replica = _ProbeReplica(backend.strategy, replica_id, collectives)
         return _call(backend, call, leaves, replica, with_inner)
 
-    unsplit = run(0, 0, rows)
-    parts = []
-    for replica_id, (start, stop) in enumerate([(0, sizes[0]), (sizes[0], rows)]):
-        collectives.replay()
-        parts.append(run(replica_id, start, stop))
+    try:
+        unsplit = run(0, 0, rows)
+        parts = []
+        for replica_id, (start, stop) in enumerate([(0, sizes[0]), (sizes[0], rows)]):
+            collectives.replay()
+            parts.append(run(replica_id, start, stop))
+    except Exception as error:
+        if collectives.of_user:
+            raise UsesReplicasError from error
+        raise
     return Probe(sizes, unsplit, parts, collectives)
 
 
@@ -273,6 +283,10 @@ def first_rows(backend: ProbeBackend, call: LayerCall, rows: int) -> list[Any]:
 
 def taken(batch: list[Any], indices: Sequence[int]) -> list[Any]:
     return [leaf.take(indices) if isinstance(leaf, Rows) else leaf for leaf in batch]
+
+
+class UsesReplicasError(RuntimeError):
+    """A layer that uses its `ReplicaContext` failed in a probe, which is no replica."""
 
 
 class DifferentRowsError(ValueError):

@@ -298,3 +298,30 @@ def test_an_error_in_a_replica_keeps_its_type(cluster):
         return None
 
     assert cluster(program) == ['"of the user\'s"'] * 2
+
+
+@BOTH
+def test_what_run_makes_is_equal_on_all_workers_and_is_saved_by_the_chief(
+    cluster, tmp_path
+):
+    path = str(tmp_path / "loop.ckpt")
+
+    def program(strategy):
+        layer = keras.layers.Dense(2)
+
+        def fn(x):
+            return layer(ops.reshape(x, (1, 1)))
+
+        strategy.run(fn, args=(ids(strategy),))
+        kernel = numpy(layer.kernel)
+        checkpoint = ks.Checkpoint(layer=layer)
+        checkpoint.save(path)
+        layer.kernel.assign(np.zeros_like(kernel))
+        checkpoint.restore(path)
+        return kernel, numpy(layer.kernel)
+
+    results = list(cluster(program))
+    for kernel, restored in results:
+        np.testing.assert_array_equal(kernel, results[0][0])
+        np.testing.assert_array_equal(restored, kernel)
+    assert [file.name for file in tmp_path.iterdir()] == ["loop.ckpt"]
