@@ -1,0 +1,293 @@
+"""Plants one mistake at a time, and shows which tests find it.
+
+Each mutant below is a plausible mistake in a place that decides whether numbers are
+right, or whether a failure is reported. The suite is as good as its ability to fail on
+them: a mutant that no test finds is a missing test. For each mutant the tests are
+named that are expected to find it, each of them part of `make test`.
+
+    python tests/mutants.py                    # all mutants
+    python tests/mutants.py gradient_mean last # those whose names contain a word
+    python tests/mutants.py --list
+
+The working tree is not touched: a mutant is planted in a copy. The table has a row for
+each mutant and a column for each backend. `found` means that a test failed; `alive`,
+that all passed; `clean?`, that the tests fail without the mutant. The exit code is 1
+unless every mutant is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("keras_strategies", "tests", "examples", "pyproject.toml")
+SECONDS = 600
+
+Tests = dict[str, str]
+
+
+def _everywhere(tests: str) -> Tests:
+    return dict.fromkeys(("jax", "torch", "tensorflow"), tests)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake, and what finds it.
+
+    Args:
+        name: what the table calls it.
+        file: path below `keras_strategies`.
+        before: the code that is replaced; it occurs exactly once.
+        after: the mistake.
+        tests: by backend, arguments of pytest: the cheapest tests that find it.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: Tests
+
+    def plant(self, root: Path) -> None:
+        path = root / "keras_strategies" / self.file
+        source = path.read_text()
+        if source.count(self.before) != 1:
+            raise SystemExit(
+                f"Mutant {self.name!r} replaces code of {self.file} that occurs "
+                f"{source.count(self.before)} times, and should occur once. Change "
+                f"the mutant with the code:\n{self.before}"
+            )
+        path.write_text(source.replace(self.before, self.after))
+
+
+EXACTNESS = "tests/test_exactness.py::test_same_as_one_device"
+RUN = "tests/custom_loops/test_run.py"
+
+MUTANTS = [
+    # Gradients and what happens to them.
+    Mutant(
+        "gradient_mean_torch",
+        "backends/torch/spread.py",
+        "            total = total + part\n        return total\n",
+        "            total = total + part\n        return total / len(present)\n",
+        {"torch": f"{EXACTNESS}[size_3-mirrored_2]"},
+    ),
+    Mutant(
+        "gradient_mean_tensorflow",
+        "backends/tensorflow/gradients.py",
+        "    return tf.add_n([tf.convert_to_tensor(gradient) for",
+        "    return 0.5 * tf.add_n([tf.convert_to_tensor(gradient) for",
+        {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
+    ),
+    Mutant(
+        "gradient_mean_jax",
+        "backends/jax/reductions.py",
+        "    ReduceOp.SUM: lax.psum,",
+        "    ReduceOp.SUM: lax.pmean,",
+        {"jax": "tests/custom_loops/test_training.py -k portable_loop"},
+    ),
+    Mutant(
+        "wrong_rows_of_gradients_over_workers",
+        "backends/torch/spread.py",
+        "return tensor[self.start : self.start + sum(self.sizes)]",
+        "return tensor[: sum(self.sizes)]",
+        {"torch": "tests/multi_worker/test_exactness.py -k size_3"},
+    ),
+    Mutant(
+        "central_update_with_half_the_gradient",
+        "backends/jax/central.py",
+        "        self._gradients = list(grads)",
+        "        self._gradients = [g / 2 for g in grads]",
+        {"jax": f"{EXACTNESS}[global_clipnorm-central] {EXACTNESS}[on_batch-central]"},
+    ),
+    Mutant(
+        "copies_keep_old_values",
+        "backends/tensorflow/mirrors.py",
+        "                    done.append(copy.assign(value, read_value=False))",
+        "                    done.append(copy.read_value())",
+        {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
+    ),
+    # Rows, weights, losses.
+    Mutant(
+        "last_rows_dropped",
+        "input/sharding.py",
+        "    return [base + 1] * larger + [base] * (parts - larger)",
+        "    return [base] * parts",
+        _everywhere("tests/input/test_datasets.py -k the_last_batch_is_smaller"),
+    ),
+    Mutant(
+        "last_batches_of_other_workers_dropped",
+        "input/joined.py",
+        "            if not found:\n                return",
+        "            if len(found) < len(parts):\n                return",
+        {"torch": "tests/multi_worker/test_input.py -k different_amounts"},
+    ),
+    # State of layers and metrics.
+    Mutant(
+        "metric_by_mean",
+        "backends/run_scope.py",
+        "        return sum(values[1:], start=values[0])\n"
+        '    if variable.aggregation == "mean":',
+        "        return sum(values[1:], start=values[0]) / len(values)\n"
+        '    if variable.aggregation == "mean":',
+        _everywhere(f"{RUN} -k on_read_variables_are_brought_together"),
+    ),
+    Mutant(
+        "seeds_equal",
+        "keras_compat/variables.py",
+        "    return (replica_id * 1_327_217_885) % 2**31",
+        "    return 0",
+        _everywhere(f"{RUN} -k random_layers_draw"),
+    ),
+    Mutant(
+        "seeds_equal_in_sharded_programs",
+        "backends/jax/replica_scope.py",
+        "    return value.at[0].add(offset)",
+        "    return value",
+        {"jax": f"{RUN} -k random_layers_draw"},
+    ),
+    # Parameter servers.
+    Mutant(
+        "update_applied_twice",
+        "coordinator/store.py",
+        "        return closure >= self.done and self.steps.get(closure, -1) < step",
+        "        return closure >= self.done",
+        {"torch": "tests/parameter_server/test_store.py -k counts_once"},
+    ),
+    Mutant(
+        "loss_scale_per_worker",
+        "coordinator/loss_scale.py",
+        "        if scale != self.used:\n            return\n",
+        "",
+        {"torch": "tests/parameter_server/test_loss_scale.py -k halved_once"},
+    ),
+    Mutant(
+        "worker_does_not_clip",
+        "coordinator/gradients.py",
+        "    if clips and not optimizer.gradient_accumulation_steps:",
+        "    if False:",
+        {"torch": "tests/parameter_server/test_optimizers.py -k clip"},
+    ),
+    # Failures.
+    Mutant(
+        "late_worker_not_named",
+        "cluster/group/hub.py",
+        'named = " and ".join(f"worker {i} ({self._addresses[i]})" for i in missing)',
+        'named = "some worker"',
+        {"torch": "tests/cluster/test_group.py -k never_comes"},
+    ),
+    Mutant(
+        "lost_worker_not_noticed",
+        "cluster/group/hub.py",
+        "                    if silent > self._timeout and not member.has_left:",
+        "                    if silent > 1000 * self._timeout and not member.has_left:",
+        {"torch": "tests/cluster/test_group.py -k lost_process"},
+    ),
+    # Values that replicas exchange.
+    Mutant(
+        "mean_of_means",
+        "strategies/base.py",
+        "        return total / self.num_replicas_in_sync if mean else total",
+        "        return total / self.workers.group.count if mean else total",
+        {"torch": "tests/multi_worker/test_custom_loops.py -k reduce"},
+    ),
+]
+
+
+def copy_tree(target: Path) -> None:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+            shutil.copytree(source, target / name, ignore=ignored)
+        else:
+            shutil.copy2(source, target / name)
+
+
+def failed_test(root: Path, backend: str, arguments: str) -> str | None:
+    """The first test that fails; None if all pass."""
+    selected, _, expression = arguments.partition(" -k ")
+    options = ["-k", expression] if expression else []
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-m", "not gpu", *selected.split(), *options],
+        cwd=root,
+        env={
+            **os.environ,
+            "KERAS_BACKEND": backend,
+            "PYTHONPATH": str(root),
+            "OMP_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    if done.returncode == 0:
+        return None
+    lines = done.stdout.splitlines()
+    for line in lines:
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.split(" - ")[0].split(" ", 1)[1]
+    raise SystemExit(
+        f"pytest ended with exit code {done.returncode} and named no failed test "
+        f"({backend}, {arguments}):\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
+
+
+def examine(mutant: Mutant) -> list[tuple[str, str, str]]:
+    """For each backend what came of the mutant, and the test that found it."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        copy_tree(root)
+        for backend, tests in mutant.tests.items():
+            if (failed := failed_test(root, backend, tests)) is not None:
+                rows.append((backend, "clean?", failed))
+                continue
+            mutant.plant(root)
+            failed = failed_test(root, backend, tests)
+            rows.append((backend, "alive" if failed is None else "found", failed or ""))
+            shutil.copy2(
+                ROOT / "keras_strategies" / mutant.file,
+                root / "keras_strategies" / mutant.file,
+            )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="only mutants with one in their name")
+    parser.add_argument("--list", action="store_true", help="print their names")
+    parser.add_argument("--check", action="store_true", help="only try to plant them")
+    options = parser.parse_args()
+    words = options.words or [""]
+    chosen = [m for m in MUTANTS if any(word in m.name for word in words)]
+    if options.list:
+        print("\n".join(mutant.name for mutant in chosen))
+        return 0
+    if options.check:
+        for mutant in chosen:
+            with tempfile.TemporaryDirectory() as folder:
+                copy_tree(Path(folder))
+                mutant.plant(Path(folder))
+        return 0
+    outcomes = []
+    for mutant in chosen:
+        for backend, outcome, test in examine(mutant):
+            outcomes.append(outcome)
+            print(f"{mutant.name:40} {backend:11} {outcome:7} {test}", flush=True)
+    print(f"{outcomes.count('found')} of {len(outcomes)} found")
+    return int(any(outcome != "found" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
