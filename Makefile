@@ -17,14 +17,13 @@ ifeq ($(filter stable nightly,$(KERAS)),)
 $(error KERAS is "$(KERAS)"; expected stable or nightly)
 endif
 
-.PHONY: help env demo test lint suites field format bench notebooks clean
+.PHONY: help env demo test check test-full lint field format bench notebooks clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  KS_BACKENDS=jax,torch   only these backends (default: all three)"
-	@echo "  KS_FAST=1               without the tests marked slow"
-	@echo "  KS_NIGHTLY=1            with the tests marked nightly"
+	@echo "  TESTS='tests/input ...' only these files or folders of tests"
 	@echo "  KERAS=nightly           with keras-nightly, in .venv-nightly"
 	@echo "  VENV=DIR PYTHON=EXE     another environment, another Python"
 	@echo "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
@@ -35,18 +34,22 @@ env: $(stamp) ## Make the environment
 demo: $(stamp) ## Train the digits example on each backend and print a table
 	$(bin)/python examples/demo.py
 
-test: lint suites ## Lint, check types, and run every test on each backend
+check: $(stamp) ## Before a commit: lint, types and the quickest tests, two minutes
+	$(bin)/python tests/run.py --lint --check
+
+test: $(stamp) ## Lint, types, and a test of every promise on each backend, 15 minutes
+	$(bin)/python tests/run.py --lint $(TESTS)
+
+test-full: $(stamp) ## The same and every nightly test: the cross product, some hours
+	$(bin)/python tests/run.py --lint --nightly $(TESTS)
 
 lint: $(stamp) ## Check style and types
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 
-suites: $(stamp) ## Run every test on each backend
-	$(bin)/python tests/run.py
-
 field: $(stamp) ## Run the field suite, nightly part included, and print its table
-	KS_NIGHTLY=1 KS_SUITES=field $(bin)/python tests/run.py; status=$$?; \
+	$(bin)/python tests/run.py --nightly tests/field; status=$$?; \
 	    $(bin)/python -m tests.field.table; exit $$status
 
 format: $(stamp) ## Format the code and mend what ruff can
@@ -62,7 +65,7 @@ notebooks: $(stamp) ## Execute every notebook on each backend
 	done
 
 clean: ## Remove the environments, caches and logs
-	rm -rf .venv .venv-nightly .test-logs build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-nightly .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # keras-hub comes alone: it would bring tensorflow-text and with it another TensorFlow.

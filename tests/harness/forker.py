@@ -10,6 +10,7 @@ does: with `atexit`, and with the threads that it has started.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import select
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -74,13 +75,24 @@ class Forker:
     Args:
         imports_strategies: bool, whether scripts find `keras_strategies` imported;
             False for scripts that test the order of its imports.
+        also: names of other modules that scripts find imported.
+        environment: what the forking process has instead of this one's environment.
+        errors: Path of a file for what its imports print; otherwise they print here.
     """
 
-    def __init__(self, imports_strategies: bool = True) -> None:
+    def __init__(
+        self,
+        imports_strategies: bool = True,
+        also: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        errors: Path | None = None,
+    ) -> None:
+        given = os.environ if environment is None else environment
+        modules = ["keras_strategies"] if imports_strategies else []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.forker", str(int(imports_strategies))],
+            [sys.executable, "-m", "harness.forker", *modules, *also],
             env={
-                **os.environ,
+                **given,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 # Libraries that start threads when they are imported cannot be forked.
                 "OMP_NUM_THREADS": "1",
@@ -88,6 +100,7 @@ class Forker:
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=None if errors is None else errors.open("wb"),
             text=True,
             bufsize=1,
         )
@@ -175,7 +188,9 @@ def _reap(logs: dict[int, Path]) -> None:
 def _main() -> None:
     import keras
 
-    if sys.argv[1] == "1":
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    if "keras_strategies" in sys.argv:
         import keras_strategies as ks
 
         assert ks.MultiWorkerMirroredStrategy
