@@ -30,6 +30,10 @@ from keras_strategies.types import ReduceOp
 
 ks.set_virtual_cpu_devices(4)
 
+# mirrored_2: a step is one program over a mesh; central: it is two programs, with an
+# update on a device of its own; one_device: Keras's own program on another device than
+# the default one. mirrored_4 runs what mirrored_2 runs, and central_overlapping what
+# central runs, with arrays that are on the parameter device already.
 STRATEGIES = {
     "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
     "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
@@ -39,7 +43,16 @@ STRATEGIES = {
         ["cpu:0", "cpu:1"], "cpu:0"
     ),
 }
-on_each = pytest.mark.parametrize("name", STRATEGIES)
+
+
+def on(*names: str):
+    """Parametrizes with these strategies; with the others in the nightly run."""
+    others = [n for n in STRATEGIES if n not in names]
+    nightly = [pytest.param(n, marks=pytest.mark.nightly) for n in others]
+    return pytest.mark.parametrize("name", [*names, *nightly])
+
+
+on_each_kind = on("mirrored_2", "central", "one_device")
 
 
 def rows(count: int):
@@ -82,6 +95,28 @@ def make_model(optimizer=None, **compile_arguments):
     )
     model.get_layer("counting").counts.update({True: 0, False: 0})
     return model
+
+
+def small_model(optimizer=None):
+    """A model that compiles quickly, for what does not depend on its layers."""
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [keras.Input((6,)), Counting(name="counting"), layers.Dense(3), layers.Dense(1)]
+    )
+    model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    model.get_layer("counting").counts.update({True: 0, False: 0})
+    return model
+
+
+@functools.cache
+def trained(name):
+    """A strategy and a small model that has been trained; tests go on from there."""
+    x, y, _ = rows(22)
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model = small_model()
+    model.fit(x, y, batch_size=8, verbose=0)
+    return strategy, model
 
 
 def scope_of(strategy):
@@ -130,16 +165,19 @@ def assert_same(found, expected, tolerance=1e-5):
 
 
 # --- The same numbers -----------------------------------------------------------
+#
+# `tests/test_exactness.py` trains each optimizer, any number of rows and each way to
+# run a step under one device, two and four mirrored replicas and central storage. Here
+# is what its strategies do not reach.
 
 
-@pytest.mark.parametrize("count", [22, 23, 25, 3, 1])
-def test_any_number_of_rows(count):
-    assert_same(train(STRATEGIES["mirrored_4"](), count), alone(count))
-
-
-@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"mirrored_4"}))
-def test_an_uneven_number_of_rows(name):
-    assert_same(train(STRATEGIES[name](), 23), alone(23))
+def fit_and_predict(strategy, optimizer, **compile_arguments):
+    x, y, _ = rows(16)
+    with scope_of(strategy):
+        model = small_model(optimizer())
+        model.compile(model.optimizer, "mse", **compile_arguments)
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return {"weights": model.get_weights(), "predict": [model.predict(x, 8, 0)]}
 
 
 OPTIMIZERS = {
@@ -154,6 +192,37 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "optimizer", "arguments"),
+    [
+        # The update donates what the mesh reads: one of its devices has the variables.
+        ("central_overlapping", "adam_weight_decay", {}),
+        # Weights are replaced beside the update.
+        ("central", "ema", {}),
+        # Without programs nothing shows in advance what a step reads.
+        ("central", "accumulation", {"run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_central_storage_is_exact(name, optimizer, arguments):
+    make = OPTIMIZERS[optimizer]
+    found = fit_and_predict(STRATEGIES[name](), make, **arguments)
+    assert_same(found, fit_and_predict(None, make), 1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *[("mirrored_4", count) for count in (22, 23, 25, 3, 1)],
+        *[(name, 23) for name in sorted(set(STRATEGIES) - {"mirrored_4"})],
+    ],
+)
+def test_any_number_of_rows(name, count):
+    assert_same(train(STRATEGIES[name](), count), alone(count))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_of_central_storage(optimizer):
     make = OPTIMIZERS[optimizer]
@@ -162,6 +231,7 @@ def test_optimizers_of_central_storage(optimizer):
 
 
 # Mirrored replicas run eagerly in `tests/test_exactness.py`, which takes long.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -177,66 +247,70 @@ def test_ways_to_run_a_step(name, arguments):
     assert_same(train(STRATEGIES[name](), **arguments), alone(**arguments), 1e-4)
 
 
-@on_each
+# Masks are drawn on the mesh: by its programs, and by those of central storage.
+@on("mirrored_2", "central")
 def test_dropout_has_the_masks_of_one_device(name):
-    def predictions(strategy):
-        with scope_of(strategy):
-            keras.utils.set_random_seed(3)
-            model = keras.Sequential(
-                [keras.Input((6,)), layers.Dropout(0.5), layers.Dense(1)]
-            )
-            model.compile("sgd", "mse")
-        x, y, _ = rows(22)
-        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
-        return model.predict(x, verbose=0)
-
-    expected = predictions(None)
     np.testing.assert_allclose(
-        predictions(STRATEGIES[name]()), expected, rtol=1e-5, atol=1e-6
+        kernel_behind_dropout(STRATEGIES[name]()),
+        kernel_behind_dropout(None),
+        rtol=1e-5,
+        atol=1e-6,
     )
+
+
+def kernel_behind_dropout(strategy):
+    """What the masks of two steps have made of a kernel."""
+    with scope_of(strategy):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dropout(0.5), layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    x, y, _ = rows(16)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model.layers[-1].get_weights()[0]
 
 
 # --- Programs -------------------------------------------------------------------
 
 
-@on_each
+@on_each_kind
 def test_one_program_for_each_shape_of_a_batch(name):
     x, y, _ = rows(22)
     with STRATEGIES[name]().scope():
-        model = make_model()
+        model = small_model()
     counts = model.get_layer("counting").counts
-    model.fit(x, y, batch_size=8, epochs=3, verbose=0)
-    built = counts[False]
-    assert counts[True] == 2
-    for _ in range(2):
+
+    def every_method():
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+        in_fit = dict(counts)
         model.evaluate(x, y, batch_size=8, verbose=0)
-    assert counts[False] - built == 2
-    for _ in range(2):
+        in_evaluate = dict(counts)
         model.predict(x, batch_size=8, verbose=0)
-    assert counts[False] - built == 4
+        model.train_on_batch(x[:8], y[:8])
+        return in_fit, in_evaluate, dict(counts)
+
+    in_fit, in_evaluate, first = every_method()
+    assert in_fit[True] == 2
+    assert in_evaluate[False] - in_fit[False] == 2
+    assert first[False] - in_evaluate[False] == 2
+    every_method()  # Small eager operations after the first `fit` are compiled here.
+    with no_compilation():
+        every_method()
+    assert counts == first
 
 
-@on_each
-def test_nothing_is_compiled_again(name):
-    x, y, _ = rows(22)
+@contextlib.contextmanager
+def no_compilation():
     compiled = []
 
     def listener(event, *args, **kwargs):
         if "backend_compile" in event:
             compiled.append(event)
 
-    def once():
-        model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
-        model.predict(x, batch_size=8, verbose=0)
-        model.train_on_batch(x[:8], y[:8])
-
-    with STRATEGIES[name]().scope():
-        model = make_model()
-    once()
-    once()  # Small eager operations after the first fit are compiled here.
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        once()
+        yield
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert not compiled
@@ -263,22 +337,24 @@ def assert_usable(model, weights):
     for found, expected in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     model.fit(x, y, batch_size=8, verbose=0)
-    model.evaluate(x, y, verbose=0)
-    model.predict(x, verbose=0)
+    model.evaluate(x, y, 8, verbose=0)
+    model.predict(x, 8, verbose=0)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine")], ids=repr)
-@pytest.mark.parametrize("name", ["one_device", "mirrored_2", "central"])
-def test_a_callback_raises(name, error):
+@on_each_kind
+def test_a_callback_raises(name):
+    _, model = trained(name)
+    for error in (KeyboardInterrupt(), ValueError("mine")):
+        check_that_callbacks_raise(model, error)
+
+
+def check_that_callbacks_raise(model, error):
     x, y, _ = rows(22)
-    with STRATEGIES[name]().scope():
-        model = make_model()
-    model.fit(x, y, batch_size=8, verbose=0)
     weights = model.get_weights()
     for method, loop in [
-        ("on_train_batch_begin", lambda c: model.fit(x, y, verbose=0, callbacks=c)),
-        ("on_test_batch_end", lambda c: model.evaluate(x, y, verbose=0, callbacks=c)),
-        ("on_predict_batch_end", lambda c: model.predict(x, verbose=0, callbacks=c)),
+        ("on_train_batch_begin", lambda c: model.fit(x, y, 8, 1, 0, c)),
+        ("on_test_batch_end", lambda c: model.evaluate(x, y, 8, 0, callbacks=c)),
+        ("on_predict_batch_end", lambda c: model.predict(x, 8, 0, callbacks=c)),
     ]:
         with pytest.raises(type(error)):
             loop([RaiseAt(method, error)])
@@ -287,16 +363,14 @@ def test_a_callback_raises(name, error):
         for found, expected in zip(model.get_weights(), weights, strict=True):
             np.testing.assert_array_equal(found, expected)
     with pytest.raises(type(error)):
-        model.fit(x, y, verbose=0, callbacks=[RaiseAt("on_train_batch_end", error)])
+        model.fit(x, y, 8, 1, 0, [RaiseAt("on_train_batch_end", error)])
     assert_usable(model, model.get_weights())
 
 
-@pytest.mark.parametrize("name", ["one_device", "mirrored_2", "central"])
+@on_each_kind
 def test_bad_data_loses_no_weights(name):
     x, y, _ = rows(22)
-    with STRATEGIES[name]().scope():
-        model = make_model()
-    model.fit(x, y, batch_size=8, verbose=0)
+    _, model = trained(name)
     weights = model.get_weights()
 
     def broken():
@@ -309,15 +383,15 @@ def test_bad_data_loses_no_weights(name):
 
     weights = model.get_weights()
     with pytest.raises(Exception):  # noqa: B017
-        model.predict(x[:, :5], verbose=0)
+        model.predict(x[:, :5], 8, verbose=0)
     with pytest.raises(Exception):  # noqa: B017
-        model.fit(x[:, :5], y, verbose=0)
+        model.fit(x[:, :5], y, 8, verbose=0)
     with pytest.raises(Exception):  # noqa: B017
         model.train_on_batch(x[:, :5], y)
     assert_usable(model, weights)
 
 
-@pytest.mark.parametrize("name", ["one_device", "mirrored_2", "central"])
+@on("mirrored_2", "central")
 def test_ctrl_c_in_a_step(name):
     random = np.random.default_rng(0)
     x = random.normal(size=(512, 256)).astype("float32")
@@ -345,7 +419,7 @@ def test_ctrl_c_in_a_step(name):
         thread.join()
         assert all(np.all(np.isfinite(weight)) for weight in model.get_weights())
     assert int(model.optimizer.iterations) > 20
-    model.predict(x, verbose=0)
+    model.predict(x, batch_size=256, verbose=0)
 
 
 # --- Scopes ---------------------------------------------------------------------
@@ -364,15 +438,15 @@ def test_a_submodel_from_outside_of_the_scope(name):
     assert "strategy.scope()" in message
 
 
-@on_each
+@on_each_kind
 def test_compile_outside_with_objects_from_outside(name):
-    x, y, _ = rows(22)
+    x, y, _ = rows(8)
     strategy = STRATEGIES[name]()
     with strategy.scope():
-        model = make_model()
+        model = small_model()
     optimizer = keras.optimizers.Adam(0.01)
-    model.compile(optimizer, "mse", metrics=[keras.metrics.AUC(num_thresholds=5)])
-    model.fit(x, y, batch_size=8, verbose=0)
+    model.compile(optimizer, "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+    model.train_on_batch(x, y)
     places = {copy.device for copy in strategy.trainer.copies(model.variables[0])}
     for variable in (*optimizer.variables, *model.metrics_variables):
         found = {copy.device for copy in strategy.trainer.copies(variable)}
@@ -380,10 +454,10 @@ def test_compile_outside_with_objects_from_outside(name):
 
 
 def test_one_device_keeps_everything_on_it():
-    x, y, _ = rows(22)
+    x, y, _ = rows(16)
     strategy = ks.OneDeviceStrategy("cpu:1")
     with strategy.scope():
-        model = make_model()
+        model = small_model()
     elsewhere = jax.device_put(x, jax.devices()[2])
     model.fit(elsewhere, y, batch_size=8, verbose=0)
     for variable in (*model.variables, *model.optimizer.variables):
@@ -391,17 +465,17 @@ def test_one_device_keeps_everything_on_it():
         assert copy.device == "cpu:1"
 
 
-@on_each
+@on_each_kind
 def test_callbacks_evaluate_and_save_during_fit(name, tmp_path):
-    x, y, _ = rows(22)
+    x, y, _ = rows(16)
 
     def fitted(strategy):
         with scope_of(strategy):
-            model = make_model()
+            model = small_model()
         seen = []
 
         def on_batch(batch, logs):
-            seen.append(model.evaluate(x, y, verbose=0)[0])
+            seen.append(model.evaluate(x, y, 8, verbose=0))
 
         file = tmp_path / f"{name}_{strategy is None}_{{epoch}}.weights.h5"
         model.fit(
@@ -432,12 +506,12 @@ class _Evaluating(keras.callbacks.Callback):
         self.seen, self.x, self.y = seen, x, y
 
     def on_train_batch_end(self, batch, logs=None):
-        self.seen.append(self.model.evaluate(self.x, self.y, verbose=0)[0])
+        self.seen.append(self.model.evaluate(self.x, self.y, 8, verbose=0))
 
 
-@on_each
+@on_each_kind
 def test_saved_files_have_no_strategy(name, tmp_path):
-    x, y, _ = rows(22)
+    x, y, _ = rows(8)
     strategy = STRATEGIES[name]()
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
@@ -462,10 +536,10 @@ def test_saved_files_have_no_strategy(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["central", "central_overlapping"])
 def test_central_storage_keeps_one_copy(name):
-    x, y, _ = rows(22)
+    x, y, _ = rows(16)
     strategy = STRATEGIES[name]()
     with strategy.scope():
-        model = make_model(keras.optimizers.Adam(0.01))
+        model = small_model(keras.optimizers.Adam(0.01))
     seen = []
 
     class Look(keras.callbacks.Callback):
