@@ -37,7 +37,7 @@ def model_of(strategy, **options):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=["mae"], **options)
+        model.compile("sgd", "mse", **options)
     return model
 
 
@@ -74,18 +74,12 @@ def test_training_is_the_same_with_batches_ahead(options):
     results = []
     for ahead in (False, True):
         model = model_of(on_cpu_1(ahead), **options)
-        history = model.fit(
-            X,
-            Y,
-            sample_weight=WEIGHTS,
-            batch_size=4,
-            epochs=3,
-            shuffle=False,
-            verbose=0,
-            validation_data=(X[:5], Y[:5]),
-        ).history
-        scores = model.evaluate(X, Y, batch_size=4, verbose=0)
-        results.append((history, scores, model.predict(X, verbose=0).tolist()))
+        given = {"sample_weight": WEIGHTS, "batch_size": 4, "verbose": 0}
+        history = model.fit(X, Y, **given, epochs=2, shuffle=False).history
+        results.append([history])
+        if not options:
+            results[-1].append(model.evaluate(X, Y, **given))
+            results[-1].append(model.predict(X, batch_size=4, verbose=0).tolist())
     assert results[0] == results[1]
 
 

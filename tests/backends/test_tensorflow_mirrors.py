@@ -25,7 +25,9 @@ ks.set_virtual_cpu_devices(4)
 START = np.array([[1, 2], [3, 4], [5, 6]], "float32")
 
 
-@pytest.fixture(params=[2, 3])
+# With three replicas a variable has two copies, so that what reaches only one shows.
+# Two replicas run no code that three do not.
+@pytest.fixture(params=[3, pytest.param(2, marks=pytest.mark.nightly)])
 def strategy(request):
     return ks.MirroredStrategy([f"cpu:{i}" for i in range(request.param)])
 
@@ -51,8 +53,9 @@ def assert_everywhere(variable, expected) -> None:
     strategy = variable.__dict__["_keras_strategies_strategy"]
     found = copies_of(variable)
     assert list(found) == [str(device) for device in strategy.placement.replicas]
-    for value in found.values():
-        np.testing.assert_array_equal(value, expected)
+    for device, value in found.items():
+        where = f"{variable.name} on {device}"
+        np.testing.assert_array_equal(value, expected, err_msg=where)
 
 
 def rows(indices, values):
@@ -161,37 +164,41 @@ ASSIGNMENTS = {
         [[1, 2], [8, 9], [5, 6]],
     ),
 }
-each_assignment = pytest.mark.parametrize("name", ASSIGNMENTS)
 
 
-def at_once(assign, variable):
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_every_assignment_reaches_every_copy(variable, name):
+    assign, expected = ASSIGNMENTS[name]
     assign(variable)
+    assert_everywhere(variable, expected)
 
 
-def in_a_program(assign, variable):
-    @tf.function
-    def program():
-        assign(variable)
-
-    program()
+def in_a_program(assign_all):
+    tf.function(assign_all)()
 
 
-def in_a_branch_and_a_loop(assign, variable):
+def in_a_branch_and_a_loop(assign_all):
     @tf.function
     def program(yes):
         if yes:
             for _ in tf.range(1):
-                assign(variable)
+                assign_all()
 
     program(tf.constant(True))
 
 
-@pytest.mark.parametrize("place", [at_once, in_a_program, in_a_branch_and_a_loop])
-@each_assignment
-def test_every_assignment_reaches_every_copy(variable, name, place):
-    assign, expected = ASSIGNMENTS[name]
-    place(assign, variable)
-    assert_everywhere(variable, expected)
+@pytest.mark.parametrize("place", [in_a_program, in_a_branch_and_a_loop])
+def test_every_assignment_of_a_program_reaches_every_copy(strategy, place):
+    with strategy.scope():
+        variables = {name: keras.Variable(START, name=name) for name in ASSIGNMENTS}
+
+    def assign_all():
+        for name, variable in variables.items():
+            ASSIGNMENTS[name][0](variable)
+
+    place(assign_all)
+    for name, variable in variables.items():
+        assert_everywhere(variable, ASSIGNMENTS[name][1])
 
 
 def test_variables_are_born_with_their_copies(strategy):
@@ -314,16 +321,25 @@ def small_model():
     )
 
 
-X = np.random.default_rng(0).integers(0, 10, (23, 4)).astype("int32")
-Y = np.random.default_rng(1).normal(size=(23, 1)).astype("float32")
+X = np.random.default_rng(0).integers(0, 10, (16, 4)).astype("int32")
+Y = np.random.default_rng(1).normal(size=(16, 1)).astype("float32")
 
 
 def fitted(strategy, optimizer="adam", **options):
     with strategy.scope():
         model = small_model()
         model.compile(optimizer, "mse", **options)
-    model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+    model.fit(X, Y, batch_size=8, verbose=0)
     return model
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model on two replicas, after `fit`; tests leave its weights as they are."""
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam(0.1, clipnorm=1.0, use_ema=True)
+    return strategy, fitted(strategy, optimizer, metrics=["mae"])
 
 
 def assert_all_are_equal(model) -> None:
@@ -332,47 +348,74 @@ def assert_all_are_equal(model) -> None:
         assert_everywhere(variable, variable.numpy())
 
 
-# How many copies there are makes no difference to an optimizer.
-on_two = pytest.mark.parametrize("strategy", [2], indirect=True)
-on_three = pytest.mark.parametrize("strategy", [3], indirect=True)
+# By what each does to a variable: assign it, in a conditional, or by rows.
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda: keras.optimizers.Adam(0.1, clipnorm=1.0, use_ema=True),
+    "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.RMSprop(0.1)
+    ),
+    "lion": lambda: keras.optimizers.Lion(0.1),
+}
 
 
-@on_two
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_leave_equal_copies(strategy, name):
+    with strategy.scope():
+        kernel, table = (keras.Variable(START) for _ in range(2))
+        optimizer = OPTIMIZERS[name]()
+        optimizer.build([kernel, table])
+
+    # As a lookup in the table has it, with the shape of the table.
+    by_rows = tf.IndexedSlices(TWO_ROWS.values, TWO_ROWS.indices, tf.constant([3, 2]))
+
+    @tf.function
+    def step():
+        optimizer.apply([tf.constant(ONES), by_rows], [kernel, table])
+
+    for _ in range(2):
+        step()
+    for variable in (kernel, table):
+        assert not np.array_equal(variable.numpy(), START)
+        assert_everywhere(variable, variable.numpy())
+
+
+def test_fit_leaves_equal_copies(trained):
+    assert_all_are_equal(trained[1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fit_leaves_equal_copies_with_every_optimizer(strategy, name):
+    assert_all_are_equal(fitted(strategy, OPTIMIZERS[name]()))
+
+
+# Eager steps assign at once. Several steps in an execution are the same program.
 @pytest.mark.parametrize(
-    "optimizer",
+    "options",
     [
-        lambda: keras.optimizers.SGD(0.1),
-        lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1),
-        lambda: keras.optimizers.Adam(0.1, clipnorm=1.0, use_ema=True),
-        lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
-        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.RMSprop(0.1)),
-        lambda: keras.optimizers.Lion(0.1),
+        {"run_eagerly": True},
+        pytest.param({"steps_per_execution": 2}, marks=pytest.mark.nightly),
     ],
-    ids=["sgd", "momentum", "adam", "accumulation", "loss_scale", "lion"],
+    ids=str,
 )
-def test_fit_leaves_equal_copies(strategy, optimizer):
-    assert_all_are_equal(fitted(strategy, optimizer()))
-
-
-@on_three
-@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}])
 def test_fit_leaves_equal_copies_however_it_runs(strategy, options):
     assert_all_are_equal(fitted(strategy, **options))
 
 
-@on_two
-def test_optimizers_and_metrics_keep_no_copies(strategy):
-    model = fitted(strategy, metrics=["mae"])
+def test_optimizers_and_metrics_keep_no_copies(trained):
+    _, model = trained
     for variable in [*model.optimizer.variables, *model.metrics_variables]:
         assert list(copies_of(variable)) == ["cpu:0"], variable.path
 
 
-@on_three
-def test_describe_shows_the_copies(strategy):
-    table = str(strategy.describe(fitted(strategy)))
-    everywhere = ", ".join(str(device) for device in strategy.placement.replicas)
+def test_describe_shows_the_copies(trained):
+    strategy, model = trained
+    table = str(strategy.describe(model))
     (line,) = [line for line in table.splitlines() if "/embeddings " in line]
-    assert everywhere in line
+    assert "cpu:0, cpu:1" in line
     (line,) = [line for line in table.splitlines() if "/learning_rate " in line]
     assert "cpu:0" in line and "cpu:1" not in line
 
@@ -398,8 +441,8 @@ def test_an_own_step_leaves_equal_copies(strategy, compiled):
     assert_all_are_equal(model)
 
 
-def test_weights_files_and_models_restore_every_copy(strategy, tmp_path):
-    model = fitted(strategy)
+def test_weights_files_and_models_restore_every_copy(trained, tmp_path):
+    strategy, model = trained
     expected = model.get_weights()
     model.save_weights(tmp_path / "all.weights.h5")
     model.save(tmp_path / "all.keras")
@@ -424,8 +467,8 @@ def test_weights_files_and_models_restore_every_copy(strategy, tmp_path):
     assert_restored(loaded)
 
 
-def test_checkpoints_restore_every_copy(strategy, tmp_path):
-    model = fitted(strategy)
+def test_checkpoints_restore_every_copy(trained, tmp_path):
+    _, model = trained
     expected = model.get_weights()
     path = tf.train.Checkpoint(model=model).save(tmp_path / "checkpoint")
     model.set_weights([np.zeros_like(w) for w in expected])
@@ -474,8 +517,8 @@ def test_exported_programs_assign_what_has_no_copies(strategy, variable, tmp_pat
     assert_everywhere(variable, START)
 
 
-def test_exported_models_predict_the_same(strategy, tmp_path):
-    model = fitted(strategy)
+def test_exported_models_predict_the_same(trained, tmp_path):
+    _, model = trained
     expected = model.predict(X, verbose=0)
     model.export(tmp_path / "exported", verbose=False)
     loaded = tf.saved_model.load(str(tmp_path / "exported"))
