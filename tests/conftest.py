@@ -13,7 +13,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import keras
 import pytest
-from harness import leaks
+from harness import leaks, references
 from harness.fake_backend import FakeBackend, installed
 from harness.strategies import STRATEGIES, StrategyCase
 
@@ -32,6 +32,13 @@ gc.freeze()
 def four_cpu_devices() -> None:
     """Before the first test, because a backend in use has fixed its devices."""
     ks.set_virtual_cpu_devices(4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trainer_of_references():
+    """Started by the first test that needs a reference that is not there."""
+    yield
+    references.close()
 
 
 @pytest.fixture(autouse=True)

@@ -105,7 +105,10 @@ MUTANTS = [
         "backends/jax/central.py",
         "        self._gradients = list(grads)",
         "        self._gradients = [g / 2 for g in grads]",
-        {"jax": f"{EXACTNESS}[global_clipnorm-central] {EXACTNESS}[on_batch-central]"},
+        {
+            "jax": f"{EXACTNESS}[global_clipnorm_accumulation_ema-central] "
+            f"{EXACTNESS}[on_batch-central]"
+        },
     ),
     Mutant(
         "copies_keep_old_values",

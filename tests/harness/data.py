@@ -128,6 +128,37 @@ def nested(rows: int) -> Data:
     return Data(x, data.y["size"])
 
 
+def structured(rows: int) -> Data:
+    """The inputs of `nested`, the targets of `named`."""
+    return Data(nested(rows).x, named(rows).y)
+
+
+def many_targets(rows: int) -> Data:
+    """Six features, a target for each of several losses."""
+    data = regression(rows)
+    targets = dict.fromkeys("abcdefg", data.y)
+    targets["smoothed"] = one_hot(rows).y
+    targets["focal"] = binary(rows).y
+    return Data(data.x, targets, data.w)
+
+
+def pair_of_targets(rows: int) -> Data:
+    """A tuple of inputs, two named targets of two numbers."""
+    targets = dict.fromkeys(("scalar", "contrastive"), regression(rows).y)
+    return Data(paired(rows).x, targets)
+
+
+def three_targets(rows: int) -> Data:
+    """Six features, a target for each kind of metrics."""
+    data = regression(rows)
+    targets = {
+        "binary": binary(rows).y,
+        "numbers": data.y,
+        "classes": one_hot(rows).y,
+    }
+    return Data(data.x, targets, data.w)
+
+
 def _weights(rng: np.random.Generator, rows: int) -> np.ndarray:
     return rng.uniform(0.5, 2.0, rows).astype("float32")
 

@@ -13,6 +13,7 @@ import keras
 import psutil
 
 import keras_strategies as ks
+from harness import references
 from keras_strategies import keras_compat
 from keras_strategies.keras_compat import layers
 
@@ -107,7 +108,9 @@ def _is_idle(thread: threading.Thread) -> bool:
 
 
 def _children(before: Snapshot) -> list[str]:
-    new = [c for c in psutil.Process().children() if c.pid not in before.children]
+    # The process that trains references serves the whole session.
+    known = before.children | references.trainer_pids()
+    new = [c for c in psutil.Process().children() if c.pid not in known]
     _, alive = psutil.wait_procs(new, timeout=_GRACE_SECONDS if new else 0)
     return [f"the process {child.pid} is still running" for child in alive]
 

@@ -86,6 +86,48 @@ def nested() -> keras.Model:
     return keras.Model(inputs, layers.Dense(1)(hidden))
 
 
+def structured() -> keras.Model:
+    """Nested inputs, named outputs."""
+    a, b, c = keras.Input((4,)), keras.Input((3,)), keras.Input((2,))
+    hidden = layers.Dense(5, "tanh")(layers.Concatenate()([a, b, c]))
+    outputs = {
+        "kind": layers.Dense(3, "softmax", name="kind")(hidden),
+        "size": layers.Dense(1, name="size")(hidden),
+    }
+    return keras.Model({"a": {"deep": a}, "b": [b, c]}, outputs)
+
+
+def many_outputs() -> keras.Model:
+    """An output for each of several losses."""
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(8, "tanh")(inputs)
+    outputs = {name: layers.Dense(2, name=name)(hidden) for name in "abcdefg"}
+    outputs["smoothed"] = layers.Dense(3, "softmax", name="smoothed")(hidden)
+    outputs["focal"] = layers.Dense(1, "sigmoid", name="focal")(hidden)
+    return keras.Model(inputs, outputs)
+
+
+def pair_of_outputs() -> keras.Model:
+    """A tuple of inputs, two named outputs."""
+    left, right = keras.Input((4,)), keras.Input((3,))
+    joined = layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
+    names = ("scalar", "contrastive")
+    outputs = {name: layers.Dense(2, name=name)(joined) for name in names}
+    return keras.Model((left, right), outputs)
+
+
+def three_outputs() -> keras.Model:
+    """An output for each kind of metrics."""
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(8, "tanh")(inputs)
+    outputs = {
+        "binary": layers.Dense(1, "sigmoid", name="binary")(hidden),
+        "numbers": layers.Dense(2, name="numbers")(hidden),
+        "classes": layers.Dense(3, "softmax", name="classes")(hidden),
+    }
+    return keras.Model(inputs, outputs)
+
+
 def shared_layer() -> keras.Model:
     """One layer that is called twice."""
     inputs = keras.Input((6,))
@@ -141,6 +183,19 @@ def masked_bn() -> keras.Model:
             layers.Embedding(11, 4, mask_zero=True),
             layers.BatchNormalization(momentum=0.8),
             layers.LSTM(5),
+            layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def masked_tagger() -> keras.Model:
+    """The padding's mask reaches batch normalization, a recurrent layer, the loss."""
+    return keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(11, 4, mask_zero=True),
+            layers.BatchNormalization(momentum=0.8),
+            layers.LSTM(5, return_sequences=True),
             layers.Dense(3, activation="softmax"),
         ]
     )
@@ -211,6 +266,18 @@ def with_positions() -> keras.Model:
     )
 
 
+def tied_transformer() -> keras.Model:
+    """A mask in attention, positions, an embedding that is also the last kernel."""
+    words = keras.Input((5,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(11, 8, mask_zero=True)
+    x = embedding(words)
+    attention = layers.MultiHeadAttention(2, 4, use_bias=False)
+    x = layers.LayerNormalization()(x + attention(x, x))
+    x = x + PositionEmbedding()(x)
+    x = layers.LayerNormalization()(x + layers.Dense(8, "gelu")(x))
+    return keras.Model(words, layers.Softmax()(embedding(x, reverse=True)))
+
+
 def frozen() -> keras.Model:
     """Nothing to train."""
     model = dense()
@@ -276,6 +343,18 @@ def adds_two_losses() -> keras.Model:
     return keras.Model(inputs, layers.Dense(3, "softmax")(x))
 
 
+def penalized() -> keras.Model:
+    """Everything that adds to a loss: of weights, of activations, of a layer's own."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, "tanh", kernel_regularizer="l2", bias_regularizer="l1")(inputs)
+    x = AddsLoss("sum")(AddsLoss("mean")(x))
+    activity = keras.regularizers.L2(0.1)
+    x = layers.Dense(6, "tanh", activity_regularizer=activity)(x)
+    x = layers.ActivityRegularization(l1=0.05)(x)
+    last = layers.Dense(3, "softmax", kernel_regularizer=keras.regularizers.L1(0.02))
+    return keras.Model(inputs, last(x))
+
+
 def dropout() -> keras.Model:
     return keras.Sequential(
         [
@@ -312,3 +391,17 @@ def counting() -> keras.Model:
     return keras.Sequential(
         [keras.Input((6,)), CountsCalls(), layers.Dense(3, "softmax")]
     )
+
+
+def stateful_layers() -> keras.Model:
+    """State of a layer's own, a layer that is called twice, variables set in a call."""
+    inputs = keras.Input((6,))
+    twice = layers.Dense(6, "tanh")
+    x = twice(twice(CountsCalls()(inputs)))
+    inner = layers.Dense(
+        8, "tanh", kernel_regularizer="l2", kernel_constraint="max_norm"
+    )
+    x = layers.SpectralNormalization(inner)(x)
+    last = layers.Dense(3, kernel_regularizer="l1", bias_constraint="non_neg")
+    x = layers.SpectralNormalization(last, power_iterations=2)(x)
+    return keras.Model(inputs, layers.Softmax()(x))

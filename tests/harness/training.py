@@ -1,215 +1,54 @@
-"""Cases, and whether a strategy trains one as a single device does."""
+"""Whether a strategy trains a case as a single device does."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
-from harness import data as datasets
-from harness import models
-from harness.data import Data
+from harness import references
+from harness.case import (
+    ADAM_TOLERANCE,
+    SGD_TOLERANCE,
+    Case,
+    Results,
+    as_arrays,
+    compiled,
+    fit_evaluate_predict,
+    state_of,
+    train,
+    without_phantom_step,
+)
+
+__all__ = [
+    "ADAM_TOLERANCE",
+    "SGD_TOLERANCE",
+    "Case",
+    "Results",
+    "alone",
+    "as_arrays",
+    "assert_same",
+    "assert_same_training",
+    "compiled",
+    "differences",
+    "fit_evaluate_predict",
+    "state_of",
+    "train",
+]
 
 # Differences are relative to the largest magnitude of a tensor. Where all of it is
 # nearly zero (a bias after the first steps) rounding is that of the gradients behind
 # it, which are of the order of one, so nothing is held against less than this.
 _SMALLEST_SCALE = 1e-2
 
-SGD_TOLERANCE = 1e-5
-ADAM_TOLERANCE = 1e-4
-
-Results = dict[str, Any]
-
-
-def sgd() -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.1, momentum=0.9)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing that people train, and how close a strategy has to come.
-
-    Args:
-        name: what the test is called.
-        model: makes the model.
-        data: makes the data from a number of rows.
-        feed: in which form `fit` and its siblings get the data.
-        rows, batch, epochs: int; by default the last batch is not a whole one.
-        scores_by_batch: bool, whether `evaluate` and `predict` get the batches that
-            `fit` gets, with a last one of another size. Otherwise theirs are of one
-            size, which may not divide by the replicas: half of the programs to trace.
-        optimizer, loss, metrics, weighted_metrics: make what `compile` gets.
-        compile: more arguments of `compile`.
-        compile_alone: arguments of `compile` that the run without a strategy
-            cannot have, and what it gets instead.
-        fit: makes more arguments of `fit` from the data.
-        sample_weight: bool, whether the data's weights are given.
-        policy: the dtype policy that the model is made under.
-        tolerance: relative to the largest magnitude of each tensor.
-        script: trains a compiled model and returns what is to be equal; the model's
-            state at the end is added if it is not among it.
-        refused_by: backends on which Keras 3.15 cannot train this at all, and the
-            error that it raises there.
-        slow: bool, whether the case belongs to the full part.
-        also: names of strategies that it is trained under in the fast part,
-            besides two mirrored replicas.
-    """
-
-    name: str
-    model: Callable[[], keras.Model] = models.dense
-    data: Callable[[int], Data] = datasets.classes
-    feed: datasets.Feed = datasets.arrays
-    rows: int = 22
-    batch: int = 8
-    epochs: int = 2
-    scores_by_batch: bool = False
-    optimizer: Callable[[], Any] = sgd
-    loss: Callable[[], Any] = lambda: "sparse_categorical_crossentropy"
-    metrics: Callable[[], Any] = lambda: None
-    weighted_metrics: Callable[[], Any] = lambda: None
-    compile: dict[str, Any] = field(default_factory=dict)
-    compile_alone: dict[str, Any] = field(default_factory=dict)
-    fit: Callable[[Data], dict[str, Any]] = lambda data: {}
-    sample_weight: bool = False
-    policy: str = "float32"
-    tolerance: float = SGD_TOLERANCE
-    script: Callable[[Case, keras.Model, Data], Results] | None = None
-    refused_by: dict[str, type[Exception]] = field(default_factory=dict)
-    slow: bool = False
-    also: tuple[str, ...] = ()
-
-    def make_data(self) -> Data:
-        data = self.data(self.rows)
-        return data if self.sample_weight else Data(data.x, data.y)
-
-    @property
-    def scores_batch(self) -> int:
-        """The batch size of `evaluate` and `predict`: two batches, or an odd one."""
-        if self.scores_by_batch:
-            return self.batch
-        return self.rows if self.rows % 2 else self.rows // 2
-
-
-def compiled(case: Case, **overrides: Any) -> keras.Model:
-    """The case's model, compiled, from pinned seeds."""
-    keras.utils.set_random_seed(7)
-    with dtype_policy(case.policy):
-        model = case.model()
-        model.compile(
-            **{
-                "optimizer": case.optimizer(),
-                "loss": case.loss(),
-                "metrics": case.metrics(),
-                "weighted_metrics": case.weighted_metrics(),
-                **case.compile,
-                **overrides,
-            }
-        )
-    return model
-
-
-@contextlib.contextmanager
-def dtype_policy(name: str) -> Iterator[None]:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
-
-
-def fit_evaluate_predict(case: Case, model: keras.Model, data: Data) -> Results:
-    """What most people do with a model."""
-    given = case.feed(data, case.batch)
-    steps = given.pop("steps", None)
-    extra = {} if steps is None else {"steps_per_epoch": steps}
-    history = model.fit(
-        **{
-            "epochs": case.epochs,
-            "verbose": 0,
-            "shuffle": False,
-            **given,
-            **extra,
-            **case.fit(data),
-        }
-    )
-    batch = case.scores_batch
-    scores = model.evaluate(**case.feed(data, batch), verbose=0, return_dict=True)
-    inputs = case.feed(Data(data.x, None), batch)
-    outputs = model.predict(**inputs, verbose=0)
-    return {"history": history.history, "evaluate": scores, "predict": outputs}
-
-
-def train(case: Case, strategy: Any = None) -> Results:
-    """Trains a case, under a strategy or without one, and says what came out."""
-    if strategy is None:
-        model = compiled(case, **case.compile_alone)
-    else:
-        with strategy.scope():
-            model = compiled(case)
-    results = (case.script or fit_evaluate_predict)(case, model, case.make_data())
-    if "optimizer" not in results:
-        results |= state_of(model)
-    return as_arrays(results)
-
-
-def state_of(model: keras.Model) -> Results:
-    """The model's weights and its optimizer's variables, by number and path."""
-    groups = {"weights": model.weights, "optimizer": model.optimizer.variables}
-    return {
-        group: {f"{i} {v.path}": as_arrays(v) for i, v in enumerate(variables)}
-        for group, variables in groups.items()
-    }
-
-
-def as_arrays(results: Any) -> Any:
-    """The same structure with NumPy arrays in it."""
-    if isinstance(results, dict):
-        return {key: as_arrays(value) for key, value in results.items()}
-    if isinstance(results, (list, tuple)):
-        return {i: as_arrays(value) for i, value in enumerate(results)}
-    if isinstance(results, (int, float, np.ndarray, np.generic)):
-        return np.asarray(results)
-    return np.asarray(
-        keras.ops.convert_to_numpy(keras.ops.cast(results, _dtype(results)))
-    )
-
-
-def _dtype(tensor: Any) -> str:
-    name = keras.backend.standardize_dtype(tensor.dtype)
-    return "float32" if name in ("bfloat16", "float16") else name
-
-
-# The case is kept with its results, so that no other case gets its id. Names do not
-# do as keys: each test module has cases of its own, and names them alike.
-_alone: dict[int, tuple[Case, Results]] = {}
-
 
 def alone(case: Case) -> Results:
-    """What the case gives without a strategy, trained once per process."""
-    if id(case) not in _alone:
-        _alone[id(case)] = case, _without_phantom_step(case, train(case))
-    return _alone[id(case)][1]
-
-
-def _without_phantom_step(case: Case, results: Results) -> Results:
-    """The results with the number of steps that were really taken.
-
-    Keras 3.15 on TensorFlow finds out inside the program that a generator has ended,
-    and counts that step although it does not take it.
-    """
-    if keras.backend.backend() == "tensorflow" and case.feed is datasets.generator:
-        true_steps = -(-case.rows // case.batch) * case.epochs
-        for path in results["optimizer"]:
-            if path.endswith("/iteration"):
-                results["optimizer"][path] = np.asarray(true_steps)
-    return results
+    """What the case gives on one device, by Keras without this library."""
+    return references.load(case)
 
 
 def assert_same_training(case: Case, strategy: Any) -> None:
@@ -223,7 +62,7 @@ def assert_same_training(case: Case, strategy: Any) -> None:
     found = train(case, strategy)
     if strategy.placement.is_single:
         # One device runs Keras's own program, so it has this too.
-        found = _without_phantom_step(case, found)
+        found = without_phantom_step(case, found)
     assert_same(alone(case), found, case.tolerance, f"{strategy!r}")
 
 

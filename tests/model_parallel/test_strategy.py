@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from harness import data, models
+from harness.model_parallel_cases import CASES
 from harness.strategies import MODEL_PARALLEL
-from harness.training import ADAM_TOLERANCE, Case, assert_same_training
+from harness.training import assert_same_training
 from keras import layers, optimizers
 from keras.distribution import DeviceMesh, LayoutMap
 
@@ -17,62 +17,6 @@ JAX = keras.backend.backend() == "jax"
 pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
 
 DEVICES = [f"cpu:{i}" for i in range(4)]
-
-CASES = [
-    Case("dense_weights_23", rows=23, sample_weight=True, metrics=lambda: ["accuracy"]),
-    Case("size_3", rows=3),
-    Case("conv_bn_25", model=models.conv, data=data.images, rows=25),
-    Case("dense_bn_3", model=models.dense_bn, rows=3),
-    Case(
-        "transformer_adam",
-        model=models.transformer,
-        data=data.tokens,
-        rows=23,
-        optimizer=lambda: optimizers.Adam(0.01),
-        tolerance=ADAM_TOLERANCE,
-    ),
-    Case("embedding_lstm_mask", model=models.lstm, data=data.tokens, rows=25),
-    Case(
-        "embedding_adagrad",
-        model=models.gru_tagger,
-        data=data.tagged,
-        metrics=lambda: ["accuracy"],
-        optimizer=lambda: optimizers.Adagrad(0.1),
-        rows=23,
-    ),
-    Case(
-        "global_clipnorm_ema",
-        optimizer=lambda: optimizers.SGD(
-            0.1, momentum=0.9, global_clipnorm=0.1, use_ema=True
-        ),
-        # Nothing after `fit`: Keras 3.15 lets weights and averages share memory.
-        script=lambda case, model, all_rows: {
-            "history": model.fit(
-                all_rows.x, all_rows.y, batch_size=8, epochs=2, verbose=0, shuffle=False
-            ).history
-        },
-    ),
-    Case(
-        "accumulation",
-        rows=25,
-        optimizer=lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
-    ),
-    Case(
-        "mixed_bfloat16",
-        policy="mixed_bfloat16",
-        optimizer=lambda: optimizers.SGD(0.1),
-        # Eight bits of mantissa, and gradients near zero that are added in parts.
-        tolerance=2**-5,
-    ),
-    Case(
-        "steps_per_execution",
-        rows=39,
-        compile={"steps_per_execution": 3},
-        metrics=lambda: ["accuracy"],
-    ),
-    Case("regularized_eager", model=models.regularized, compile={"run_eagerly": True}),
-]
-
 
 # How rows are split, and layers are cut, depends on the grid. What a trainer and an
 # optimizer do does not: these are trained with both ways to cut, on both axes.

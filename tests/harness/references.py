@@ -1,0 +1,219 @@
+"""What Keras computes on one device: made once, in a process of its own, and kept.
+
+A reference is what a case gives without a strategy. It is trained in a process that
+never imports `keras_strategies`, so that nothing of the library has a part in it, and
+kept in a file that all suites and later runs read. The folder's name contains a hash of
+everything that a result depends on: the sources of the cases, the versions of Keras and
+of the framework, and the options of their compilers.
+
+A test gets references by `harness.training.alone`. One that is missing is trained then,
+in a process that is started once per session. All of them beforehand:
+
+    KERAS_BACKEND=jax python -m harness.references   # with tests/ on PYTHONPATH
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pickle
+import platform
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import keras
+
+from harness.case import Case, Results, train, without_phantom_step
+
+TESTS = Path(__file__).resolve().parent.parent
+FOLDER = TESTS.parent / ".test-references"
+BACKEND = keras.backend.backend()
+
+# Modules of cases that `make test` trains; each has a list CASES.
+MODULES = ("harness.cases",)
+# What results depend on besides the module of the case.
+_SOURCES = ("harness.case", "harness.data", "harness.models", "harness.custom_steps")
+_PACKAGES = {
+    "jax": ("jax", "jaxlib"),
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu"),
+}
+_VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "JAX_ENABLE_X64")
+
+
+def load(case: Case) -> Results:
+    """The case's reference, trained now if no process has done so yet."""
+    name = case.reference or case.name
+    file = _made(case.module, name, lambda file: _process().train(case, name, file))
+    return _read(file)
+
+
+@functools.cache
+def _read(file: Path) -> Results:
+    with file.open("rb") as stream:
+        found: Results = pickle.load(stream)
+    return found
+
+
+def _made(module: str, name: str, make: Callable[[Path], None]) -> Path:
+    """The file of a reference; `make` writes it where no process has yet."""
+    file = _folder(module) / f"{name}.pickle"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file.with_suffix(".lock"), "w") as lock:
+            # Of two processes that need the same reference, one waits.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                make(file)
+    return file
+
+
+@functools.cache
+def _folder(module: str) -> Path:
+    found = hashlib.sha256()
+    for name in sorted({*_SOURCES, module}):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None, name
+        found.update(Path(spec.origin).read_bytes())
+    described = {
+        "keras": keras.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "config": [keras.config.floatx(), keras.config.image_data_format()],
+        "packages": {name: _version(name) for name in _PACKAGES.get(BACKEND, ())},
+        "variables": {name: os.environ.get(name, "") for name in _VARIABLES},
+    }
+    found.update(json.dumps(described, sort_keys=True).encode())
+    return FOLDER / f"{BACKEND}-{module.split('.')[-1]}-{found.hexdigest()[:16]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _train(module: str, name: str, file: Path) -> None:
+    """Trains a case in this process, and writes what came out."""
+    cases = {case.name: case for case in importlib.import_module(module).CASES}
+    case = cases[name]
+    results = without_phantom_step(case, train(case))
+    assert "keras_strategies" not in sys.modules, "the reference is to be Keras's own"
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(results))
+    part.rename(file)
+
+
+# --- The process that trains what is missing -----------------------------------
+
+
+class Trainer:
+    """A process without `keras_strategies` that trains one case after the other."""
+
+    def __init__(self) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "harness.references", "--serve"],
+            env={**os.environ, "PYTHONPATH": _python_path(), "KERAS_BACKEND": BACKEND},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            bufsize=1,
+        )
+        self.pid = self._process.pid
+
+    def train(self, case: Case, name: str, file: Path) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([case.module, name, str(file)]) + "\n")
+        answer = self._process.stdout.readline()
+        if not answer:
+            self._log.seek(0)
+            raise AssertionError(
+                f"The process that trains references ended, with {case.name!r}:\n"
+                f"{self._log.read()[-3000:]}"
+            )
+        if problem := json.loads(answer):
+            raise AssertionError(f"Without a strategy {name!r} failed:\n{problem}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+        self._log.close()
+
+
+# By process, because a fork inherits it and has to start one of its own.
+_trainers: dict[int, Trainer] = {}
+
+
+def _process() -> Trainer:
+    if os.getpid() not in _trainers:
+        _trainers[os.getpid()] = Trainer()
+    return _trainers[os.getpid()]
+
+
+def trainer_pids() -> set[int]:
+    """The processes that this one has started to train references."""
+    return {trainer.pid for pid, trainer in _trainers.items() if pid == os.getpid()}
+
+
+def close() -> None:
+    """Ends this process's trainer, if there is one."""
+    if trainer := _trainers.pop(os.getpid(), None):
+        trainer.close()
+
+
+def _python_path() -> str:
+    given = [path for path in sys.path if path and path != str(TESTS)]
+    return os.pathsep.join([str(TESTS), *given])
+
+
+def _serve(orders: TextIO, answers: TextIO) -> None:
+    for line in orders:
+        module, name, file = json.loads(line)
+        problem = ""
+        try:
+            _train(module, name, Path(file))
+        except Exception:
+            problem = traceback.format_exc()
+        print(json.dumps(problem), file=answers, flush=True)
+
+
+@contextlib.contextmanager
+def _answers() -> Iterator[TextIO]:
+    """Standard output for answers only: what else is printed goes to the log."""
+    with os.fdopen(os.dup(1), "w") as stream:
+        os.dup2(2, 1)
+        yield stream
+
+
+def _train_all() -> None:
+    """Trains what `make test` needs; what another process trains is waited for."""
+    for module in MODULES:
+        for case in importlib.import_module(module).CASES:
+            if case.nightly or case.reference or BACKEND in case.refused_by:
+                continue
+            _made(module, case.name, functools.partial(_train, module, case.name))
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        with _answers() as stream:
+            _serve(sys.stdin, stream)
+    else:
+        _train_all()
