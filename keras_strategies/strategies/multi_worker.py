@@ -112,7 +112,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             replicas = choose_devices(backend, devices)
         check_implementation(options, backend.name, replicas)
         if workers is not None:
-            workers.set_replicas(len(replicas))
+            workers = workers.with_replicas(len(replicas))
         placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
         super().__init__(placement, cross_device_ops, sync_batch_norm)
         if workers is not None:

@@ -117,7 +117,7 @@ class TPUStrategy(Strategy):
             workers = join_workers(resolver, backend, CommunicationOptions())
         rows = _cores(backend, assignment)
         if workers is not None:
-            workers.set_replicas(len(rows))
+            workers = workers.with_replicas(len(rows))
         is_cut = bool(experimental_spmd_xla_partitioning) and len(rows[0]) > 1
         if is_cut and workers is not None:
             raise InvalidArgumentError(

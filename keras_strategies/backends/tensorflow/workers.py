@@ -22,6 +22,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -86,6 +87,19 @@ _ENDED = (
 )
 
 
+@dataclass
+class _Runtime:
+    """TensorFlow's runtime of this process, for all strategies with its workers.
+
+    Args:
+        is_started: bool, whether it has met those of the other workers.
+        shapes: the table of shapes that have keys.
+    """
+
+    is_started: bool = False
+    shapes: Any = None
+
+
 class TensorFlowWorkers(Workers):
     """TensorFlow's runtimes of all workers, joined for collectives.
 
@@ -97,20 +111,19 @@ class TensorFlowWorkers(Workers):
         _configure(group)
         global _joined
         _joined = self
-        self._started = False
+        self._runtime = _Runtime()
         # By local device: the group of it and its like on the other workers, and
         # what orders its collectives.
         self._groups: dict[str, tuple[int, tf.Variable]] = {}
         self._keys: dict[tuple[Any, ...], int] = {}
-        self._shapes: Any = None
         self._device = "/device:CPU:0"
         group.on_loss(self._abort)
 
     def set_replicas(self, count: int, span: int = 1) -> None:
         super().set_replicas(count, span)
-        if not self._started:
+        if not self._runtime.is_started:
             _start(self.group)
-            self._started = True
+            self._runtime.is_started = True
 
     def use_device(self, device: str) -> None:
         """Says on which local device collectives run from now on."""
@@ -120,15 +133,15 @@ class TensorFlowWorkers(Workers):
                 # Whatever uses it keeps its order in a program.
                 order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
             self._groups[device] = (len(self._groups) + 1, order)
-        if self._shapes is None:
+        if self._runtime.shapes is None:
             with tf.init_scope(), tf.device("/device:CPU:0"):
-                self._shapes = tf.lookup.experimental.MutableHashTable(
+                self._runtime.shapes = tf.lookup.experimental.MutableHashTable(
                     tf.int64, tf.int32, -1
                 )
 
     def _abort(self, loss: Loss) -> None:
         """Ends the wait for a worker that does not answer."""
-        if self._started:
+        if self._runtime.is_started:
             eager_context.context().abort_collective_ops(
                 tf.errors.UNAVAILABLE, self.group.describe(loss)
             )
@@ -301,7 +314,7 @@ class TensorFlowWorkers(Workers):
             factors = [_number_of(f"axis {i}") for i in range(tensor.shape.rank)]
             signature = tf.reduce_sum(sizes * tf.constant(factors, tf.int64))
             signature += tf.constant(_number_of(kind), tf.int64)
-            table = self._shapes
+            table = self._runtime.shapes
             new = _FIRST_DYNAMIC_KEY + tf.cast(table.size(), tf.int32)
             key = tf.raw_ops.LookupTableFindV2(
                 table_handle=table.resource_handle, keys=signature, default_value=new
