@@ -6,18 +6,19 @@ import inspect
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from harness.processes import launch, write_script
+from harness.forker import Forker
+from harness.processes import launch, wait_until, write_script
 
 import keras_strategies as ks
+from keras_strategies.cluster.local import free_addresses
 
 SECONDS = 60.0
 
@@ -160,7 +161,16 @@ else:
 )
 
 
-@pytest.mark.slow
+def assert_evaluated(folder: Path, errors: str) -> None:
+    found = json.loads((folder / "found.json").read_text())
+    assert [step for step, _ in found] == [4, 8, 12]
+    # What training evaluated itself in the end.
+    last = json.loads((folder / "logs.json").read_text())
+    assert found[-1][1] == pytest.approx(last, rel=1e-4)
+    assert "3.keras at step 12: " in errors
+
+
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_the_launchers_evaluator_sees_every_checkpoint(tmp_path) -> None:
     script = write_script(tmp_path, CLUSTER)
@@ -169,33 +179,60 @@ def test_the_launchers_evaluator_sees_every_checkpoint(tmp_path) -> None:
         *("--grace-seconds", "60", script),
     )
     assert process.returncode == 0, process.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [step for step, _ in found] == [4, 8, 12]
-    # What training evaluated itself in the end.
-    last = json.loads((tmp_path / "logs.json").read_text())
-    assert found[-1][1] == pytest.approx(last, rel=1e-4)
+    assert_evaluated(tmp_path, process.stderr)
     assert "[evaluator 0] 3.keras at step 12: " in process.stderr
 
 
+@pytest.fixture
+def forker() -> Iterator[Forker]:
+    with Forker() as made:
+        yield made
+
+
 @pytest.mark.multiprocess
-def test_a_signal_lets_it_finish(tmp_path) -> None:
+def test_an_evaluator_task_sees_every_checkpoint(forker, tmp_path) -> None:
+    """Without the launcher: when training has ended, the evaluator gets a signal."""
+    script = write_script(tmp_path, CLUSTER)
+    jobs = ("worker", "ps", "chief", "evaluator")
+    cluster = {
+        job: [address] for job, address in zip(jobs, free_addresses(4), strict=True)
+    }
+    started = {
+        job: forker.start(
+            tmp_path / f"{job}.log",
+            script,
+            TF_CONFIG=json.dumps(
+                {"cluster": cluster, "task": {"type": job, "index": 0}}
+            ),
+            KS_CLUSTER_SECRET="correct horse battery staple",
+        )
+        for job in jobs
+    }
+    for job in ("chief", "worker", "ps"):
+        assert started[job].wait(SECONDS)[0] == 0, started[job].text()
+    os.kill(started["evaluator"].pid, signal.SIGTERM)
+    code, _ = started["evaluator"].wait(SECONDS)
+    text = started["evaluator"].text()
+    assert code == 0, text
+    assert_evaluated(tmp_path, text)
+
+
+@pytest.mark.multiprocess
+def test_a_signal_lets_it_finish(forker, tmp_path) -> None:
     train(tmp_path, "{epoch}.weights.h5", epochs=2)
-    text = f"""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""{MODEL}
 evaluator = ks.SidecarEvaluator(model(), data(1), {str(tmp_path)!r})
 print("ready", flush=True)
 print(len(evaluator.start()), "evaluations")
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", MODEL + text],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("2.weights.h5 at step 8: "):
-                break
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, errors
-    assert output.splitlines() == ["ready", "2 evaluations"]
+    )
+    process = forker.start(tmp_path / "log", str(script))
+    wait_until(
+        lambda: "\n2.weights.h5 at step 8: " in process.text(), "it has evaluated"
+    )
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(SECONDS)[0] == 0, process.text()
+    lines = process.text().splitlines()
+    assert "ready" in lines and "2 evaluations" in lines

@@ -32,7 +32,7 @@ def forker():
 @pytest.fixture(scope="module")
 def pool(forker):
     pool = WorkerPool(forker, 2)
-    yield pool
+    yield pool.cluster(1)
     pool.close()
 
 

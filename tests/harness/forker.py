@@ -5,10 +5,14 @@ of clusters would spend most of their time on. So one process imports them, once
 forks itself for each script, while it has one thread and has used no device. A script
 then has an environment, arguments and output of its own, and ends as the interpreter
 does: with `atexit`, and with the threads that it has started.
+
+A script that starts scripts itself, such as pytest, calls `keep_fork` first: that is a
+fork with the same imports, and `Forker` uses it instead of importing them once more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -17,6 +21,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +32,26 @@ import psutil
 
 # How often the forker looks for scripts that have ended, in seconds.
 _TICK = 0.02
+
+
+@dataclass
+class _Line:
+    """Orders to a process that forks, and its answers; the process that may use it."""
+
+    orders: TextIO
+    answers: TextIO
+    owner: int
+    lock: threading.Lock
+
+    def ask(self, order: Mapping[str, Any]) -> int:
+        """The number of the process that an order forks or kills."""
+        with self.lock:
+            self.orders.write(json.dumps(order) + "\n")
+            self.orders.flush()
+            return int(self.answers.readline())
+
+
+_kept: _Line | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +85,8 @@ class Forked:
         return end
 
     def text(self) -> str:
-        return self.log.read_text(errors="replace")
+        """What it has printed so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self) -> None:
         """Kills the script; the forker holds its number until its end is written."""
@@ -87,6 +113,12 @@ class Forker:
         environment: Mapping[str, str] | None = None,
         errors: Path | None = None,
     ) -> None:
+        self._started: list[Forked] = []
+        self._process: subprocess.Popen[str] | None = None
+        is_plain = imports_strategies and not also and environment is None
+        if is_plain and _kept is not None and _kept.owner == os.getpid():
+            self._line = _kept
+            return
         given = os.environ if environment is None else environment
         modules = ["keras_strategies"] if imports_strategies else []
         self._process = subprocess.Popen(
@@ -102,7 +134,10 @@ class Forker:
             stdout=subprocess.PIPE,
             stderr=None if errors is None else errors.open("wb"),
             text=True,
-            bufsize=1,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._line = _Line(
+            self._process.stdin, self._process.stdout, os.getpid(), threading.Lock()
         )
 
     def start(
@@ -116,21 +151,22 @@ class Forker:
             *arguments: str, its arguments.
             **environment: str, what is set for it besides what is set here.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
         order = {
             "log": str(log),
             "arguments": [script, *arguments],
             "environment": environment,
         }
-        self._process.stdin.write(json.dumps(order) + "\n")
-        return Forked(int(self._process.stdout.readline()), log)
+        self._started.append(Forked(self._line.ask(order), log))
+        return self._started[-1]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        if self._process is None:
+            for script in self._started:
+                self._line.ask({"kill": script.pid})
+            return
+        self._line.orders.close()
         self._process.wait(20)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._line.answers.close()
 
     def __enter__(self) -> Forker:
         return self
@@ -141,6 +177,30 @@ class Forker:
 
 def _end_of(log: Path) -> Path:
     return log.with_suffix(".end")
+
+
+def keep_fork() -> None:
+    """Forks a process for the scripts that this one will start.
+
+    For a script that a `Forker` has started, at its beginning: it has the imports, one
+    thread, and has used no device.
+    """
+    global _kept
+    order_end, orders = os.pipe()
+    answers, answer_end = os.pipe()
+    if os.fork():
+        os.close(order_end)
+        os.close(answer_end)
+        line = os.fdopen(orders, "w"), os.fdopen(answers)
+        _kept = _Line(*line, os.getpid(), threading.Lock())
+        return
+    os.close(orders)
+    os.close(answers)
+    with open(order_end) as taken, open(answer_end, "w") as given:
+        script = _serve(taken, given)
+    if script is not None:
+        _run(script)
+    sys.exit()
 
 
 def _become(order: Mapping[str, Any]) -> None:
@@ -163,11 +223,14 @@ def _serve(orders: TextIO, answers: TextIO) -> str | None:
             is_open = bool(line)
             if is_open:
                 order = json.loads(line)
-                pid = os.fork()
+                pid = order.get("kill") or os.fork()
                 if not pid:
                     _become(order)
                     return str(sys.argv[0])
-                logs[pid] = Path(order["log"])
+                if "kill" not in order:
+                    logs[pid] = Path(order["log"])
+                elif pid in logs:
+                    os.kill(pid, signal.SIGKILL)
                 print(pid, file=answers, flush=True)
         _reap(logs)
     for pid in logs:
@@ -180,9 +243,11 @@ def _reap(logs: dict[int, Path]) -> None:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             end = json.dumps([os.waitstatus_to_exitcode(status), time.time()])
-            part = _end_of(logs[pid]).with_suffix(".part")
-            part.write_text(end)
-            part.rename(_end_of(logs.pop(pid)))
+            file = _end_of(logs.pop(pid))
+            # The folder may be gone, if nothing waits for the end.
+            with contextlib.suppress(FileNotFoundError):
+                file.with_suffix(".part").write_text(end)
+                file.with_suffix(".part").rename(file)
 
 
 def _main() -> None:
@@ -193,7 +258,7 @@ def _main() -> None:
     if "keras_strategies" in sys.argv:
         import keras_strategies as ks
 
-        assert ks.MultiWorkerMirroredStrategy
+        assert ks.MultiWorkerMirroredStrategy and ks.ParameterServerStrategy
     # What imports more when it is first used; saving looks for TensorFlow.
     keras.saving.serialize_keras_object(keras.layers.Dense(1))
     assert len(os.listdir("/proc/self/task")) == 1, "forks need a single thread"
@@ -202,9 +267,13 @@ def _main() -> None:
     gc.freeze()
     script = _serve(sys.stdin, sys.stdout)
     if script is not None:
-        import runpy
+        _run(script)
 
-        runpy.run_path(script, run_name="__main__")
+
+def _run(script: str) -> None:
+    import runpy
+
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Worker processes that call functions under one strategy, for many tests in turn."""
+"""Worker processes that call functions under a strategy, for many tests in turn."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing.connection as connections
 import os
@@ -11,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ class WorkerPool:
     """
 
     def __init__(self, forker: Forker, workers: int, devices: int = 1):
-        self.replicas = workers * devices
+        self.workers, self.devices = workers, devices
         self._key = os.urandom(16)
         self._folder = tempfile.TemporaryDirectory()
         addresses = free_addresses(workers)
@@ -82,27 +84,16 @@ class WorkerPool:
             pass
         raise AssertionError(f"A worker did not start:\n{self.log()}")
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls `function(strategy, *args)` on every worker.
+    def cluster(self, devices: int) -> Cluster:
+        """These workers with a strategy on the first devices of each."""
+        assert devices <= self.devices
+        return Cluster(self, devices)
 
-        Returns:
-            What the workers returned, in their order.
-
-        Raises:
-            AssertionError: with the traceback of each worker that raised.
-        """
-        problems, values = [], []
-        for index, (error, value) in enumerate(self.outcomes(function, *args)):
-            values.append(value)
-            if error:
-                problems.append(f"worker {index}:\n{error}")
-        if problems:
-            raise AssertionError("\n".join(problems))
-        return values
-
-    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call(
+        self, devices: int, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> list[Any]:
         """For each worker the traceback, empty without one, and what it returned."""
-        call = cloudpickle.dumps((function, args))
+        call = cloudpickle.dumps((devices, function, args))
         until = time.monotonic() + CALL_SECONDS
         for line in self._lines:
             line.send_bytes(call)
@@ -133,26 +124,70 @@ class WorkerPool:
         self._folder.cleanup()
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """Workers with one strategy.
+
+    Args:
+        pool: their processes.
+        devices: int, how many devices of each worker the strategy has.
+    """
+
+    pool: WorkerPool
+    devices: int
+
+    @property
+    def replicas(self) -> int:
+        return self.pool.workers * self.devices
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `function(strategy, *args)` on every worker.
+
+        Returns:
+            What the workers returned, in their order.
+
+        Raises:
+            AssertionError: with the traceback of each worker that raised.
+        """
+        problems, values = [], []
+        for index, (error, value) in enumerate(self.outcomes(function, *args)):
+            values.append(value)
+            if error:
+                problems.append(f"worker {index}:\n{error}")
+        if problems:
+            raise AssertionError("\n".join(problems))
+        return values
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """For each worker the traceback, empty without one, and what it returned."""
+        return self.pool.call(self.devices, function, args)
+
+
 def _serve(host: str, port: str, key: str, index: str, devices: str) -> None:
     import keras
 
     import keras_strategies as ks
 
+    @functools.cache
+    def strategy_on(count: int) -> Any:
+        options = ks.CommunicationOptions(timeout_seconds=SILENCE_SECONDS)
+        return ks.MultiWorkerMirroredStrategy(
+            communication_options=options,
+            devices=[f"cpu:{i}" for i in range(count)],
+        )
+
     keras.config.disable_traceback_filtering()
     line = connections.Client((host, int(port)), authkey=bytes.fromhex(key))
-    strategy = ks.MultiWorkerMirroredStrategy(
-        communication_options=ks.CommunicationOptions(timeout_seconds=SILENCE_SECONDS),
-        devices=[f"cpu:{i}" for i in range(int(devices))],
-    )
+    strategy_on(int(devices))
     line.send(int(index))
     while True:
         try:
-            function, args = cloudpickle.loads(line.recv_bytes())
+            count, function, args = cloudpickle.loads(line.recv_bytes())
         except EOFError:
             return
         keras.utils.set_random_seed(20240229)
         try:
-            outcome = ("", function(strategy, *args))
+            outcome = ("", function(strategy_on(count), *args))
         except Exception:
             outcome = (traceback.format_exc(), None)
         line.send_bytes(cloudpickle.dumps(outcome))

@@ -1,14 +1,16 @@
-"""Clusters of real processes, started once for all tests of this folder."""
+"""Clusters of real processes, started once for all tests of a job."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from harness.forker import Forker
-from harness.worker_pool import WorkerPool
+from harness.worker_pool import Cluster, WorkerPool
 
-CLUSTERS = {"two": (2, 1), "three": (3, 1), "four": (4, 1), "two_by_two": (2, 2)}
+# Workers, and devices of each. The first two have the same processes.
+CLUSTERS = {"two": (2, 1), "two_by_two": (2, 2), "three": (3, 1), "four": (4, 1)}
+DEVICES = {2: 2, 3: 1, 4: 1}
 
 
 @pytest.fixture(scope="session")
@@ -19,11 +21,25 @@ def forker() -> Iterator[Forker]:
 
 
 @pytest.fixture(scope="session")
-def cluster(request, forker) -> Iterator[WorkerPool]:
+def pool_of(forker) -> Iterator[Callable[[int], WorkerPool]]:
+    """The processes for a number of workers."""
+    pools: dict[int, WorkerPool] = {}
+
+    def start(workers: int) -> WorkerPool:
+        if workers not in pools:
+            pools[workers] = WorkerPool(forker, workers, DEVICES[workers])
+        return pools[workers]
+
+    yield start
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(request, pool_of) -> Cluster:
     """The cluster that a test names, by `indirect` parametrization."""
-    pool = WorkerPool(forker, *CLUSTERS[request.param])
-    yield pool
-    pool.close()
+    workers, devices = CLUSTERS[request.param]
+    return pool_of(workers).cluster(devices)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

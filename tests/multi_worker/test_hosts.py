@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.forker import Forked, Forker
 from harness.hosts import Hosts, NotPermittedError, two_hosts
 from harness.processes import TIMEOUT as START_SECONDS
 from harness.processes import assert_gone, wait_until
@@ -22,7 +21,7 @@ import keras_strategies as ks
 
 pytestmark = pytest.mark.multiprocess
 
-TIMEOUT = 5
+TIMEOUT = 3
 
 TRAIN = """
 import keras
@@ -53,7 +52,7 @@ SCRIPT = (
 import pathlib, sys, time
 
 here, name = pathlib.Path(sys.argv[1]), sys.argv[2]
-options = ks.CommunicationOptions(timeout_seconds=5)
+options = ks.CommunicationOptions(timeout_seconds=3)
 strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
 model = make(strategy)
 fit(model, 3)
@@ -85,34 +84,27 @@ def hosts() -> Iterator[Hosts]:
     assert not [name for name in made.names if name in listed.stdout]
 
 
-def start(hosts: Hosts, index: int, folder: Path) -> subprocess.Popen[bytes]:
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
+def start(forker: Forker, hosts: Hosts, index: int, folder: Path) -> Forked:
+    script = folder / f"script{index}.py"
+    script.write_text(f"{hosts.enter(index)}\n{SCRIPT}")
     addresses = [f"{address}:4711" for address in hosts.addresses]
     task = {"type": "worker", "index": index}
-    config = {"cluster": {"worker": addresses}, "task": task}
-    with (folder / f"{index}.log").open("wb") as log:
-        return subprocess.Popen(
-            hosts.command(index, sys.executable, str(script), str(folder), str(index)),
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "TF_CONFIG": json.dumps(config),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    return forker.start(
+        folder / f"{index}.log",
+        str(script),
+        *(str(folder), str(index)),
+        TF_CONFIG=json.dumps({"cluster": {"worker": addresses}, "task": task}),
+    )
 
 
-def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(hosts, tmp_path):
-    processes = [start(hosts, index, tmp_path) for index in range(2)]
-    logs = [tmp_path / f"{index}.log" for index in range(2)]
+def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(
+    forker, hosts, tmp_path
+):
+    processes = [start(forker, hosts, index, tmp_path) for index in range(2)]
 
     def are_training() -> bool:
-        for process, log in zip(processes, logs, strict=True):
-            assert process.poll() is None, log.read_text()
+        for process in processes:
+            assert process.ended() is None, process.text()
         return len(list(tmp_path.glob("*.ready"))) == 2
 
     try:
@@ -120,9 +112,9 @@ def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(hosts, tmp_pat
         cut = time.time()
         hosts.cut()
         for index, process in enumerate(processes):
-            process.wait(TIMEOUT + 10 - (time.time() - cut))
-            text = logs[index].read_text()
-            assert process.returncode == 1, text
+            code, _ = process.wait(TIMEOUT + 10 - (time.time() - cut))
+            text = process.text()
+            assert code == 1, text
             # Raised; or printed by what ends a process that an engine holds in a call,
             # as XLA may where a connection is neither open nor closed.
             found = re.search(
@@ -142,7 +134,6 @@ def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(hosts, tmp_pat
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     assert_gone([process.pid for process in processes])
     names: dict = {}
     exec(TRAIN, names)

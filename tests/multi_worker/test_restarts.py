@@ -1,8 +1,10 @@
-"""`keras-strategies launch --max-restarts`: training goes on where its backup is."""
+"""Workers that are started again after a loss train on where their backup is."""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from harness.processes import assert_gone, launch, write_script
 from harness.training import assert_same
 
 import keras_strategies as ks
+from keras_strategies.cluster.local import free_addresses
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -45,8 +48,7 @@ SCRIPT = (
     + """
 victim = sys.argv[1]
 attempt = len(list(here.glob(me + "-*.pid")))
-write(f"{me}-{attempt}.pid", str(os.getpid()))
-(here / (me + ".pid")).unlink()
+(here / (me + ".pid")).rename(here / f"{me}-{attempt}.pid")
 
 
 class Watch(keras.callbacks.Callback):
@@ -70,12 +72,60 @@ np.savez(here / (me + ".npz"), *model.get_weights())
 )
 
 
-@pytest.mark.parametrize(
-    "victim", ["worker1", pytest.param("worker0", marks=pytest.mark.slow)]
-)
-def test_a_restarted_run_ends_with_the_weights_of_one_without_a_failure(
-    tmp_path, victim
+EPOCHS_SEEN = [
+    *(f"attempt 0 epoch {epoch}" for epoch in range(3)),
+    # 6 steps in an epoch; the third was under way.
+    *(f"attempt 1 epoch {epoch}" for epoch in range(2, EPOCHS)),
+]
+
+
+def assert_trained_as_without_a_failure(folder: Path) -> None:
+    names = {}
+    exec(TRAIN, names)
+    expected = names["train"](ks.OneDeviceStrategy("cpu:0")).get_weights()
+    expected = {i: np.asarray(value) for i, value in enumerate(expected)}
+    for worker in range(2):
+        with np.load(folder / f"worker{worker}.npz") as file:
+            found = dict(enumerate(file.values()))
+        assert_same(expected, found, 1e-5, f"worker {worker}")
+    assert_gone([int(path.read_text()) for path in folder.glob("*.pid")])
+    # The backup is for a run that goes on; this one is done.
+    assert not (folder / "backup").exists()
+
+
+@pytest.mark.parametrize("victim", ["worker1", "worker0"])
+def test_workers_that_are_started_again_end_with_the_same_weights(
+    forker, tmp_path, victim
 ):
+    script = write_script(tmp_path, SCRIPT)
+    logs = [[tmp_path / f"{i}-{attempt}.log" for i in range(2)] for attempt in range(2)]
+    for attempt in range(2):
+        addresses = free_addresses(2)
+        processes = [
+            forker.start(
+                log,
+                script,
+                victim,
+                TF_CONFIG=json.dumps(
+                    {
+                        "cluster": {"worker": addresses},
+                        "task": {"type": "worker", "index": index},
+                    }
+                ),
+            )
+            for index, log in enumerate(logs[attempt])
+        ]
+        codes = [process.wait(120)[0] for process in processes]
+        assert all(codes) if attempt == 0 else not any(codes), processes[0].text()
+    for worker in range(2):
+        lines = "".join(log[worker].read_text() for log in logs).splitlines()
+        assert [line for line in lines if line.startswith("attempt ")] == EPOCHS_SEEN
+    assert_trained_as_without_a_failure(tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["worker1", "worker0"])
+def test_the_launcher_starts_them_again(tmp_path, victim):
     script = write_script(tmp_path, SCRIPT)
     process = launch("--workers", "2", "--max-restarts", "2", script, victim)
     assert process.returncode == 0, process.stderr
@@ -83,23 +133,9 @@ def test_a_restarted_run_ends_with_the_weights_of_one_without_a_failure(
     assert f"worker {number} was ended by SIGKILL; ending the others" in process.stderr
     assert "starting again (1 of 2), with other ports." in process.stderr
     assert "(2 of 2)" not in process.stderr
-    # 6 steps in an epoch; the third was under way.
-    printed = process.stdout
     for worker in range(2):
-        lines = printed.splitlines()
-        told = f"[worker {worker}] attempt "
-        assert [line.split("] ")[1] for line in lines if line.startswith(told)] == [
-            *(f"attempt 0 epoch {epoch}" for epoch in range(3)),
-            *(f"attempt 1 epoch {epoch}" for epoch in range(2, EPOCHS)),
-        ]
-    names = {}
-    exec(TRAIN, names)
-    expected = names["train"](ks.OneDeviceStrategy("cpu:0")).get_weights()
-    expected = {i: np.asarray(value) for i, value in enumerate(expected)}
-    for worker in range(2):
-        with np.load(tmp_path / f"worker{worker}.npz") as file:
-            found = dict(enumerate(file.values()))
-        assert_same(expected, found, 1e-5, f"worker {worker}")
-    assert_gone([int(path.read_text()) for path in tmp_path.glob("*.pid")])
-    # The backup is for a run that goes on; this one is done.
-    assert not (tmp_path / "backup").exists()
+        lines = process.stdout.splitlines()
+        printed = f"[worker {worker}] attempt "
+        found = [line.split("] ")[1] for line in lines if line.startswith(printed)]
+        assert found == EPOCHS_SEEN
+    assert_trained_as_without_a_failure(tmp_path)

@@ -350,7 +350,7 @@ def test_an_error_in_one_process_is_named_in_the_others(cluster):
     assert "the disk is full" in one
 
 
-def test_a_process_that_is_killed_is_named(tmp_path):
+def test_a_process_that_is_killed_is_named(forker, tmp_path):
     def program(strategy, path):
         index = strategy.workers.group.index
 
@@ -365,10 +365,10 @@ def test_a_process_that_is_killed_is_named(tmp_path):
             with open(path, "w") as file:
                 file.write(str(error))
 
-    pool = WorkerPool(2)
+    pool = WorkerPool(forker, 2)
     try:
         with pytest.raises(AssertionError, match="Worker 1 died"):
-            pool.outcomes(program, str(tmp_path / "error"))
+            pool.cluster(1).outcomes(program, str(tmp_path / "error"))
     finally:
         pool.close()
     text = (tmp_path / "error").read_text()

@@ -1,15 +1,42 @@
-"""Two clusters that all tests of this room share: starting one takes seconds."""
+"""Clusters for tests of parameter servers: processes are forked, clusters shared."""
 
 from __future__ import annotations
 
-import pytest
+import functools
+from collections.abc import Iterator
 
+import pytest
+from harness.forked_cluster import ForkingManager
+from harness.forker import Forker
+
+from keras_strategies.coordinator import cluster
+from keras_strategies.coordinator.processes import Manager
 from keras_strategies.experimental import partitioners
 from parameter_server import clusters
 
 
 @pytest.fixture(scope="package")
-def synchronous():
+def forker() -> Iterator[Forker]:
+    with Forker() as made:
+        yield made
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forks(forker: Forker) -> Iterator[None]:
+    """Clusters of these tests fork their processes, without Ray; see `by_ray`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "Manager", functools.partial(ForkingManager, forker))
+        yield
+
+
+@pytest.fixture
+def by_ray(forks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts the processes of clusters in a test, as it does for users."""
+    monkeypatch.setattr(cluster, "Manager", Manager)
+
+
+@pytest.fixture(scope="package")
+def synchronous(forks):
     """One step after the other, variables in two parts on two servers."""
     with clusters.start(
         workers=1,
@@ -21,7 +48,7 @@ def synchronous():
 
 
 @pytest.fixture(scope="package")
-def asynchronous(tmp_path_factory):
+def asynchronous(forks, tmp_path_factory):
     """Steps without order; what dies here comes back, servers from snapshots."""
     with clusters.start(
         workers=2,

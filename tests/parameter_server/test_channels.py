@@ -11,7 +11,7 @@ from parameter_server import clusters
 
 
 @pytest.mark.multiprocess
-def test_training_over_ray_equals_one_device_and_survives_a_server() -> None:
+def test_training_over_ray_equals_one_device_and_survives_a_server(by_ray) -> None:
     x, y = clusters.clicks()
     alone = clusters.two_inputs(keras.optimizers.SGD(0.05, momentum=0.9))
     alone.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)

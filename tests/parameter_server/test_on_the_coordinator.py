@@ -237,15 +237,3 @@ def test_a_model_is_exported(model, tmp_path) -> None:
     assert isinstance(model.layers[-1].kernel, ks.ShardedVariable)
     again = model.predict([dense, codes], verbose=0)
     np.testing.assert_array_equal(again[: len(expected)], expected)
-
-
-def test_workers_import_no_more_than_they_need(synchronous) -> None:
-    def imported():
-        import importlib.util
-        import sys
-
-        return "sklearn" in sys.modules, importlib.util.find_spec("sklearn") is not None
-
-    coordinator = ks.ClusterCoordinator(synchronous)
-    # Functions of users may still import it.
-    assert coordinator.schedule(imported).fetch(clusters.SECONDS) == (False, True)

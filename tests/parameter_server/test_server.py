@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
 
 import keras
 import pytest
+from harness.forker import Forked
 
 import keras_strategies as ks
 from keras_strategies.cluster.local import free_addresses
@@ -43,75 +41,77 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@contextlib.contextmanager
-def tasks(cluster, scripts):
-    """Processes of a cluster: pairs of a job and what it runs."""
+@pytest.fixture
+def tasks(forker, tmp_path) -> Iterator[Callable[..., list[Forked]]]:
+    """Starts the processes of a cluster, from pairs of a job and what it runs."""
+    started: list[Forked] = []
 
-    def start(job: str, script: str) -> subprocess.Popen[str]:
-        config = {"cluster": cluster, "task": {"type": job, "index": 0}}
-        environment = {**os.environ, "TF_CONFIG": json.dumps(config)}
-        return subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(cluster, scripts) -> list[Forked]:
+        for job, script in scripts:
+            config = {"cluster": cluster, "task": {"type": job, "index": 0}}
+            path = tmp_path / f"{job}.py"
+            path.write_text(script)
+            started.append(
+                forker.start(
+                    tmp_path / f"{job}.log",
+                    str(path),
+                    TF_CONFIG=json.dumps(config),
+                    KS_CLUSTER_SECRET=SECRET,
+                )
+            )
+        return started
 
-    processes = [start(job, script) for job, script in scripts]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    yield start
+    for process in started:
+        process.kill()
 
 
-def test_tasks_meet_in_any_order_and_outlive_a_coordinator(monkeypatch) -> None:
+def test_tasks_meet_in_any_order_and_outlive_a_coordinator(tasks, monkeypatch) -> None:
     chief, worker, ps = free_addresses(3)
     cluster = {"chief": [chief], "worker": [worker], "ps": [ps]}
     monkeypatch.setenv("KS_CLUSTER_SECRET", SECRET)
     task = TASK.format(seconds=60)
-    with tasks(cluster, [("worker", task), ("ps", task), ("chief", CHIEF)]) as started:
-        assert started[2].wait(clusters.SECONDS) == -signal.SIGKILL
-        resolver = ks.cluster_resolver.SimpleClusterResolver(
-            cluster, task_type="chief", task_id=0
-        )
-        with ks.ParameterServerStrategy(resolver, start_seconds=60) as strategy:
-            with strategy.scope():
-                total = keras.Variable(0.0, name="total", trainable=False)
-            coordinator = ks.ClusterCoordinator(strategy)
-            with pytest.raises(ks.errors.InvalidArgumentError, match="by others"):
-                coordinator.add_worker()
-            for _ in range(5):
-                coordinator.schedule(lambda: total.assign_add(1.0))
-            coordinator.join(clusters.SECONDS)
-            # Nothing is left of what the first coordinator had begun.
-            assert float(total.numpy()) == 5.0
-        assert [process.wait(30) for process in started[:2]] == [0, 0]
+    started = tasks(cluster, [("worker", task), ("ps", task), ("chief", CHIEF)])
+    assert started[2].wait(clusters.SECONDS)[0] == -signal.SIGKILL
+    resolver = ks.cluster_resolver.SimpleClusterResolver(
+        cluster, task_type="chief", task_id=0
+    )
+    with ks.ParameterServerStrategy(resolver, start_seconds=60) as strategy:
+        with strategy.scope():
+            total = keras.Variable(0.0, name="total", trainable=False)
+        coordinator = ks.ClusterCoordinator(strategy)
+        with pytest.raises(ks.errors.InvalidArgumentError, match="by others"):
+            coordinator.add_worker()
+        for _ in range(5):
+            coordinator.schedule(lambda: total.assign_add(1.0))
+        coordinator.join(clusters.SECONDS)
+        # Nothing is left of what the first coordinator had begun.
+        assert float(total.numpy()) == 5.0
+    assert [process.wait(30)[0] for process in started[:2]] == [0, 0]
 
 
-def test_tasks_end_when_the_coordinator_stays_away(monkeypatch) -> None:
+def test_tasks_end_when_the_coordinator_stays_away(tasks, monkeypatch) -> None:
     chief, worker, ps = free_addresses(3)
     cluster = {"chief": [chief], "worker": [worker], "ps": [ps]}
     monkeypatch.setenv("KS_CLUSTER_SECRET", SECRET)
     task = TASK.format(seconds=1)
-    with tasks(cluster, [("worker", task), ("ps", task)]) as started:
-        service = Service(f"tcp://{chief}", Keys.from_secret(SECRET))
-        come = set()
-        try:
-            until = time.monotonic() + clusters.SECONDS
-            while come != {"hello", "server"} and time.monotonic() < until:
-                received = service.receive(1.0)
-                if received is not None and received[1][1][0] != "beat":
-                    come.add(received[1][1][0])
-        finally:
-            service.close()
-        assert come == {"hello", "server"}
-        for process in started:
-            _, text = process.communicate(timeout=30)
-            assert process.returncode == 1
-            assert f"The coordinator at tcp://{chief} is gone" in text
-            assert "coordinator_seconds" in text
+    started = tasks(cluster, [("worker", task), ("ps", task)])
+    service = Service(f"tcp://{chief}", Keys.from_secret(SECRET))
+    come = set()
+    try:
+        until = time.monotonic() + clusters.SECONDS
+        while come != {"hello", "server"} and time.monotonic() < until:
+            received = service.receive(1.0)
+            if received is not None and received[1][1][0] != "beat":
+                come.add(received[1][1][0])
+    finally:
+        service.close()
+    assert come == {"hello", "server"}
+    for process in started:
+        assert process.wait(30)[0] == 1
+        text = process.text()
+        assert f"The coordinator at tcp://{chief} is gone" in text
+        assert "coordinator_seconds" in text
 
 
 @pytest.mark.parametrize(
