@@ -1,10 +1,11 @@
-"""One process of the matrix of `test_matrix.py`: it saves, or it goes on.
+"""One backend's process of the matrix of `test_matrix.py`: it saves, then goes on.
 
-    python one_backend.py save FOLDER
-    python one_backend.py continue FOLDER
+    python one_backend.py FOLDER jax-mirrored:keras,loop torch-default:backup ...
 
-It runs on the backend that KERAS_BACKEND says, under all of its strategies, and leaves
-what it has found in `FOLDER/save-jax.json` and the like.
+The names are those of all sources, on every backend, and of the ways in which each
+goes on, besides weights. It runs those of its own backend, KERAS_BACKEND. It reads from standard input what it is to do, `save` or
+`continue`, leaves the results in `FOLDER/save-jax.json` and the like, and then prints
+the phase.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if os.environ["KERAS_BACKEND"] != "tensorflow":
+    # Keras imports TensorFlow when it saves, for seconds, if it is installed.
+    sys.modules["tensorflow"] = None  # type: ignore[assignment]
 
 import keras
 import numpy as np
@@ -23,7 +27,6 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
-BACKENDS = ("jax", "torch", "tensorflow")
 BACKEND = keras.backend.backend()
 DEVICES = [f"cpu:{i}" for i in range(4)]
 SAVED_AFTER, EPOCHS = 2, 4
@@ -41,12 +44,14 @@ STRATEGIES = {
 }
 
 
-def strategies(backend: str) -> list[str]:
-    """The strategies of a backend: only JAX cuts variables."""
-    return list(STRATEGIES)[: 5 if backend == "jax" else 3]
+FOLDER = Path(sys.argv[1])
+WAYS = {pair: ways.split(",") for pair, ways in (a.split(":") for a in sys.argv[2:])}
+SOURCES = list(WAYS)
+OWN = [source for source in SOURCES if source.startswith(BACKEND)]
 
 
-SOURCES = [f"{backend}-{name}" for backend in BACKENDS for name in strategies(backend)]
+def strategy_of(source: str):
+    return STRATEGIES[source.removeprefix(f"{BACKEND}-")]()
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -121,16 +126,16 @@ def state(model):
     }
 
 
-def save(folder: Path) -> dict:
+def save() -> dict:
     results = {}
     reference = made(ks.get_strategy())
     results["uninterrupted"] = {
         "losses": fit(reference, epochs=EPOCHS),
         **state(reference),
     }
-    for name in strategies(BACKEND):
-        base = folder / f"{BACKEND}-{name}"
-        model = made(STRATEGIES[name]())
+    for source in OWN:
+        base = FOLDER / source
+        model = made(strategy_of(source))
         callbacks = [
             keras.callbacks.ModelCheckpoint(f"{base}-checkpoint.keras"),
             keras.callbacks.BackupAndRestore(f"{base}-backup", delete_checkpoint=False),
@@ -141,7 +146,7 @@ def save(folder: Path) -> dict:
         ks.Checkpoint(model=model, step=keras.Variable(6, trainable=False)).save(
             f"{base}.ckpt"
         )
-        results[f"{BACKEND}-{name}"] = {"losses": losses, **state(model)}
+        results[source] = {"losses": losses, **state(model)}
     return results
 
 
@@ -156,40 +161,59 @@ def go_on(model):
     return {"losses": losses, "loaded": before, **state(model)}
 
 
-def continued(folder: Path) -> dict:
+def from_keras_file(target: str, source: str) -> dict:
+    return go_on(loaded(strategy_of(target), FOLDER / f"{source}.keras"))
+
+
+def from_checkpoint_callback(target: str, source: str) -> dict:
+    return go_on(loaded(strategy_of(target), FOLDER / f"{source}-checkpoint.keras"))
+
+
+def from_loop(target: str, source: str) -> dict:
+    model, step = made(strategy_of(target)), keras.Variable(0, trainable=False)
+    ks.Checkpoint(model=model, step=step).restore(FOLDER / f"{source}.ckpt")
+    assert int(ops.convert_to_numpy(step)) == 6
+    return go_on(model)
+
+
+def from_backup(target: str, source: str) -> dict:
+    backup = FOLDER / f"{target}-own-backup"
+    shutil.copytree(FOLDER / f"{source}-backup", backup)
+    model = made(strategy_of(target))
+    losses = fit(model, [keras.callbacks.BackupAndRestore(backup)], epochs=EPOCHS)
+    return {"losses": losses, **state(model)}
+
+
+GO_ON = {
+    "keras": from_keras_file,
+    "checkpoint": from_checkpoint_callback,
+    "loop": from_loop,
+    "backup": from_backup,
+}
+
+
+def continued() -> dict:
     results = {}
-    for number, name in enumerate(strategies(BACKEND)):
-        strategy = STRATEGIES[name]()
-        target = f"{BACKEND}-{name}"
-        model = made(strategy)
+    for number, target in enumerate(OWN):
+        model = made(strategy_of(target))
         for source in SOURCES:
-            model.load_weights(folder / f"{source}.weights.h5")
+            model.load_weights(FOLDER / f"{source}.weights.h5")
             results[f"{source} > {target}: weights"] = go_on(model)
-        # These make a new model each time, so every target has a few sources.
-        turn = (SOURCES.index(target) + 3 * number) % len(SOURCES)
-        turned = SOURCES[turn:] + SOURCES[:turn]
-        for source in turned[3:5]:
-            model = loaded(strategy, folder / f"{source}.keras")
-            results[f"{source} > {target}: keras"] = go_on(model)
-        model, step = made(strategy), keras.Variable(0, trainable=False)
-        ks.Checkpoint(model=model, step=step).restore(folder / f"{turned[6]}.ckpt")
-        assert int(ops.convert_to_numpy(step)) == 6
-        results[f"{turned[6]} > {target}: loop"] = go_on(model)
-        model = loaded(strategy, folder / f"{turned[7]}-checkpoint.keras")
-        results[f"{turned[7]} > {target}: checkpoint"] = go_on(model)
-        backup = folder / f"{target}-own-backup"
-        shutil.copytree(folder / f"{turned[9]}-backup", backup)
-        model = made(strategy)
-        losses = fit(model, [keras.callbacks.BackupAndRestore(backup)], epochs=EPOCHS)
-        results[f"{turned[9]} > {target}: backup"] = {"losses": losses, **state(model)}
+        # These make a new model each time, so every target has one source for each.
+        turn = SOURCES.index(target) + 3 * number + 1
+        for step, way in enumerate(WAYS[target]):
+            source = SOURCES[(turn + step) % len(SOURCES)]
+            results[f"{source} > {target}: {way}"] = GO_ON[way](target, source)
     return results
 
 
 def main() -> None:
     ks.set_virtual_cpu_devices(4)
-    phase, folder = sys.argv[1], Path(sys.argv[2])
-    results = save(folder) if phase == "save" else continued(folder)
-    (folder / f"{phase}-{BACKEND}.json").write_text(json.dumps(results))
+    for line in sys.stdin:
+        phase = line.strip()
+        results = save() if phase == "save" else continued()
+        (FOLDER / f"{phase}-{BACKEND}.json").write_text(json.dumps(results))
+        print(phase, flush=True)
 
 
 if __name__ == "__main__":
