@@ -41,12 +41,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".test-logs"
 DURATIONS = ROOT / "tests" / "durations.json"
 BACKENDS = ("jax", "torch", "tensorflow")
-# What does not depend on a backend, or starts processes on each: runs once, on Torch,
-# whose processes start soonest.
+# What does not depend on a backend, or starts processes on each, runs once, on the
+# first backend: JAX is the quickest to import.
 ONCE = (
     "tests/architecture",
-    "tests/checkpoints/test_files.py",
-    "tests/checkpoints/test_matrix.py",
+    "tests/checkpoints",
     "tests/cli",
     "tests/cluster",
     "tests/packaging",
@@ -199,10 +198,10 @@ def test_jobs(settings: Settings) -> list[Job]:
     """The files of each backend in groups, longest first."""
     known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     files = test_files(settings)
-    once = "torch" if "torch" in settings.backends else settings.backends[0]
     jobs = []
     for backend in settings.backends:
-        own = [file for file in files if backend == once or not runs_once(file)]
+        first = backend == settings.backends[0]
+        own = [file for file in files if first or not runs_once(file)]
         if settings.check:
             jobs.append(Job(f"{backend} check", backend, tuple(own), UNKNOWN_SECONDS))
             continue

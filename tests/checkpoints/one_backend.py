@@ -3,9 +3,9 @@
     python one_backend.py FOLDER jax-mirrored:keras,loop torch-default:backup ...
 
 The names are those of all sources, on every backend, and of the ways in which each
-goes on, besides weights. It runs those of its own backend, KERAS_BACKEND. It reads from standard input what it is to do, `save` or
-`continue`, leaves the results in `FOLDER/save-jax.json` and the like, and then prints
-the phase.
+goes on, besides weights. It runs those of its own backend, KERAS_BACKEND. It reads from
+standard input what it is to do, `save` or `continue`, leaves the results in
+`FOLDER/save-jax.json` and the like, and then prints the phase.
 """
 
 from __future__ import annotations
