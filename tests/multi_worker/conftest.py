@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from harness import backend_tables
 from harness.forker import Forker
 from harness.worker_pool import Cluster, WorkerPool
 
 # Workers, and devices of each. The first two have the same processes.
 CLUSTERS = {"two": (2, 1), "two_by_two": (2, 2), "three": (3, 1), "four": (4, 1)}
 DEVICES = {2: 2, 3: 1, 4: 1}
+
+#: What runs on every backend (see `backend_tables`); tests of what is lost, on JAX and
+#: TensorFlow, are also in `tests/backends`.
+EVERYWHERE = {
+    "test_callbacks": (
+        "test_a_backup_is_resumed_by_all_workers",
+        "test_callbacks_may_evaluate_and_predict_on_every_worker",
+        "test_decisions_are_the_chiefs",
+    ),
+    "test_failures": (
+        # Two others wait in an engine's collectives, which each engine ends its way.
+        "test_the_others_name_the_lost_worker_and_its_step[kill-callback-1_of_3]",
+    ),
+    "test_preemption": (
+        "test_preempted_training_takes_the_steps_that_were_left[fit-2]",
+    ),
+    "test_restarts": (),
+    "test_row_checks": ("test_a_problem_that_one_worker_finds_counts_on_all",),
+    "test_input": (
+        "test_workers_with_different_amounts_of_data_stay_in_step[three]",
+        "test_files_are_divided_and_each_row_is_read_once",
+        "test_fit_reads_files_of_its_own",
+        "test_datasets_from_a_function_are_not_divided_again",
+        "test_batches_that_differ_are_an_error_at_once[two-contents-other contents]",
+        "test_another_number_of_rows_is_an_error_before_the_first_step",
+        "test_shuffled_batches_are_the_same_without_a_seed",
+    ),
+}
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     named = any("cluster" in mark.args[0] for mark in marks)
     if "cluster" in metafunc.fixturenames and not named:
         metafunc.parametrize("cluster", ["two"], indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    backend_tables.mark_nightly(items, Path(__file__).parent, EVERYWHERE)

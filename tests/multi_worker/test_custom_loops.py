@@ -13,9 +13,6 @@ import keras_strategies as ks
 BOTH = pytest.mark.parametrize(
     "cluster", ["two", "two_by_two"], indirect=True, scope="session"
 )
-ALL = pytest.mark.parametrize(
-    "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
-)
 
 
 def numpy(value):
@@ -53,7 +50,7 @@ def test_replicas_are_numbered_over_all_workers(cluster):
     assert numbers == list(range(cluster.replicas))
 
 
-@ALL
+@BOTH
 def test_reduce_is_over_all_replicas(cluster):
     def program(strategy):
         values = strategy.run(lambda x: x + 1.0, args=(ids(strategy),))
@@ -83,7 +80,7 @@ def test_uneven_rows_are_reduced_with_the_true_denominator(cluster):
         assert found == [21, 3, 0, 6]
 
 
-@ALL
+@BOTH
 def test_workers_without_rows_take_no_part_in_a_minimum(cluster):
     def program(strategy):
         dataset = strategy.experimental_distribute_dataset(
@@ -276,14 +273,45 @@ def loop(strategy, compiled: bool):
     }
 
 
-@ALL
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def loops() -> list:
+    """A program and steps without one, on clusters that differ; the rest at night."""
+    by_day = {("two", False), ("two_by_two", True)}
+    return [
+        pytest.param(
+            *(name, compiled),
+            id=f"{'compiled' if compiled else 'eager'}-{name}",
+            marks=() if (name, compiled) in by_day else pytest.mark.nightly,
+        )
+        for name in ("two", "three", "two_by_two")
+        for compiled in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "compiled"), loops(), indirect=["cluster"], scope="session"
+)
 def test_the_portable_loop_equals_one_device(cluster, compiled):
     expected = loop(ks.OneDeviceStrategy("cpu:0"), compiled)
     found = cluster(loop, compiled)
     for index, results in enumerate(found):
         assert_same(expected, results, 1e-4, f"worker {index}")
         assert_same(found[0], results, 0.0, f"worker {index} beside worker 0")
+
+
+@BOTH
+def test_random_layers_draw_other_masks_on_each_replica(cluster):
+    def program(strategy):
+        with strategy.scope():
+            layer = keras.layers.Dropout(0.5)
+
+        def fn():
+            return layer(ops.ones((64,)), training=True)
+
+        return local(strategy, strategy.run(fn))
+
+    masks = [mask.tolist() for found in cluster(program) for mask in found]
+    assert len(masks) == cluster.replicas
+    assert len({str(mask) for mask in masks}) == cluster.replicas
 
 
 def test_an_error_in_a_replica_keeps_its_type(cluster):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from harness import backend_tables
 from harness.forked_cluster import ForkingManager
 from harness.forker import Forker
 
@@ -13,6 +15,58 @@ from keras_strategies.coordinator import cluster
 from keras_strategies.coordinator.processes import Manager
 from keras_strategies.experimental import partitioners
 from parameter_server import clusters
+
+#: What runs on every backend (see `backend_tables`): steps that a worker traces and
+#: compiles, updates that servers make with Keras's optimizers, and one test each of
+#: what the coordinator does around them.
+EVERYWHERE = {
+    "test_checkpoints": ("test_training_goes_on_with_another_number_of_parts[3]",),
+    "test_faults": (
+        "test_a_push_counts_once_when_its_closure_runs_again",
+        "test_nothing_is_lost_that_is_in_a_snapshot",
+        "test_fit_and_evaluate_are_exact_while_workers_die",
+    ),
+    "test_fit": (
+        "test_without_staleness_it_equals_one_device[nadam_schedule]",
+        "test_a_step_that_raises_reaches_the_caller_and_fit_works_again",
+    ),
+    "test_local_cluster": (),
+    "test_loss_scale": (
+        "test_without_staleness_it_equals_one_device[two servers-clipped]",
+        "test_steps_that_overflow_in_several_workers_halve_once[inside]",
+    ),
+    "test_memory": (),
+    "test_optimizers": (
+        "test_an_optimizer_does_what_it_does_on_one_device[adafactor_accumulating]",
+        "test_an_optimizer_does_what_it_does_on_one_device[multi]",
+        "test_what_several_variables_share_is_refused",
+    ),
+    "test_packs": ("test_numbers_that_are_updated_alone_are_updated_together[adam]",),
+    "test_partitioners": ("test_dtypes_of_every_framework",),
+    "test_pipeline": ("test_a_step_misses_the_update_before_it_and_no_other[True-1]",),
+    "test_places": (),
+    "test_progress": (),
+    "test_rows": (),
+    "test_shared_memory": (),
+    "test_snapshots": (),
+    "test_steps_that_differ": (),
+    "test_store": (),
+    "test_training": (
+        "test_every_kind_of_input[arrays]",
+        "test_every_kind_of_input[tf_data]",
+        "test_every_kind_of_input[distributed]",
+        "test_methods_on_batches_and_weights_of_rows",
+        "test_several_steps_in_one_message",
+        "test_schedules_count_all_workers_steps",
+        "test_compiled_steps[True]",
+        "test_a_step_of_ones_own",
+        "test_a_table_of_ones_own_is_looked_up_by_rows",
+    ),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    backend_tables.mark_nightly(items, Path(__file__).parent, EVERYWHERE)
 
 
 @pytest.fixture(scope="package")
