@@ -15,8 +15,8 @@ import keras
 from keras import losses, metrics, ops, optimizers
 
 from harness import custom_steps, data, models
+from harness.case import Case, Results
 from harness.data import Data, take
-from harness.training import Case, Results
 
 BACKEND = keras.backend.backend()
 # Two batches of one size.
@@ -103,13 +103,17 @@ class Largest(metrics.Metric):
 # --- The cases ----------------------------------------------------------------
 
 
+def made(name: str, **kwargs: Any) -> Case:
+    return Case(name, module="harness.worker_cases", **kwargs)
+
+
 def one_size(name: str, **kwargs: Any) -> Case:
-    return Case(name, **{"rows": ROWS, "batch": BATCH, "script": fit, **kwargs})
+    return made(name, **{"rows": ROWS, "batch": BATCH, "script": fit, **kwargs})
 
 
 _ROWS = [
     WorkerCase(
-        Case(
+        made(
             "arrays",
             scores_by_batch=True,
             sample_weight=True,
@@ -120,17 +124,17 @@ _ROWS = [
         "a smaller last batch in fit, evaluate and predict; weights of rows",
     ),
     WorkerCase(
-        Case("size_3", rows=3, script=fit),
+        made("size_3", rows=3, script=fit),
         "two",
         "fewer rows than a batch, more of them on worker 0",
     ),
     WorkerCase(
-        Case("size_1", rows=1, scores_by_batch=True),
+        made("size_1", rows=1, scores_by_batch=True),
         "two_by_two",
         "worker 1 has no row at all, in fit, evaluate and predict",
     ),
     WorkerCase(
-        Case(
+        made(
             "size_10_bn",
             rows=10,
             model=models.dense_bn,
@@ -291,3 +295,5 @@ _FIT = [
     ),
 ]
 WORKER_CASES = [*_ROWS, *_MODELS, *_LOSSES_AND_METRICS, *_UPDATES, *_FIT]
+# For `harness.references`.
+CASES = [each.case for each in WORKER_CASES]

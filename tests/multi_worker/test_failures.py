@@ -52,9 +52,9 @@ def check(case: FaultCase, outcomes: list[Outcome]) -> list[str]:
     return errors
 
 
-def cases(fast: list[FaultCase], slow: list[FaultCase]) -> list:
-    marked = [pytest.param(case, marks=pytest.mark.slow) for case in slow]
-    return [*fast, *marked]
+def cases(by_day: list[FaultCase], at_night: list[FaultCase]) -> list:
+    marked = [pytest.param(case, marks=pytest.mark.nightly) for case in at_night]
+    return [*by_day, *marked]
 
 
 @pytest.mark.parametrize("case", cases(LOST, MORE), ids=str)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from harness import data, models
+from harness import model_parallel_cases
 from harness.training import (
-    ADAM_TOLERANCE,
-    Case,
     alone,
     as_arrays,
     assert_same,
@@ -21,35 +19,28 @@ import keras_strategies as ks
 JAX = keras.backend.backend() == "jax"
 pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
 
-CASES = {
-    case.name: case
-    for case in (
-        Case(
-            "dense_weights_23",
-            rows=23,
-            sample_weight=True,
-            metrics=lambda: ["accuracy"],
-        ),
-        Case("dense_bn_25", model=models.dense_bn, rows=25),
-        Case(
-            "transformer_adam",
-            model=models.transformer,
-            data=data.tokens,
-            rows=23,
-            optimizer=lambda: keras.optimizers.Adam(0.01),
-            tolerance=ADAM_TOLERANCE,
-        ),
-    )
-}
+CASES = {case.name: case for case in model_parallel_cases.CASES}
 # How variables are cut, and the devices along the model axis: of one worker where it
-# has as many, else of several.
+# has as many, else of several. The case of each grid by day.
 GRIDS = {
-    "model_axis_in_workers": ("auto", 2, "two_by_two"),
-    "model_axis_over_workers": ("auto", 4, "two_by_two"),
-    "a_worker_for_each_part": ("auto", 2, "two"),
-    "fsdp": ("fsdp", 1, "two"),
-    "fsdp_and_model_axis": ("fsdp", 2, "two_by_two"),
+    "model_axis_in_workers": ("auto", 2, "two_by_two", "dense_weights_23"),
+    "model_axis_over_workers": ("auto", 4, "two_by_two", "transformer_adam"),
+    "a_worker_for_each_part": ("auto", 2, "two", "dense_weights_23"),
+    "fsdp": ("fsdp", 1, "two", "dense_bn_3"),
+    "fsdp_and_model_axis": ("fsdp", 2, "two_by_two", "dense_bn_3"),
 }
+
+
+def crossings() -> list:
+    return [
+        pytest.param(
+            *(name, layout_map, width, cluster),
+            id=f"{grid}-{name}",
+            marks=() if name == by_day else pytest.mark.nightly,
+        )
+        for grid, (layout_map, width, cluster, by_day) in GRIDS.items()
+        for name in ("dense_weights_23", "dense_bn_3", "transformer_adam")
+    ]
 
 
 def cut(strategy, layout_map, width):
@@ -86,11 +77,9 @@ def train_cut(strategy, name, layout_map, width):
     return as_arrays(results), elsewhere(model)
 
 
-@pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize(
-    ("layout_map", "width", "cluster"),
-    list(GRIDS.values()),
-    ids=list(GRIDS),
+    ("name", "layout_map", "width", "cluster"),
+    crossings(),
     indirect=["cluster"],
     scope="session",
 )

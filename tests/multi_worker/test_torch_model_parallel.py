@@ -8,10 +8,8 @@ import signal
 import keras
 import numpy as np
 import pytest
-from harness import data, models
+from harness import model_parallel_cases
 from harness.training import (
-    ADAM_TOLERANCE,
-    Case,
     alone,
     as_arrays,
     assert_same,
@@ -30,61 +28,7 @@ pytestmark = pytest.mark.skipif(
     not (TORCH and CUTS), reason="only Torch with Keras 3.16 has DTensors"
 )
 
-CASES = {
-    case.name: case
-    for case in (
-        Case(
-            "dense_weights_23",
-            rows=23,
-            sample_weight=True,
-            metrics=lambda: ["accuracy"],
-        ),
-        Case("size_3", rows=3),
-        Case("conv_bn_25", model=models.conv, data=data.images, rows=25),
-        Case(
-            "transformer_adam",
-            model=models.transformer,
-            data=data.tokens,
-            rows=23,
-            optimizer=lambda: keras.optimizers.Adam(0.01),
-            tolerance=ADAM_TOLERANCE,
-        ),
-        Case("embedding_lstm_mask", model=models.lstm, data=data.tokens, rows=25),
-        Case(
-            "embedding_adagrad",
-            model=models.gru_tagger,
-            data=data.tagged,
-            metrics=lambda: ["accuracy"],
-            optimizer=lambda: keras.optimizers.Adagrad(0.1),
-            rows=23,
-        ),
-        Case(
-            "clipped_averaged",
-            optimizer=lambda: keras.optimizers.SGD(
-                0.1, momentum=0.9, global_clipnorm=0.1, use_ema=True
-            ),
-        ),
-        Case(
-            "accumulation",
-            rows=25,
-            optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
-        ),
-        Case(
-            "steps_per_execution",
-            rows=39,
-            compile={"steps_per_execution": 3},
-            metrics=lambda: ["accuracy"],
-        ),
-        Case("regularized", model=models.regularized),
-        Case(
-            "mixed_bfloat16",
-            policy="mixed_bfloat16",
-            optimizer=lambda: keras.optimizers.SGD(0.1),
-            # Eight bits of mantissa, and gradients near zero that are added in parts.
-            tolerance=2**-5,
-        ),
-    )
-}
+CASES = {case.name: case for case in model_parallel_cases.CASES}
 # How variables are cut, and the devices along the model axis.
 GRIDS = {
     "model_1x2": ("auto", 2, "two"),
@@ -100,7 +44,7 @@ def _parameters():
         for i, case in enumerate(CASES):
             fast = grid[2] == "two" and (i - list(GRIDS).index(name)) % 3 == 0
             fast = fast or (case == "transformer_adam" and name == "model_2x2")
-            marks = [] if fast else [pytest.mark.slow]
+            marks = [] if fast else [pytest.mark.nightly]
             yield pytest.param(case, *grid, marks=marks, id=f"{case}-{name}")
 
 
@@ -116,7 +60,8 @@ def train_cut(strategy, name, layout_map, width):
     own = cut(layout_map, width)
     with own.scope():
         model = compiled(case)
-    results = fit_evaluate_predict(case, model, case.make_data())
+    script = case.script or fit_evaluate_predict
+    results = script(case, model, case.make_data())
     results |= state_of(model)
     parts = sum(isinstance(weight.value, DTensor) for weight in model.weights)
     return as_arrays(results), parts
