@@ -84,7 +84,18 @@ def assert_alike(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [arrays, tf_data, loader, Sequence, generated])
+# The loop gets the same batches of each kind, which `input/test_datasets.py` tests.
+# These are of tensors of each library; the others are of NumPy's arrays, too.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        arrays,
+        tf_data,
+        loader,
+        pytest.param(Sequence, marks=pytest.mark.nightly),
+        pytest.param(generated, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_loop_over_a_dataset_equals_one_device(mirrored, alone, kind):
     assert_alike(train(mirrored, kind()), alone)
 
@@ -93,7 +104,6 @@ def test_without_compilation(mirrored, alone):
     assert_alike(train(mirrored, arrays(), jit_compile=False), alone)
 
 
-@pytest.mark.slow
-def test_compiled_by_torch(mirrored, alone, backend_name):
-    if backend_name == "torch":
-        assert_alike(train(mirrored, arrays(), jit_compile=True), alone)
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="Torch only")
+def test_compiled_by_torch(mirrored, alone):
+    assert_alike(train(mirrored, arrays(), jit_compile=True), alone)
