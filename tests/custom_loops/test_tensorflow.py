@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from harness.strategies import STRATEGIES
 from keras import layers, ops
 
 import keras_strategies as ks
@@ -83,20 +85,33 @@ def regularized():
     )
 
 
+@functools.cache
+def alone(make):
+    whole, _ = uneven()
+    return train_with_tape(ks.get_strategy(), whole, False, make)
+
+
 @pytest.mark.parametrize("make", [built, unbuilt, regularized])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_tape_in_the_replica_function_equals_one_device(mirrored, compiled, make):
-    whole, spread = uneven()
-    expected = train_with_tape(ks.get_strategy(), whole, False, make)
-    assert_alike(train_with_tape(mirrored, spread, compiled, make), expected)
+    _, spread = uneven()
+    assert_alike(train_with_tape(mirrored, spread, compiled, make), alone(make))
 
 
-def test_regularization_losses_are_read_under_every_strategy(strategy):
-    whole, _ = uneven()
-    expected = train_with_tape(ks.get_strategy(), whole, False, regularized)
-    data = tf.data.Dataset.from_tensors(whole)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one_device",  # Read as Keras has them; two replicas are tested above.
+        "central",  # Read from the only copy.
+        pytest.param("mirrored_4", marks=pytest.mark.nightly),
+    ],
+)
+def test_regularization_losses_are_read_under_every_strategy(name):
+    strategy = STRATEGIES[name].make()
+    data = tf.data.Dataset.from_tensors(uneven()[0])
     rows = next(iter(strategy.experimental_distribute_dataset(data)))
-    assert_alike(train_with_tape(strategy, rows, False, regularized), expected)
+    found = train_with_tape(strategy, rows, False, regularized)
+    assert_alike(found, alone(regularized))
 
 
 def test_a_variable_of_tensorflow_in_a_scope_says_that_it_is_one_for_all(mirrored):

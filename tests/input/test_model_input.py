@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
+from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
 
@@ -31,16 +34,21 @@ def build() -> keras.Model:
     return model
 
 
-def train(strategy, x, validation=None, **options):
-    if strategy is None:
-        model = build()
-    else:
-        with strategy.scope():
-            model = build()
-    if validation is not None:
-        options["validation_data"] = validation
-    history = model.fit(x, epochs=2, shuffle=False, verbose=0, **options).history
-    return model, history
+class Trained:
+    """A model that starts each training as it was made, with the programs it has."""
+
+    def __init__(self, strategy=None) -> None:
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            self.model = build()
+        self._start = self.model.get_weights()
+
+    def __call__(self, x, validation=None, **options):
+        self.model.set_weights(self._start)
+        self.model.optimizer.iterations.assign(0)
+        if validation is not None:
+            options["validation_data"] = validation
+        history = self.model.fit(x, epochs=2, shuffle=False, verbose=0, **options)
+        return self.model, history.history
 
 
 def assert_equal(found, expected) -> None:
@@ -53,9 +61,25 @@ def assert_equal(found, expected) -> None:
 
 
 @pytest.fixture(scope="module")
+def mirrored():
+    return STRATEGIES["mirrored_2"].make()
+
+
+@pytest.fixture(scope="module")
+def train(mirrored) -> Trained:
+    return Trained(mirrored)
+
+
+@pytest.fixture(scope="module")
+def train_alone() -> Trained:
+    return Trained()
+
+
+@pytest.fixture(scope="module")
 def alone():
     """One device, on the same global batches."""
-    return train(None, X, (X, Y), y=Y, batch_size=8, validation_batch_size=8)
+    train = Trained()
+    return train(X, (X, Y), y=Y, batch_size=8, validation_batch_size=8)
 
 
 def tf_data(size: int = 8):
@@ -72,14 +96,24 @@ def loader(size: int = 8):
 DATASETS = {"tf_data": tf_data, "loader": loader, "list": batches}
 
 
-@pytest.fixture(params=DATASETS)
-def dataset(request):
-    return DATASETS[request.param]
+def on_datasets(*names: str) -> pytest.MarkDecorator:
+    """Runs a test on these datasets, and each night on all the others.
+
+    `test_datasets.py` is about the batches of each kind, which reach a trainer in one
+    form: so each function here is tested with one kind that has a length of its own,
+    and where it is the first to read a dataset, with `tf.data` besides.
+    """
+    cases = [
+        pytest.param(make, id=name, marks=[] if name in names else pytest.mark.nightly)
+        for name, make in DATASETS.items()
+    ]
+    return pytest.mark.parametrize("dataset", cases)
 
 
-def test_fit_on_a_split_dataset(mirrored, dataset, alone) -> None:
+@on_datasets("tf_data", "list")
+def test_fit_on_a_split_dataset(mirrored, train, dataset, alone) -> None:
     distributed = mirrored.experimental_distribute_dataset(dataset())
-    found = train(mirrored, distributed, distributed)
+    found = train(distributed, distributed)
     assert_equal(found, alone)
     model, _ = found
     expected = model.evaluate(X, Y, batch_size=8, verbose=0)
@@ -88,22 +122,34 @@ def test_fit_on_a_split_dataset(mirrored, dataset, alone) -> None:
     np.testing.assert_allclose(predicted, model.predict(X, verbose=0), 1e-5)
 
 
-def test_fit_on_rows_of_arrays(mirrored, alone) -> None:
+def test_fit_on_rows_of_arrays(mirrored, train, alone) -> None:
     rows = mirrored.make_experimental_numpy_dataset((X, Y)).batch(8)
-    assert_equal(train(mirrored, rows, rows), alone)
+    assert_equal(train(rows, rows), alone)
     distributed = mirrored.experimental_distribute_dataset(rows)
-    assert_equal(train(mirrored, distributed, distributed), alone)
+    assert_equal(train(distributed, distributed), alone)
 
 
-def test_fit_on_the_replicas_batches(mirrored, dataset, alone) -> None:
+@on_datasets("tf_data", "loader")
+def test_fit_on_the_replicas_batches(mirrored, train, dataset, alone) -> None:
     """Two batches of four are a global batch of eight; the last has seven rows."""
     distributed = mirrored.distribute_datasets_from_function(
         lambda context: dataset(context.get_per_replica_batch_size(8))
     )
-    assert_equal(train(mirrored, distributed, distributed), alone)
+    assert_equal(train(distributed, distributed), alone)
 
 
-def test_creator_of_the_replicas_batches(strategy, alone) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one_device",  # Batches as they are.
+        "mirrored_2",  # Batches of two replicas.
+        *(["fsdp_2x2"] if "fsdp_2x2" in STRATEGIES else []),  # Joined for a mesh.
+        pytest.param("mirrored_4", marks=pytest.mark.nightly),
+        pytest.param("central", marks=pytest.mark.nightly),
+    ],
+)
+def test_creator_of_the_replicas_batches(name, alone) -> None:
+    strategy = STRATEGIES[name].make()
     contexts = []
 
     def dataset_fn(context):
@@ -111,13 +157,14 @@ def test_creator_of_the_replicas_batches(strategy, alone) -> None:
         return batches(context.get_per_replica_batch_size(8))
 
     creator = ks.DatasetCreator(dataset_fn, ks.InputOptions())
-    assert_equal(train(strategy, creator, creator), alone)
+    assert_equal(Trained(strategy)(creator, creator), alone)
     assert len(contexts) == 2
     assert contexts[0].num_input_pipelines == 1
     assert contexts[0].num_replicas_in_sync == strategy.num_replicas_in_sync
 
 
-def test_creator_of_global_batches(mirrored, dataset, alone) -> None:
+@on_datasets("list")
+def test_creator_of_global_batches(train, dataset, alone) -> None:
     """A function that does not ask about replicas knows of global batches only."""
 
     def dataset_fn(context):
@@ -126,7 +173,7 @@ def test_creator_of_global_batches(mirrored, dataset, alone) -> None:
         return dataset(8)
 
     creator = ks.DatasetCreator(dataset_fn)
-    found = train(mirrored, creator, creator)
+    found = train(creator, creator)
     assert_equal(found, alone)
     model, _ = found
     expected = model.evaluate(X, Y, batch_size=8, verbose=0)
@@ -135,9 +182,10 @@ def test_creator_of_global_batches(mirrored, dataset, alone) -> None:
     np.testing.assert_allclose(predicted, model.predict(X, verbose=0), 1e-5)
 
 
-def test_creator_without_a_strategy(dataset, alone) -> None:
+@on_datasets("tf_data", "list")
+def test_creator_without_a_strategy(train_alone, dataset, alone) -> None:
     creator = ks.DatasetCreator(lambda c: dataset(c.get_per_replica_batch_size(8)))
-    assert_equal(train(None, creator, creator), alone)
+    assert_equal(train_alone(creator, creator), alone)
 
 
 def test_creator_of_a_dataset_for_each_replica(mirrored) -> None:
@@ -155,11 +203,11 @@ def test_creator_of_a_dataset_for_each_replica(mirrored) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_endless_datasets_with_steps(mirrored) -> None:
+def test_endless_datasets_with_steps(train, train_alone) -> None:
     def dataset_fn(context):
         return tf_data(context.get_per_replica_batch_size(8)).repeat()
 
-    found = train(mirrored, ks.DatasetCreator(dataset_fn), steps_per_epoch=3)
+    found = train(ks.DatasetCreator(dataset_fn), steps_per_epoch=3)
 
     def endless():
         while True:
@@ -171,24 +219,24 @@ def test_endless_datasets_with_steps(mirrored) -> None:
             pair = next(parts), next(parts)
             yield tuple(np.concatenate(part) for part in zip(*pair, strict=True))
 
-    assert_equal(found, train(None, joined(), steps_per_epoch=3))
+    assert_equal(found, train_alone(joined(), steps_per_epoch=3))
 
 
-def test_a_generator_goes_on_from_epoch_to_epoch(mirrored) -> None:
+def test_a_generator_goes_on_from_epoch_to_epoch(mirrored, train, train_alone) -> None:
     def endless():
         while True:
             yield from batches()
 
     distributed = mirrored.experimental_distribute_dataset(endless())
-    found = train(mirrored, distributed, steps_per_epoch=2)
-    assert_equal(found, train(None, endless(), steps_per_epoch=2))
+    found = train(distributed, steps_per_epoch=2)
+    assert_equal(found, train_alone(endless(), steps_per_epoch=2))
 
 
-def test_class_weight(mirrored) -> None:
+def test_class_weight(mirrored, train, train_alone) -> None:
     weights = {0: 1.0, 1: 2.0, 2: 0.5}
     distributed = mirrored.experimental_distribute_dataset(batches())
-    found = train(mirrored, distributed, class_weight=weights)
-    expected = train(None, X, y=Y, batch_size=8, class_weight=weights)
+    found = train(distributed, class_weight=weights)
+    expected = train_alone(X, y=Y, batch_size=8, class_weight=weights)
     assert_equal(found, expected)
 
 

@@ -7,6 +7,7 @@ import resource
 import keras
 import numpy as np
 import pytest
+from harness.strategies import STRATEGIES
 from keras import layers
 
 import keras_strategies as ks
@@ -56,9 +57,31 @@ def test_a_model_far_larger_than_memory_is_planned() -> None:
     assert resident() - before < 2**31
 
 
-@pytest.mark.parametrize("built", [True, False])
-def test_a_plan_says_what_then_is(built, strategy) -> None:
+# A row for each way to place variables; a model that is built by the plan, once.
+PLANNED = [
+    ("one_device", True),
+    ("mirrored_2", True),
+    ("central", True),
+    ("mirrored_2", False),
+    ("fsdp_2x2", False),
+]
+
+
+@pytest.mark.parametrize(
+    "name, built",
+    [
+        pytest.param(
+            name,
+            built,
+            marks=[] if (name, built) in PLANNED else pytest.mark.nightly,
+        )
+        for name in STRATEGIES
+        for built in (True, False)
+    ],
+)
+def test_a_plan_says_what_then_is(name, built) -> None:
     """Bytes by device of a plan are those of the model that is made after it."""
+    strategy = STRATEGIES[name].make()
     shapes = ((8, 32), (8, 32))
     plan = strategy.plan(perceptron(built=built), shapes)
     with strategy.scope():
@@ -209,11 +232,11 @@ def test_without_a_mesh_there_is_no_picture() -> None:
         plan.plot()
 
 
-def test_bad_arguments_of_plan(strategy) -> None:
+def test_bad_arguments_of_plan(mirrored) -> None:
     with pytest.raises(ValueError, match="makes a compiled `keras"):
-        strategy.plan(lambda: keras.Sequential([layers.Dense(1)]), ((8, 2), (8, 1)))
+        mirrored.plan(lambda: keras.Sequential([layers.Dense(1)]), ((8, 2), (8, 1)))
     with pytest.raises(ValueError, match="`batch_shapes` is a shape such as"):
-        strategy.plan(perceptron(), "8x32")
+        mirrored.plan(perceptron(), "8x32")
 
 
 @pytest.mark.skipif(JAX, reason="JAX can cut variables")

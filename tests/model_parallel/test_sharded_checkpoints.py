@@ -37,8 +37,8 @@ def made(strategy, units=16):
 
 def fit(model):
     random = np.random.default_rng(0)
-    x, y = random.normal(size=(23, 8)), random.normal(size=(23, model.output_shape[1]))
-    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    x, y = random.normal(size=(16, 8)), random.normal(size=(16, model.output_shape[1]))
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
 
 
 def state(model):
@@ -46,26 +46,41 @@ def state(model):
     return [keras.ops.convert_to_numpy(v) for v in variables]
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
-@pytest.mark.parametrize(
-    "target", ["model_1x4", "fsdp_2x2", "mirrored_2", "one_device"]
-)
-def test_a_checkpoint_goes_on_under_another_mesh(target, tmp_path) -> None:
-    source = MODEL_PARALLEL["model_2x2"].make()
-    model = made(source)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of a 2 x 2 mesh, what it holds, and that after more training."""
+    folder = tmp_path_factory.mktemp("saved")
+    strategy = MODEL_PARALLEL["model_2x2"].make()
+    model = made(strategy)
     fit(model)
-    assert source.save_sharded(model, tmp_path) == 1
+    assert strategy.save_sharded(model, folder) == 1
+    before = state(model)
+    fit(model)
+    return folder, before, state(model)
+
+
+TARGETS = {
+    "model_1x4": "smaller parts",
+    "fsdp_2x2": "parts along another axis",
+    "mirrored_2": "unsharded, a copy on each device",
+    "one_device": "unsharded, Keras's own variables",
+}
+
+
+@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_checkpoint_goes_on_under_another_mesh(target, saved) -> None:
+    folder, before, after = saved
     strategy = {**STRATEGIES, **MODEL_PARALLEL}[target].make()
     other = made(strategy)
     layout = [v.value.sharding for v in other.variables]
-    assert strategy.load_sharded(other, tmp_path) == 1
+    assert strategy.load_sharded(other, folder) == 1
     assert [v.value.sharding for v in other.variables] == layout
-    for a, b in zip(state(model), state(other), strict=True):
+    for a, b in zip(before, state(other), strict=True):
         np.testing.assert_array_equal(a, b)
-    fit(model)
     fit(other)
     # The seeds went on too: dropout draws the same masks.
-    for a, b in zip(state(model), state(other), strict=True):
+    for a, b in zip(after, state(other), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -101,7 +116,8 @@ import sys
 import keras, numpy as np, keras_strategies as ks
 strategy = ks.ModelParallelStrategy("auto", [f"cpu:{i}" for i in range(4)])
 with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4_000_000)])
+    layer = keras.layers.Dense(4_000_000, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((4,)), layer])
 number = 0
 while True:
     number += 1
@@ -131,7 +147,8 @@ def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
     assert list(tmp_path.glob("*tmp*")), "it was not in the middle"
     strategy = ks.ModelParallelStrategy("auto", [f"cpu:{i}" for i in range(2)])
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(4_000_000)])
+        layer = layers.Dense(4_000_000, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((4,)), layer])
     number = strategy.load_sharded(model, tmp_path)
     assert number >= 1
     for weight in model.get_weights():

@@ -18,19 +18,30 @@ pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
 
 DEVICES = [f"cpu:{i}" for i in range(4)]
 
-# How rows are split, and layers are cut, depends on the grid. What a trainer and an
-# optimizer do does not: these are trained with both ways to cut, on both axes.
-ON_EVERY_GRID = CASES[:5]
-TWO_WAYS = ("model_2x2", "fsdp_2x2")
+# Which mechanism each crossing of a case with a mesh reaches. The numbers of a mesh
+# are those of its axes, data and model: along an axis of one place nothing is split.
+CROSSED = {
+    ("dense_weights_23", "model_2x2"): "rows that do not divide by the data axis",
+    ("dense_weights_23", "fsdp_4"): "variables gathered where rows are split",
+    ("size_3", "fsdp_4"): "fewer rows than places on the data axis",
+    ("size_3", "model_1x4"): "no data axis: every device has all rows",
+    ("conv_bn_25", "fsdp_2x2"): "statistics of all rows, kernels in four parts",
+    ("dense_bn_3", "model_4x1"): "no model axis; a place has no rows of a batch",
+    ("transformer_adam", "model_1x4"): "two heads on four places: features in parts",
+    ("transformer_adam", "fsdp_2x2"): "heads in parts; slots in parts of both axes",
+    ("embedding_adagrad", "fsdp_2x2"): "a table in parts, a loop in the program",
+    ("global_clipnorm_ema", "fsdp_2x2"): "a norm over parts, averages in parts",
+    ("accumulation", "model_2x2"): "sums of gradients in parts",
+    ("mixed_bfloat16", "fsdp_2x2"): "parts are gathered in the dtype of compute",
+    ("steps_per_execution", "model_2x2"): "several batches in one program",
+    ("regularized_eager", "model_2x2"): "no program: each operation on parts",
+}
 
 
 def _parameters():
-    names = list(MODEL_PARALLEL)
-    for i, case in enumerate(CASES):
-        fast = names[i % len(names)]
-        chosen = names if case in ON_EVERY_GRID else {fast, *TWO_WAYS}
-        for name in sorted(chosen):
-            marks = [] if name == fast else [pytest.mark.slow]
+    for case in CASES:
+        for name in MODEL_PARALLEL:
+            marks = [] if (case.name, name) in CROSSED else [pytest.mark.nightly]
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
@@ -131,7 +142,16 @@ def test_a_layout_map_of_keras_brings_its_mesh() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODEL_PARALLEL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model_1x4",  # One replica on all devices.
+        "fsdp_2x2",  # Replicas that share parts of each variable.
+        pytest.param("model_2x2", marks=pytest.mark.nightly),
+        pytest.param("model_4x1", marks=pytest.mark.nightly),
+        pytest.param("fsdp_4", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_custom_loop_equals_one_device(name) -> None:
     """Replicas are the places on the data axis; variables are whole in them."""
     x, y = rows(23)
