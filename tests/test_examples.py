@@ -1,15 +1,22 @@
-"""The examples run, and print what they say."""
+"""The examples run, and print what they say.
+
+One that trains by `fit` runs here, on few rows and in this process; all of them, each
+in processes of its own as users start it, run each night.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
+from harness.digits import use_few_digits
 
 from keras_strategies.cluster import TFConfigClusterResolver
 from keras_strategies.cluster.local import free_addresses
@@ -29,7 +36,19 @@ def run(name: str, *arguments: str) -> str:
     return process.stdout
 
 
-@pytest.mark.slow
+def test_demo_trains_as_one_device_does_on_few_rows(monkeypatch, capsys) -> None:
+    use_few_digits(monkeypatch, 500)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--backend", keras.backend.backend()])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
+    assert end.value.code == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert row["replicas"] == 2
+    assert row["difference"] < 1e-5
+    assert row["loss"] < 2.3  # That of ten classes before any training.
+
+
+@pytest.mark.nightly
 def test_demo_trains_as_one_device_does(backend_name) -> None:
     row = json.loads(run("demo.py", "--backend", backend_name).splitlines()[-1])
     assert row["replicas"] == 2
@@ -71,7 +90,7 @@ def with_tf_config(script: str, *arguments: str) -> str:
     return "".join(output for output, _ in outputs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_the_multi_worker_example_prints_the_same_however_it_is_started() -> None:
     script = str(EXAMPLES / "multi_worker.py")
@@ -104,8 +123,6 @@ def started(command: list[str]) -> str:
 
 
 def test_the_kubernetes_manifest_says_who_is_who(monkeypatch) -> None:
-    import runpy
-
     import yaml
 
     manifest = (EXAMPLES / "kubernetes" / "multi_worker.yaml").read_text()
@@ -132,7 +149,7 @@ def test_the_kubernetes_manifest_says_who_is_who(monkeypatch) -> None:
     assert container["ports"] == [{"containerPort": 4711}]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mnist_example_trains_without_a_network() -> None:
     output = run("mirrored_mnist.py", "--devices", "cpu:0,cpu:1", "--epochs", "4")
     accuracy = re.search(r"test accuracy: ([\d.]+)", output)
@@ -140,7 +157,7 @@ def test_mnist_example_trains_without_a_network() -> None:
     assert float(accuracy[1]) > 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_the_recommender_finds_the_tastes_that_it_was_not_told() -> None:
     output = run("recommender.py")

@@ -1,15 +1,19 @@
 """Every notebook runs from top to bottom on the backend under test.
 
-One that chooses its backend itself is run with that one.
+One that chooses its backend itself is run with that one. The first runs here, on few
+rows and in this process; each night all of them run, in kernels of their own.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import keras
 import pytest
+from harness.digits import use_few_digits
 
 _CHOICE = re.compile(r'environ\[\\"KERAS_BACKEND\\"\] = \\"(\w+)\\"')
 
@@ -25,7 +29,27 @@ NOTEBOOKS = [
 ]
 
 
-@pytest.mark.slow
+def test_the_cells_of_the_first_notebook_run_and_draw(monkeypatch) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    use_few_digits(monkeypatch, 200)
+    drawn = []
+    monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.get_fignums()))
+    cells = json.loads((FOLDER / "01_mirrored_fit.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    try:
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+        assert drawn == [[1], [1, 2], [1, 2, 3]]
+    finally:
+        plt.close("all")
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_draws(path: Path) -> None:
     import nbformat

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# `test_documented_examples.py` runs such loops in one process.
+pytestmark = pytest.mark.nightly
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -25,7 +28,6 @@ def run(name: str, *arguments: str) -> str:
     return process.stdout
 
 
-@pytest.mark.slow
 def test_the_portable_loop_equals_one_device(backend_name) -> None:
     arguments = ("--backend", backend_name, "--check", "--epochs", "2")
     output = run("custom_loop.py", *arguments)
@@ -34,7 +36,6 @@ def test_the_portable_loop_equals_one_device(backend_name) -> None:
     assert float(gap[1]) < 1e-4
 
 
-@pytest.mark.slow
 def test_the_gan_reaches_the_whole_ring(backend_name) -> None:
     output = run("gan.py", "--backend", backend_name, "--steps", "1000")
     found = re.search(r"circle: ([\d.]+); sectors reached: (\d+)/12", output)
@@ -43,7 +44,6 @@ def test_the_gan_reaches_the_whole_ring(backend_name) -> None:
     assert int(found[2]) >= 8
 
 
-@pytest.mark.slow
 def test_the_migrated_script_runs(backend_name) -> None:
     if backend_name != "tensorflow":
         pytest.skip("it is written with TensorFlow")

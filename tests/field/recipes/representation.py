@@ -289,7 +289,7 @@ def unit_vectors() -> keras.Model:
 
 
 CASES = [
-    FieldCase("simclr", lambda: ready(SimCLR()), views, small=True),
+    FieldCase("simclr", lambda: ready(SimCLR()), views),
     FieldCase("supervised_contrastive", supervised_contrastive, digits),
     FieldCase("metric_learning", lambda: ready(MetricLearning()), views),
     FieldCase("siamese", siamese, pairs),
