@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import keras
 import pytest
 
-import keras_strategies as ks
 from keras_strategies.devices import Device
 from keras_strategies.layouts import (
     AutoLayouts,
@@ -130,25 +128,6 @@ def test_shapes_of_meshes() -> None:
     for wrong in (0, True, 2.0):
         with pytest.raises(ValueError, match="1 or more"):
             mesh_shape(4, wrong)
-
-
-@pytest.mark.skipif(
-    keras.backend.backend() == "jax", reason="JAX is where variables are cut"
-)
-def test_other_backends_say_what_there_is_instead() -> None:
-    with pytest.raises(RuntimeError, match="ModelParallelStrategy was made") as caught:
-        ks.ModelParallelStrategy()
-    text = str(caught.value)
-    assert "KERAS_BACKEND=jax" in text
-    if keras.backend.backend() == "torch":
-        assert f"Keras {keras.version()}" in text
-        is_able = tuple(map(int, keras.version().split(".")[:2])) >= (3, 16)
-        # With Keras 3.16 each process has one device, and this one was given four.
-        what = "keras-strategies launch --workers 4" if is_able else "Keras 3.16"
-        assert what in text
-        assert ("torchrun" if is_able else "ks.MirroredStrategy") in text
-    else:
-        assert "ks.CentralStorageStrategy" in text
 
 
 def test_own_devices_of_a_grid_over_workers() -> None:
