@@ -77,28 +77,34 @@ def mend(before: Snapshot) -> None:
 
 def _threads(before: Snapshot) -> list[str]:
     found = []
-    new = set(threading.enumerate()) - before.threads
+    new = []
+    for thread in set(threading.enumerate()) - before.threads:
+        if not thread.name.startswith(_POOL_THREADS):
+            new.append(thread)
+        elif not _is_idle(thread):
+            found.append(f"the replica thread {thread.name!r} is still busy")
+    new = [thread for thread in new if not _is_expected(thread)]
     if new:
         # Keras's threads for callbacks end with a `fit` that has failed, which the
-        # traceback of its error holds in a cycle.
+        # traceback of its error holds in a cycle. This takes as long as a small test,
+        # so it is not done for the threads above, which are there after most tests.
         gc.collect()
     for thread in new:
-        if thread is threading.current_thread():
-            continue
-        if isinstance(thread, threading._DummyThread):
-            continue  # Of TensorFlow's runtime, which has called Python.
-        if thread.name.startswith(_POOL_THREADS):
-            if not _is_idle(thread):
-                found.append(f"the replica thread {thread.name!r} is still busy")
-            continue
-        if thread.name in _THREADS_OF_TORCH_COMPILE:
-            continue
-        if type(thread).__module__.startswith("zmq."):
-            continue  # ZeroMQ's one collector of sent memory, for the whole process.
         thread.join(_GRACE_SECONDS)
         if thread.is_alive():
             found.append(f"the thread {thread.name!r} is still running")
     return found
+
+
+def _is_expected(thread: threading.Thread) -> bool:
+    return (
+        thread is threading.current_thread()
+        # Of TensorFlow's runtime, which has called Python.
+        or isinstance(thread, threading._DummyThread)
+        or thread.name in _THREADS_OF_TORCH_COMPILE
+        # ZeroMQ's one collector of sent memory, for the whole process.
+        or type(thread).__module__.startswith("zmq.")
+    )
 
 
 def _is_idle(thread: threading.Thread) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 
@@ -251,7 +252,8 @@ def test_element_spec(mirrored, kind) -> None:
             assert tuple(own.shape) == shape
             assert keras.backend.standardize_dtype(own.dtype) == dtype
     assert len(rows(mirrored, dataset)) == 3
-    assert iter(distribute(mirrored, "list")).element_spec
+    with contextlib.closing(iter(distribute(mirrored, "list"))) as iterator:
+        assert iterator.element_spec
 
 
 def test_element_spec_of_one_replica_is_the_backends(backend_name) -> None:
@@ -285,7 +287,7 @@ def test_no_thread_is_left(mirrored, kind) -> None:
     assert not input_threads()
     for _ in distribute(mirrored, kind):
         break
-    gc.collect()
+    gc.collect(1)  # Of what is this young; everything takes as long as ten such tests.
     for thread in input_threads():
         thread.join(5)
         assert not thread.is_alive()
