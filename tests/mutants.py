@@ -140,7 +140,7 @@ MUTANTS = [
         "training/losses.py",
         "convert_to_tensor(loss)) for loss in losses) / count",
         "convert_to_tensor(loss)) for loss in losses)",
-        _everywhere(f"{TRAINING} -k portable_loop"),
+        _everywhere(f"{RUN} -k scale_regularization_loss"),
     ),
     Mutant(
         "last_rows_dropped",
