@@ -14,6 +14,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from harness.backend_tables import on_torch_by_day
 from harness.forker import Forker
 from harness.processes import launch, wait_until, write_script
 
@@ -85,6 +86,7 @@ def test_each_checkpoint_gives_what_training_saw(tmp_path, pattern) -> None:
         assert evaluation.logs == pytest.approx(logs, rel=1e-5)
 
 
+@on_torch_by_day
 def test_a_file_that_is_written_again_is_evaluated_again(tmp_path) -> None:
     evaluator = ks.SidecarEvaluator(
         model(), data(1), tmp_path / "later", timeout_seconds=SECONDS
@@ -189,6 +191,7 @@ def forker() -> Iterator[Forker]:
         yield made
 
 
+@on_torch_by_day
 @pytest.mark.multiprocess
 def test_an_evaluator_task_sees_every_checkpoint(forker, tmp_path) -> None:
     """Without the launcher: when training has ended, the evaluator gets a signal."""
@@ -217,6 +220,7 @@ def test_an_evaluator_task_sees_every_checkpoint(forker, tmp_path) -> None:
     assert_evaluated(tmp_path, text)
 
 
+@on_torch_by_day
 @pytest.mark.multiprocess
 def test_a_signal_lets_it_finish(forker, tmp_path) -> None:
     train(tmp_path, "{epoch}.weights.h5", epochs=2)

@@ -9,8 +9,9 @@ that is not in the table runs in full everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import keras
 import pytest
@@ -46,3 +47,10 @@ def mark_nightly(items: Iterable[pytest.Item], folder: Path, table: Table) -> No
         for name in table.get(file, ()):
             if not hasattr(module, name.partition("[")[0]):
                 raise pytest.UsageError(f"{file} has no test {name!r}")
+
+
+def on_torch_by_day(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a test of a file without a table that other backends run at night."""
+    if keras.backend.backend() == FULL_ON:
+        return test
+    return pytest.mark.nightly(test)

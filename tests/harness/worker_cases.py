@@ -31,11 +31,13 @@ class WorkerCase:
         case: `Case`.
         cluster: str, one of `multi_worker/conftest.py`.
         reason: str, what no other case reaches.
+        nightly_on: backends on which it is for the nightly run.
     """
 
     case: Case
     cluster: str
     reason: str
+    nightly_on: tuple[str, ...] = ()
 
 
 # --- How they train -----------------------------------------------------------
@@ -287,6 +289,8 @@ _FIT = [
         one_size("run_eagerly", compile={"run_eagerly": True}, epochs=1),
         "two",
         "steps without a program",
+        # Each operation would be one there.
+        nightly_on=("jax",),
     ),
     WorkerCase(
         one_size("every_feed", script=fit_on_every_feed),

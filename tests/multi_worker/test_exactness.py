@@ -23,7 +23,11 @@ def train_case(strategy, name: str):
 @pytest.mark.parametrize(
     ("worker_case", "cluster"),
     [
-        pytest.param(each, each.cluster, id=f"{each.case.name}-{each.cluster}")
+        pytest.param(
+            *(each, each.cluster),
+            id=f"{each.case.name}-{each.cluster}",
+            marks=pytest.mark.nightly if BACKEND in each.nightly_on else (),
+        )
         for each in WORKER_CASES
     ],
     indirect=["cluster"],

@@ -24,7 +24,7 @@ CASES = {case.name: case for case in model_parallel_cases.CASES}
 # has as many, else of several. The case of each grid by day.
 GRIDS = {
     "model_axis_in_workers": ("auto", 2, "two_by_two", "dense_weights_23"),
-    "model_axis_over_workers": ("auto", 4, "two_by_two", "transformer_adam"),
+    "model_axis_over_workers": ("auto", 4, "two_by_two", "dense_weights_23"),
     "a_worker_for_each_part": ("auto", 2, "two", "dense_weights_23"),
     "fsdp": ("fsdp", 1, "two", "dense_bn_3"),
     "fsdp_and_model_axis": ("fsdp", 2, "two_by_two", "dense_bn_3"),
@@ -117,7 +117,9 @@ def fit(model, callbacks=None):
     return values([*model.weights, *model.optimizer.variables])
 
 
-@pytest.mark.parametrize("builds", [False, True])
+@pytest.mark.parametrize(
+    "builds", [False, pytest.param(True, marks=pytest.mark.nightly)]
+)
 def test_a_worker_saves_only_its_own_parts(cluster, tmp_path, builds):
     """What each process writes is what its devices keep, also of slots."""
 

@@ -106,7 +106,7 @@ def test_a_stopped_worker_is_replaced(recovered, coordinator, total) -> None:
 
 def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
     """Callbacks wait for its step, other workers do not."""
-    x, y = clusters.clicks(rows=2400)
+    x, y = clusters.clicks(rows=1200)
     with recovered.scope():
         model = clusters.two_inputs("sgd")
     model.fit(x, y, batch_size=8, verbose=0)
@@ -123,15 +123,15 @@ def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
                 meanwhile.append(other.steps - before)
                 os.kill(pid, signal.SIGCONT)
 
-            timers.append(threading.Timer(2.0, go_on))
+            timers.append(threading.Timer(1.0, go_on))
             timers[0].start()
 
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=end)
     model.fit(x, y, batch_size=8, verbose=0, callbacks=[watch])
     timers[0].join()
     assert meanwhile[0] > 20
-    assert ended == list(range(300))
-    assert int(model.optimizer.iterations.numpy()) == 600
+    assert ended == list(range(150))
+    assert int(model.optimizer.iterations.numpy()) == 300
 
 
 def test_a_function_that_kills_its_workers_is_given_up(coordinator) -> None:
