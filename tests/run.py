@@ -67,7 +67,7 @@ PLAIN_CODE = (
 CHECK = (
     "tests/architecture/test_layers.py",
     "tests/test_exactness.py::test_same_as_one_device[size_3-mirrored_2]",
-    "tests/test_exactness.py::test_same_as_one_device[accuracy-mirrored_2]",
+    "tests/test_exactness.py::test_same_as_one_device[sizes-mirrored_2]",
     "tests/test_contexts.py",
     "tests/custom_loops/test_run.py",
 )

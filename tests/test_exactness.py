@@ -41,9 +41,7 @@ PATHS: dict[str, dict[str, str]] = {
         "on_batch": "train_on_batch and its siblings handed on to Keras",
     },
     "mirrored_4": {
-        "sizes": "uneven parts, replicas without rows, batch norm over both",
-        "penalties": "penalties and sums weighted by uneven parts",
-        "metrics": "metric state of more than two replicas",
+        "sizes": "uneven parts and replicas without rows; metrics and batch norm",
         "mixed_float16_skips": "a step that is skipped for some replicas' gradients",
         "steps_per_execution_bn_weights": "several steps in a "
         "program, the last of fewer rows",
@@ -77,7 +75,7 @@ def _parameters() -> Iterator[Any]:
     others = [name for name in STRATEGIES if name.startswith(("one", "mir", "cen"))]
     for case in CASES:
         for name in others:
-            if name == "mirrored_2_default" and case.name == "jit_compile":
+            if name == "mirrored_2_default" and case.name.startswith("jit_compile"):
                 continue
             is_named = name == "mirrored_2" or case.name in PATHS[name]
             marks = [] if is_named and not case.nightly else [pytest.mark.nightly]

@@ -42,7 +42,9 @@ FOLDER = TESTS.parent / ".test-references"
 BACKEND = keras.backend.backend()
 
 # Modules of cases that `make test` trains; each has a list CASES.
-MODULES = ("harness.cases", "harness.worker_cases")
+MODULES = ["harness.cases", "harness.worker_cases"]
+if BACKEND == "jax":
+    MODULES += ["harness.model_parallel_cases"]
 # What results depend on besides the module of the case.
 _SOURCES = ("harness.case", "harness.data", "harness.models", "harness.custom_steps")
 _PACKAGES = {

@@ -26,7 +26,8 @@ from harness.cases import (
 from harness.data import Data, take
 
 # Keras refuses more than one step on Torch; what is logged is the same.
-ALONE = {"steps_per_execution": 1} if keras.backend.backend() == "torch" else {}
+TORCH = keras.backend.backend() == "torch"
+ALONE = {"steps_per_execution": 1} if TORCH else {}
 
 
 def fit_twice(case: Case, model: keras.Model, all_rows: Data) -> Results:
@@ -320,17 +321,16 @@ OPTIMIZERS = [
         optimizer=lambda: optimizers.SGD(0.1),
         tolerance=2**-8,
     ),
-    Case(
-        "mixed_bfloat16",
-        model=models.conv,
-        data=data.images,
-        policy="mixed_bfloat16",
-        optimizer=lambda: optimizers.SGD(0.1),
-        tolerance=2**-6,
-    ),
 ]
 
 FIT_OPTIONS = [
+    # One shape only: a compiler of C++ needs long for each on Torch.
+    Case(
+        "jit_compile_whole",
+        rows=16,
+        compile={"jit_compile": True},
+        compile_alone={"jit_compile": False} if TORCH else {},
+    ),
     Case("sample_weight", sample_weight=True, rows=23),
     Case(
         "class_weight",
@@ -369,7 +369,6 @@ FIT_OPTIONS = [
         # Keras refuses more than one step on Torch; what is logged is the same.
         compile_alone=ALONE,
     ),
-    # One shape only: a compiler of C++ needs long for each on Torch.
     Case("on_batch_bn", script=on_batches, model=models.dense_bn),
     Case("initial_epoch", script=fit_twice),
 ]
