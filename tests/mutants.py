@@ -163,8 +163,8 @@ MUTANTS = [
         "            or not replica.synchronizes_batch_norm\n",
         "            or True\n",
         {
-            "torch": f"{EXACTNESS} -k size_25_bn-mirrored_4",
-            "tensorflow": f"{EXACTNESS} -k size_25_bn-mirrored_4",
+            "torch": f"{EXACTNESS}[sizes-mirrored_4]",
+            "tensorflow": f"{EXACTNESS}[sizes-mirrored_4]",
         },
     ),
     Mutant(

@@ -43,8 +43,6 @@ PATHS: dict[str, dict[str, str]] = {
     "mirrored_4": {
         "sizes": "uneven parts and replicas without rows; metrics and batch norm",
         "mixed_float16_skips": "a step that is skipped for some replicas' gradients",
-        "steps_per_execution_bn_weights": "several steps in a "
-        "program, the last of fewer rows",
     },
     "central": {
         "conv_bn": "state of layers on the storage device",
