@@ -28,16 +28,15 @@ from typing import Any
 
 from measuring import (
     BACKENDS,
+    RESULTS,
     Contestants,
     epoch_timer,
     measure,
+    picture_path,
     run_worker,
     use_cores,
 )
 from models import WORKLOADS, Workload
-
-HERE = Path(__file__).parent
-
 
 # --- In the measuring processes -----------------------------------------------
 
@@ -271,7 +270,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round each")
-    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--ddp", help=argparse.SUPPRESS)
@@ -296,7 +295,7 @@ def main() -> None:
         }
     options.output.mkdir(exist_ok=True)
     (options.output / "fit.json").write_text(json.dumps(results, indent=2) + "\n")
-    plot(results, options.output / "fit.png")
+    plot(results, picture_path(options.output, "fit.png"))
     print(table(results))
 
 

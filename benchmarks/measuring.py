@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parent / "results"
+PICTURES = Path(__file__).parents[1] / "docs" / "img"
 BACKENDS = ("jax", "torch", "tensorflow")
 # Each runs an epoch and returns the milliseconds that a step took.
 Contestants = dict[str, Callable[[], float]]
@@ -87,3 +90,8 @@ def run_worker(
     )
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found
+
+
+def picture_path(output: Path, name: str) -> Path:
+    """Where a picture goes: to the pages, or to a folder that was asked for."""
+    return (PICTURES if output == RESULTS else output) / name

@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from fit import keras_contestant
-from measuring import BACKENDS, measure
+from measuring import BACKENDS, RESULTS, measure, picture_path
 from models import WORKLOADS, Workload
 
-HERE = Path(__file__).parent
 PEERS = {
     "jax": "DataParallel",
     "torch": "DDP",
@@ -354,7 +353,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="steps of an epoch")
-    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     options = parser.parse_args()
     workloads = {
@@ -379,7 +378,7 @@ def main() -> None:
         for backend in BACKENDS
         if (models := known.get(backend))
     }
-    plot(results, options.output / "multi_worker.png")
+    plot(results, picture_path(options.output, "multi_worker.png"))
     print(table(results))
 
 

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from measuring import BACKENDS
+from measuring import BACKENDS, RESULTS, picture_path
 
 HERE = Path(__file__).parent
 PEER = "tf.distribute"
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--models", type=names, default=list(TARGETS))
     parser.add_argument("--parts", type=names, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=5, help="launches of each")
-    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.output.mkdir(exist_ok=True)
     path = options.output / "parameter_server.json"
@@ -227,7 +227,7 @@ def main() -> None:
         # Models and backends that were left out keep what they had.
         results[name] = {**results.get(name, {}), **found}
         path.write_text(json.dumps(results, indent=1) + "\n")
-    plot(results, options.output / "parameter_server.png")
+    plot(results, picture_path(options.output, "parameter_server.png"))
     print(tables(results))
 
 
