@@ -274,7 +274,7 @@ def of_next_words(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
 PHI = {**GROUPED, "max_sequence_length": LENGTH, "pretraining_sequence_length": LENGTH}
 FALCON = {k: v for k, v in SHAPE.items() if k not in ("num_heads", "dropout")}
 CASES = [
-    # Before each night on Torch alone, which has no program of it to compile.
+    # Part of every run on Torch, which compiles nothing; nightly on the others.
     of_sentences("bert", "Bert", small=keras.backend.backend() == "torch"),
     of_sentences("roberta", "Roberta"),
     of_sentences("deberta", "DebertaV3", bucket_size=4),

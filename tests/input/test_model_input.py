@@ -100,8 +100,8 @@ def on_datasets(*names: str) -> pytest.MarkDecorator:
     """Runs a test on these datasets, and each night on all the others.
 
     `test_datasets.py` is about the batches of each kind, which reach a trainer in one
-    form: so each function here is tested with one kind that has a length of its own,
-    and where it is the first to read a dataset, with `tf.data` besides.
+    form: so each function here is tested with one kind, and with `tf.data` where Keras
+    itself or a trainer reads it.
     """
     cases = [
         pytest.param(make, id=name, marks=[] if name in names else pytest.mark.nightly)
@@ -129,7 +129,7 @@ def test_fit_on_rows_of_arrays(mirrored, train, alone) -> None:
     assert_equal(train(distributed, distributed), alone)
 
 
-@on_datasets("tf_data", "loader")
+@on_datasets("list")
 def test_fit_on_the_replicas_batches(mirrored, train, dataset, alone) -> None:
     """Two batches of four are a global batch of eight; the last has seven rows."""
     distributed = mirrored.distribute_datasets_from_function(
