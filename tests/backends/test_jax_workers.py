@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 TIMEOUT = 120.0
-SILENCE = 8.0
+SILENCE = 5.0
 
 _DATA = """
     import numpy as np, keras, keras_strategies as ks

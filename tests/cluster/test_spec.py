@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from harness.forker import Forker
 
 import keras_strategies as ks
 from keras_strategies.cluster import spec as specs
@@ -50,19 +49,20 @@ for cluster in json.loads(sys.argv[1]):
         [[spec.num_tasks(j), spec.task_indices(j)] for j in spec.jobs],
         [spec.job_tasks(j) for j in spec.jobs if spec.num_tasks(j)],
     ])
-print(json.dumps(found))
+with open(sys.argv[2], "w") as file:
+    json.dump(found, file)
 """
 
 
-def test_it_says_what_tensorflows_says() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", TENSORFLOW, json.dumps(CLUSTERS)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    for cluster, theirs in zip(CLUSTERS, json.loads(process.stdout), strict=True):
+def test_it_says_what_tensorflows_says(tmp_path) -> None:
+    script, file = tmp_path / "script.py", tmp_path / "found.json"
+    script.write_text(TENSORFLOW)
+    with Forker() as forker:
+        log = tmp_path / "log"
+        process = forker.start(log, str(script), json.dumps(CLUSTERS), str(file))
+        code, _ = process.wait(300)
+    assert code == 0, process.text()
+    for cluster, theirs in zip(CLUSTERS, json.loads(file.read_text()), strict=True):
         spec = ClusterSpec(cluster)
         sizes = [[spec.num_tasks(job), spec.task_indices(job)] for job in spec.jobs]
         tasks = [spec.job_tasks(job) for job in spec.jobs if spec.num_tasks(job)]

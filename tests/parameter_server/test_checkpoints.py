@@ -256,7 +256,8 @@ COORDINATOR = """
         dispatcher = strategy.cluster.dispatcher
         pids = [dispatcher.workers[0].pid, dispatcher.servers[0].pid,
                 strategy.cluster._manager._process.pid]
-        print(*pids, flush=True)
+        with open({pids!r}, "w") as file:
+            print(*pids, file=file)
         model.fit(x, y, epochs=2, callbacks=[
             keras.callbacks.BackupAndRestore({backup!r}),
             keras.callbacks.LambdaCallback(on_epoch_begin=die)], **OPTIONS)
@@ -264,21 +265,18 @@ COORDINATOR = """
 
 
 def test_a_coordinator_that_is_killed_goes_on_elsewhere(
-    synchronous, uninterrupted, tmp_path
+    forker, synchronous, uninterrupted, tmp_path
 ) -> None:
     """It leaves no process, and its backup is where another coordinator goes on."""
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    backup = str(tmp_path / "backup")
-    script = textwrap.dedent(COORDINATOR.format(tests=tests, backup=backup))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    pids = [int(word) for word in done.stdout.split()[:3]]
+    backup, file = str(tmp_path / "backup"), tmp_path / "pids"
+    text = COORDINATOR.format(tests=tests, backup=backup, pids=str(file))
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(text))
+    # By Ray: the script has none of the fixtures of these tests.
+    process = forker.start(tmp_path / "log", str(script))
+    assert process.wait(120)[0] == -signal.SIGKILL, process.text()
+    pids = [int(word) for word in file.read_text().split()]
     assert len(pids) == 3
     clusters.wait_until(
         lambda: not any(map(psutil.pid_exists, pids)), "its processes are gone"
