@@ -221,6 +221,8 @@ _LOSSES_AND_METRICS = [
         ),
         "two",
         "metrics whose states are counts by threshold and a maximum",
+        # Metrics see the gathered outputs there, as on Torch.
+        nightly_on=("tensorflow",),
     ),
 ]
 _UPDATES = [
@@ -268,6 +270,8 @@ _FIT = [
         ),
         "two",
         "validation between epochs; weights of classes",
+        # The programs are those of fit and evaluate, which "arrays" has.
+        nightly_on=("tensorflow",),
     ),
     WorkerCase(
         one_size(
