@@ -17,7 +17,7 @@ ifeq ($(filter stable nightly,$(KERAS)),)
 $(error KERAS is "$(KERAS)"; expected stable or nightly)
 endif
 
-.PHONY: help env demo test check test-full lint field format bench notebooks clean
+.PHONY: help env demo test check test-full lint field format bench notebooks docs clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -64,8 +64,16 @@ notebooks: $(stamp) ## Execute every notebook on each backend
 	    KERAS_BACKEND=$$backend $(bin)/jupyter execute notebooks/*.ipynb || exit 1; \
 	done
 
+docs: .venv-docs/.installed ## Build the pages as a site in site/, strictly
+	.venv-docs/bin/mkdocs build --strict
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip --quiet install -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean: ## Remove the environments, caches and logs
-	rm -rf .venv .venv-nightly .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-nightly .venv-docs site .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # keras-hub comes alone: it would bring tensorflow-text and with it another TensorFlow.

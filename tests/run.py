@@ -51,6 +51,8 @@ ONCE = (
     "tests/packaging",
     # The hooks into Keras are installed in the same way on each backend.
     "tests/test_entry_points.py",
+    # Code of the pages; what strategies compute on each backend is tested elsewhere.
+    "tests/test_pages.py",
     # Bytes on their way, and processes that meet: no backend has a part in it.
     "tests/parameter_server/test_channels.py",
     "tests/parameter_server/test_server.py",

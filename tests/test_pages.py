@@ -1,0 +1,107 @@
+"""README and pages: code runs, links lead somewhere, quoted errors are real.
+
+A block of Python after the line `<!-- runs -->` is executed; the blocks of a page share
+their names. It is done on one backend: what a strategy computes on each is tested
+elsewhere. `make docs` checks the links between pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import pytest
+
+import keras_strategies as ks
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "keras_strategies"
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+}
+BLOCK = re.compile(r"^(<!-- runs -->\n)?```python\n(.*?)^```$", re.DOTALL | re.M)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+# A row's first cell is code, in which `...` stands for what differs.
+ROW = re.compile(r"^\| (`+)(.+?)\1 \| [^|]+ \| [^|]+ \|$", re.M)
+ONLY_ON_JAX = {
+    "docs/guides/model-parallel.md",
+    "docs/guides/tpu.md",
+    "docs/migrating-from-keras-distribution.md",
+}
+
+
+def running_blocks(text: str) -> list[str]:
+    return [code for marked, code in BLOCK.findall(text) if marked]
+
+
+RUNNING = [page for page, text in PAGES.items() if running_blocks(text)]
+
+
+@pytest.mark.parametrize("page", RUNNING)
+def test_code_of_a_page_runs(page: str) -> None:
+    if page in ONLY_ON_JAX and keras.backend.backend() != "jax":
+        pytest.skip("for JAX, as the page says")
+    names: dict[str, object] = {"__name__": "__main__"}
+    for code in running_blocks(PAGES[page]):
+        exec(compile(code, page, "exec"), names)
+
+
+def test_the_pages_that_should_run_do() -> None:
+    guides = {page for page in PAGES if page.startswith("docs/guides/")}
+    # These two start processes; tests/test_examples.py runs their scripts.
+    guides -= {"docs/guides/multi-worker.md", "docs/guides/parameter-servers.md"}
+    assert {"README.md", *guides} <= set(RUNNING)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_of_a_page_is_python(page: str) -> None:
+    for _, code in BLOCK.findall(PAGES[page]):
+        ast.parse(code)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_to_files(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert [link for link in LINK.findall(text) if not (ROOT / link).exists()] == []
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 200
+
+
+def test_every_error_has_an_entry() -> None:
+    classes = {
+        name
+        for name, value in vars(ks.errors).items()
+        if isinstance(value, type) and value is not ks.errors.KerasStrategiesError
+    }
+    entries = set(re.findall(r"^### (\w+Error)$", TROUBLESHOOTING.read_text(), re.M))
+    assert entries == classes
+
+
+@functools.cache
+def texts_of_the_library() -> str:
+    """All string constants, those of a literal of several lines joined."""
+    return "\n".join(
+        node.value
+        for path in LIBRARY.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def quotes() -> Iterator[str]:
+    for _, text in ROW.findall(TROUBLESHOOTING.read_text()):
+        yield from (part.strip() for part in text.split("...") if part.strip(" ,"))
+
+
+def test_quoted_errors_are_those_of_the_library() -> None:
+    found = list(quotes())
+    assert len(found) > 60
+    assert [text for text in found if text not in texts_of_the_library()] == []
