@@ -15,7 +15,7 @@ import ast as _ast
 import importlib as _importlib
 import importlib.resources as _resources
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 
 def _origins() -> dict[str, str]:

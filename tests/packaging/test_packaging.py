@@ -10,6 +10,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import keras_strategies as ks
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -30,7 +32,7 @@ def pins() -> dict[str, Version]:
 
 def test_installed_metadata_is_that_of_this_checkout() -> None:
     installed = importlib.metadata.metadata("keras-strategies")
-    assert installed["Version"] == PROJECT["version"]
+    assert installed["Version"] == PROJECT["version"] == ks.__version__
     assert installed["Requires-Python"] == ">=3.11"
     assert set(installed.get_all("Provides-Extra", [])) == set(EXTRAS)
 
