@@ -10,6 +10,7 @@ from keras_strategies import keras_compat
 from keras_strategies.backends import get_backend
 from keras_strategies.context import check_returns
 from keras_strategies.coordinator.pickling import remember_function
+from keras_strategies.errors import InvalidArgumentError
 
 
 def value_and_grad(
@@ -29,6 +30,9 @@ def value_and_grad(
         `((loss, aux), gradients)`; gradients are a list in the order of the
         variables, None where the loss does not depend on one.
 
+    Raises:
+        ValueError: without variables, as of a model that is not built.
+
     Example:
 
     >>> def loss_fn(x, y):
@@ -37,6 +41,13 @@ def value_and_grad(
     >>> optimizer.apply(gradients, model.trainable_variables)
     """
     variables = list(variables)
+    if not variables:
+        # Training would skip its first step: the call of the model builds it.
+        raise InvalidArgumentError(
+            "`value_and_grad` was given no variables. A model that is not built has "
+            "none: give it a `keras.Input`, or call `model.build(input_shape)` before "
+            "the first step."
+        )
     differentiated = get_backend().value_and_grad(fn, variables, has_aux)
 
     @functools.wraps(fn)

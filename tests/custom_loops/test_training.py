@@ -330,3 +330,10 @@ def test_gradients_that_are_summed_already_are_not_summed_again(mirrored):
     gradients = ks.PerReplica([ops.ones(()), ops.ones(()) * 2])
     mirrored.run(step, args=(gradients,))
     assert float(variable.numpy()) == -3
+
+
+def test_an_unbuilt_model_has_no_gradients():
+    """Its first step would otherwise update nothing, in silence."""
+    model = keras.Sequential([layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"no variables.*keras\.Input"):
+        ks.value_and_grad(lambda: 0.0, model.trainable_variables)
