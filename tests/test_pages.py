@@ -1,4 +1,4 @@
-"""README and pages: code runs, links lead somewhere, quoted errors are real.
+"""README, pages, notebooks: code runs, links lead somewhere, quoted errors are real.
 
 A block of Python after the line `<!-- runs -->` is executed; the blocks of a page share
 their names. It is done on one backend: what a strategy computes on each is tested
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"^(<!-- runs -->\n)?```python\n(.*?)^```$", re.DOTALL | re.M)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 # A row's first cell is code, in which `...` stands for what differs.
@@ -105,3 +107,17 @@ def test_quoted_errors_are_those_of_the_library() -> None:
     found = list(quotes())
     assert len(found) > 60
     assert [text for text in found if text not in texts_of_the_library()] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_of_a_notebook_are_those_of_its_code(path: Path) -> None:
+    """`python notebooks/execute.py FILE` makes them anew."""
+    import nbformat
+
+    execute = runpy.run_path(str(ROOT / "notebooks" / "execute.py"))
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata[execute["KEY"]]["code"] == execute["digest"](notebook)
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+    assert [o for o in outputs if "image/png" in o.get("data", {})]
+    assert not [o for o in outputs if o.output_type == "error"]
+    assert "You will see" in notebook.cells[0].source
