@@ -28,7 +28,8 @@ found = [name for name in others if importlib.util.find_spec(name)]
 assert not found, f"other frameworks are installed: {found}"
 package = ks.__file__.rpartition("/")[0]
 assert "site-packages" in package, package
-assert (open(package + "/py.typed"), open(package + "/__init__.pyi"))
+for name in ("py.typed", "__init__.pyi"):
+    open(f"{package}/{name}").close()
 
 strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
 with strategy.scope():
@@ -54,8 +55,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         builder = environment(place / "builder", "build")
-        build = [builder, "-m", "build", "--outdir", place / "dist", ROOT]
-        subprocess.run(build, check=True)
+        build = [builder, "-P", "-m", "build", "--outdir", place / "dist", ROOT]
+        subprocess.run(build, cwd=place, check=True)
         (wheel,) = (place / "dist").glob("*.whl")
         python = environment(place / "empty", f"{wheel}[{backend}]")
         variables = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "2"}
