@@ -261,6 +261,23 @@ def test_at_most_two_programs_for_batches_of_any_size(count):
     assert sum(replica in (0, None) for _, replica in counting.seen) == programs
 
 
+def test_the_first_step_is_traced_once():
+    """Slots and metrics that a trace creates would make TensorFlow trace it twice."""
+    traces = []
+
+    class Counts(keras.optimizers.SGD):
+        def apply(self, *args, **kwargs):
+            traces.append(self.built)
+            return super().apply(*args, **kwargs)
+
+    with two().scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile(Counts(0.1, momentum=0.9), "mse", metrics=["mae"])
+    x, y, _ = rows(8)
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    assert traces == [True]
+
+
 def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored):
     said: list[str] = []
     handler = logging.Handler()

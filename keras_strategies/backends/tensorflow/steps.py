@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_strategies import keras_compat
@@ -147,7 +148,7 @@ class StepFunction:
         Where they cannot be made from the shapes of a batch, because the model has
         its own way to call its layers, the first step on one device makes them.
         """
-        if keras_compat.is_built(self._model):
+        if keras_compat.is_built(self._model) and not self._creates_state(batch):
             return True
         if self._kind == "predict":
             return False
@@ -155,8 +156,27 @@ class StepFunction:
             keras_compat.symbolic_build(self._model, batch)
         except Exception:
             # The step itself shows what is wrong, if anything is.
-            return False
+            return keras_compat.is_built(self._model)
         return True
+
+    def _creates_state(self, batch: Any) -> bool:
+        """Whether Keras's own training step would create variables when traced.
+
+        `tf.function` traces a program twice whose first trace creates variables, such
+        as the slots of the optimizer, and tracing is most of a first step.
+        """
+        model = self._model
+        if self._kind != "train" or model.run_eagerly:
+            return False
+        if type(model).train_step is not keras.Model.train_step:
+            # A step of the user's may train other variables or use other metrics.
+            return False
+        dense = (tf.Tensor, np.ndarray)
+        if not all(isinstance(leaf, dense) for leaf in keras.tree.flatten(batch)):
+            return False
+        optimizer = model.optimizer
+        is_new = optimizer is not None and not optimizer.built
+        return is_new or keras_compat.is_unbuilt(model)
 
 
 def _warn_of_jit_compile(model: Any) -> None:
