@@ -32,7 +32,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.forker import Forked, Forker
@@ -48,7 +48,12 @@ ONCE = (
     "tests/checkpoints",
     "tests/cli",
     "tests/cluster",
+    "tests/input/test_options.py",
+    "tests/input/test_prefetch.py",
+    "tests/input/test_workers.py",
+    "tests/model_parallel/test_layouts.py",
     "tests/packaging",
+    "tests/test_exported_members.py",
     # The hooks into Keras are installed in the same way on each backend.
     "tests/test_entry_points.py",
     # Code of the pages; what strategies compute on each backend is tested elsewhere.
@@ -68,17 +73,40 @@ PLAIN_CODE = (
 # The quickest tests that pass through most of the library: `make check`.
 CHECK = (
     "tests/architecture/test_layers.py",
-    "tests/test_exactness.py::test_same_as_one_device[size_3-mirrored_2]",
-    "tests/test_exactness.py::test_same_as_one_device[sizes-mirrored_2]",
     "tests/test_contexts.py",
-    "tests/custom_loops/test_run.py",
+    "tests/test_values.py",
+    "tests/test_exactness.py::test_same_as_one_device[size_3-mirrored_2]",
+    "tests/test_collectives.py::test_reduce_along_an_axis_has_the_true_denominator",
+    *(
+        f"tests/custom_loops/{name}"
+        for name in (
+            "test_training.py::"
+            "test_the_portable_loop_equals_one_device[mirrored_2-35-16-True]",
+            "test_run.py::test_run_reduce_and_gather_inside_a_function",
+            "test_run.py::test_random_layers_draw_a_mask_of_each_replicas_own",
+            "test_run.py::test_on_read_variables_are_brought_together_when_read",
+            "test_run.py::test_an_exception_in_one_replica_reaches_the_caller",
+            "test_optimizers.py::test_gradients_are_summed_before_they_are_clipped",
+        )
+    ),
+    *(
+        f"tests/input/test_datasets.py::{name}"
+        for name in (
+            "test_the_last_batch_is_smaller_and_nothing_is_dropped",
+            "test_a_function_is_called_once_and_its_batches_are_not_split",
+            "test_what_is_no_dataset",
+        )
+    ),
+    "tests/test_model_integration.py::"
+    "test_a_saved_model_opens_with_and_without_a_strategy[mirrored_2]",
 )
+
 GROUP_SECONDS = 30.0
 # Of a file that no run has recorded.
 UNKNOWN_SECONDS = 20.0
 _TICK = 0.05
 
-Lint = {
+LINT = {
     "ruff check": ("ruff", "check", "."),
     "ruff format": ("ruff", "format", "--check", "."),
     "mypy": ("mypy",),
@@ -134,15 +162,19 @@ class Job:
 
     Args:
         name: what the report calls it.
-        backend: the backend of pytest; empty for a command.
+        backend: the KERAS_BACKEND of the process; empty for any.
         arguments: what pytest gets, or the command.
         seconds: how long it is expected to take.
+        is_command: bool, whether it is a command.
+        after: name of a job that has to end before.
     """
 
     name: str
     backend: str
     arguments: tuple[str, ...]
     seconds: float
+    is_command: bool = False
+    after: str = ""
 
     def file(self, ending: str) -> Path:
         return LOGS / f"{self.name.replace('/', '.').replace(' ', '-')}.{ending}"
@@ -188,11 +220,21 @@ def runs_once(file: str) -> bool:
 
 
 def lint_jobs() -> list[Job]:
-    """Types take a minute of a core; they come first."""
     folder = Path(sys.executable).parent
     return [
-        Job(name, "", (str(folder / command[0]), *command[1:]), 1000.0)
-        for name, command in Lint.items()
+        Job(name, "", (str(folder / command[0]), *command[1:]), 0.0, is_command=True)
+        for name, command in LINT.items()
+    ]
+
+
+def reference_jobs(settings: Settings) -> list[Job]:
+    """The trainings on one device that tests compare with, which would otherwise be
+    made on demand, by a process of each job."""
+    command = (sys.executable, "-m", "harness.references")
+    # TensorFlow's take longest.
+    return [
+        Job(f"{backend} references", backend, command, 0.0, is_command=True)
+        for backend in sorted(settings.backends, key="tensorflow jax torch".index)
     ]
 
 
@@ -236,6 +278,18 @@ def job_of(backend: str, files: list[str], seconds: float) -> Job:
     return Job(f"{backend} {name}{more}", backend, tuple(files), seconds)
 
 
+def all_jobs(settings: Settings) -> list[Job]:
+    """In the order in which they begin."""
+    lint = lint_jobs() if settings.lint else []
+    tests = test_jobs(settings)
+    if settings.paths:
+        return [*lint, *tests]
+    tests = [replace(job, after=f"{job.backend} references") for job in tests]
+    # One after the other, so that tests begin soon.
+    first, *others = reference_jobs(settings)
+    return [first, *lint, *others, *tests]
+
+
 # --- Processes ----------------------------------------------------------------
 
 
@@ -244,7 +298,8 @@ def environment(backend: str, settings: Settings) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // settings.jobs)
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += () if settings.nightly else PLAIN_CODE
-    path = [str(ROOT / "tests" / "harness" / "lean"), os.environ.get("PYTHONPATH")]
+    path = [str(ROOT / "tests"), str(ROOT / "tests" / "harness" / "lean")]
+    path += filter(None, [os.environ.get("PYTHONPATH")])
     return {
         "OMP_NUM_THREADS": str(threads),
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -255,7 +310,7 @@ def environment(backend: str, settings: Settings) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         **os.environ,
         "KERAS_BACKEND": backend,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONPATH": os.pathsep.join(path),
         "XLA_FLAGS": " ".join(flags).strip(),
     }
 
@@ -284,13 +339,14 @@ class Processes:
 
     async def run(self, job: Job) -> str:
         """Runs the job and returns what went wrong, or an empty string."""
-        return await (self._pytest(job) if job.backend else self._command(job))
+        return await (self._command(job) if job.is_command else self._pytest(job))
 
     async def _command(self, job: Job) -> str:
         with job.file("log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *job.arguments,
                 cwd=ROOT,
+                env=environment(job.backend, self._settings) if job.backend else None,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
@@ -340,8 +396,8 @@ async def end_of(forked: Forked, seconds: float) -> int | None:
 
 def result_of(job: Job, problem: str, seconds: float) -> Result:
     """Counts a job's tests; a command, and a job that broke off, counts as one."""
-    if not job.backend or not job.file("xml").exists():
-        bad = problem or ("pytest wrote no report" if job.backend else "")
+    if job.is_command or not job.file("xml").exists():
+        bad = problem or ("" if job.is_command else "pytest wrote no report")
         return Result(not bad, bool(bad), 0, seconds, bad)
     tests = failed = skipped = 0
     for suite in ElementTree.parse(job.file("xml")).getroot().iter("testsuite"):
@@ -365,7 +421,7 @@ def print_log(job: Job, result: Result) -> None:
 
 def seconds_of_tests(job: Job) -> Iterable[tuple[str, str, float]]:
     """File, name and duration of each test of a job."""
-    if not job.backend or not job.file("xml").exists():
+    if job.is_command or not job.file("xml").exists():
         return
     for case in ElementTree.parse(job.file("xml")).getroot().iter("testcase"):
         file = case.get("classname", "").replace(".", "/") + ".py"
@@ -409,7 +465,10 @@ def print_totals(results: dict[Job, Result]) -> None:
 async def work(jobs: list[Job], run: Callable, results: dict[Job, Result]) -> float:
     """Takes jobs from the front until none is left; returns when it ended."""
     while jobs:
-        job = jobs.pop(0)
+        job = next_job(jobs, {done.name for done in results})
+        if job is None:
+            await asyncio.sleep(_TICK)
+            continue
         start = time.monotonic()
         problem = await run(job)
         result = result_of(job, problem, time.monotonic() - start)
@@ -420,13 +479,21 @@ async def work(jobs: list[Job], run: Callable, results: dict[Job, Result]) -> fl
     return time.monotonic()
 
 
+def next_job(jobs: list[Job], done: set[str]) -> Job | None:
+    """Removes and returns the first job that need not wait."""
+    for index, job in enumerate(jobs):
+        if not job.after or job.after in done:
+            return jobs.pop(index)
+    return None
+
+
 async def main() -> int:
     settings = Settings.from_command_line()
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir()
     start = time.monotonic()
-    jobs = [*(lint_jobs() if settings.lint else ()), *test_jobs(settings)]
-    used = {job.backend for job in jobs if job.backend}
+    jobs = all_jobs(settings)
+    used = {job.backend for job in jobs if not job.is_command}
     results: dict[Job, Result] = {}
     processes = Processes(settings)
     try:
