@@ -17,6 +17,14 @@ import keras_strategies as ks
 pytestmark = pytest.mark.multiprocess
 
 
+# What runs beside the tests: a process that forks scripts, for example.
+BEFORE = {child.pid for child in psutil.Process().children()}
+
+
+def new_children() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if one.pid not in BEFORE]
+
+
 def own_task() -> tuple[int, int]:
     resolver = ks.cluster_resolver.TFConfigClusterResolver()
     return resolver.task_id, resolver.num_workers
@@ -34,7 +42,7 @@ def test_each_worker_returns_its_result_and_prints_with_its_name(capsys):
     assert found == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
     printed = capsys.readouterr().out.splitlines()
     assert sorted(printed) == [f"[worker {i}] here is {i}" for i in range(3)]
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
 def test_an_error_of_a_worker_arrives_with_its_traceback():
@@ -52,7 +60,7 @@ def test_an_error_of_a_worker_arrives_with_its_traceback():
     (note,) = error.value.__notes__
     assert note.startswith("Raised in worker 1:")
     assert "in fails" in note
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
 def test_an_error_that_cannot_be_made_again_says_what_it_was():
@@ -108,7 +116,7 @@ def test_after_the_timeout_it_says_who_was_not_ready(tmp_path):
     ):
         ks.launch(waits, 2, (str(tmp_path),), timeout_seconds=5)
     assert time.monotonic() - start < 30
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
 def test_each_worker_may_have_several_devices():
@@ -174,4 +182,4 @@ def test_what_cannot_be_launched(arguments, message):
         ks.launch(*arguments)
     with pytest.raises(ValueError, match=r"above 0, or None\. Received: -1"):
         ks.launch(print, timeout_seconds=-1)
-    wait_until(lambda: not psutil.Process().children(), "no process is left")
+    wait_until(lambda: not new_children(), "no process is left")

@@ -69,7 +69,8 @@ def train_cut(strategy, name, layout_map, width):
     case = CASES[name]
     with cut(strategy, layout_map, width).scope():
         model = compiled(case)
-    results = fit_evaluate_predict(case, model, case.make_data())
+    script = case.script or fit_evaluate_predict
+    results = script(case, model, case.make_data())
     results |= {
         "weights": values(model.weights),
         "optimizer": values(model.optimizer.variables),
