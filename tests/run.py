@@ -14,7 +14,8 @@ end. A job's process is forked from one that has imported its framework already.
 of tests that do not depend on a backend run once.
 
 KS_BACKENDS  backends to test, separated by commas (default: all three)
-KS_JOBS      jobs that run at the same time (default: one for each core, at most two)
+KS_JOBS      jobs that run at the same time (default: one for each core, at most two,
+             and one more, because tests of several processes often wait)
 KS_TIMEOUT   seconds after which a job is ended (default: 1500, nightly 7200)
 """
 
@@ -149,7 +150,7 @@ class Settings:
             nightly=given.nightly,
             record=given.record,
             backends=backends,
-            jobs=int(os.environ.get("KS_JOBS") or min(2, os.cpu_count() or 1)),
+            jobs=int(os.environ.get("KS_JOBS") or 1 + min(2, os.cpu_count() or 1)),
             timeout=float(
                 os.environ.get("KS_TIMEOUT") or (7200 if given.nightly else 1500)
             ),
@@ -305,7 +306,7 @@ def all_jobs(settings: Settings) -> list[Job]:
 
 def environment(backend: str, settings: Settings) -> dict[str, str]:
     # Jobs that run side by side share the cores instead of competing for them.
-    threads = max(1, (os.cpu_count() or 1) // settings.jobs)
+    threads = max(1, (os.cpu_count() or 1) // max(1, settings.jobs - 1))
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += () if settings.nightly else PLAIN_CODE
     path = [str(ROOT / "tests"), str(ROOT / "tests" / "harness" / "lean")]
