@@ -26,6 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # What has been imported stays: no search for garbage has to go through it.
 gc.collect()
 gc.freeze()
+# Tracing makes millions of objects and little garbage; tests that look for what is left
+# collect it themselves.
+gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -118,6 +118,21 @@ def compiled(case: Case, **overrides: Any) -> keras.Model:
     return model
 
 
+def compiled_alone(case: Case) -> keras.Model:
+    """The case's model for a training without a strategy.
+
+    On TensorFlow without XLA, which strategies do not use there, and with its slots,
+    because a program that creates them is traced twice: together half of the time.
+    """
+    if keras.backend.backend() != "tensorflow" or "jit_compile" in case.compile:
+        return compiled(case, **case.compile_alone)
+    model = compiled(case, **{"jit_compile": False, **case.compile_alone})
+    is_kerass_own = type(model).train_step is keras.Model.train_step
+    if is_kerass_own and model.built and model.optimizer is not None:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
 @contextlib.contextmanager
 def dtype_policy(name: str) -> Iterator[None]:
     before = keras.config.dtype_policy()
@@ -153,7 +168,7 @@ def fit_evaluate_predict(case: Case, model: keras.Model, data: Data) -> Results:
 def train(case: Case, strategy: Any = None) -> Results:
     """Trains a case, under a strategy or without one, and says what came out."""
     if strategy is None:
-        model = compiled(case, **case.compile_alone)
+        model = compiled_alone(case)
     else:
         with strategy.scope():
             model = compiled(case)

@@ -265,6 +265,8 @@ def _main() -> None:
     # A fork would copy all this memory when it collects garbage at its end.
     gc.collect()
     gc.freeze()
+    # Tracing programs makes millions of objects and little garbage.
+    gc.set_threshold(100_000, 20, 20)
     script = _serve(sys.stdin, sys.stdout)
     if script is not None:
         _run(script)

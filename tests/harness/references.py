@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -214,6 +215,8 @@ def _train_all() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)  # As in the processes of tests.
     if "--serve" in sys.argv:
         with _answers() as stream:
             _serve(sys.stdin, stream)
