@@ -147,7 +147,11 @@ MUTANTS = [
         "input/sharding.py",
         "    return [base + 1] * larger + [base] * (parts - larger)",
         "    return [base] * parts",
-        _everywhere("tests/input/test_datasets.py -k the_last_batch_is_smaller"),
+        {
+            "jax": "tests/input/test_workers.py",
+            "torch": f"{EXACTNESS}[sizes-mirrored_2]",
+            "tensorflow": f"{EXACTNESS}[sizes-mirrored_2]",
+        },
     ),
     Mutant(
         "last_batches_of_other_workers_dropped",
@@ -164,7 +168,9 @@ MUTANTS = [
         "            or True\n",
         {
             "torch": f"{EXACTNESS}[sizes-mirrored_4]",
-            "tensorflow": f"{EXACTNESS}[sizes-mirrored_4]",
+            # In `fit` the row check notices it there, and the layer is called unsplit.
+            "tensorflow": "tests/backends/test_tensorflow.py"
+            " -k batch_normalization_is_split",
         },
     ),
     Mutant(
@@ -210,7 +216,7 @@ MUTANTS = [
         "coordinator/gradients.py",
         "    if clips and not optimizer.gradient_accumulation_steps:",
         "    if False:",
-        {"torch": "tests/parameter_server/test_optimizers.py -k clip"},
+        {"torch": "tests/parameter_server/test_fit.py -k momentum"},
     ),
     Mutant(
         "snapshot_without_its_journal",

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import keras
 import numpy as np
@@ -753,6 +754,19 @@ def test_a_layer_with_variables_of_tensorflow_is_exact():
     with pytest.warns(UserWarning, match="variables or modules of TensorFlow"):
         model.fit(x, y, batch_size=8, epochs=2, verbose=0)
     assert foreign.calls.numpy() == 4
+
+
+def test_batch_normalization_is_split_over_replicas():
+    """With the statistics of one replica it would be exact, too, but unsplit."""
+    with two().scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.BatchNormalization(), layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    x, y, _ = rows(8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be split by rows")
+        model.fit(x, y, batch_size=8, verbose=0)
 
 
 def test_batch_normalization_in_a_loop_is_exact():
