@@ -150,7 +150,6 @@ MUTANTS = [
         {
             "jax": "tests/input/test_workers.py",
             "torch": f"{EXACTNESS}[sizes-mirrored_2]",
-            "tensorflow": f"{EXACTNESS}[sizes-mirrored_2]",
         },
     ),
     Mutant(

@@ -31,6 +31,8 @@ from harness.training import (
 )
 from keras import optimizers
 
+# What is called unsplit is exact, and would hide mistakes in how it is split.
+pytestmark = pytest.mark.filterwarnings("error:.*cannot be split by rows")
 TORCH = keras.backend.backend() == "torch"
 CASES = [*cases.CASES, *single_cases.CASES]
 
