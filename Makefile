@@ -34,10 +34,10 @@ env: $(stamp) ## Make the environment
 demo: $(stamp) ## Train the digits example on each backend and print a table
 	$(bin)/python examples/demo.py
 
-check: $(stamp) ## Before a commit: lint, types and the quickest tests, two minutes
+check: $(stamp) ## Before a commit: lint, types and the quickest tests
 	$(bin)/python tests/run.py --lint --check
 
-test: $(stamp) ## Lint, types, and a test of every promise on each backend, 15 minutes
+test: $(stamp) ## Lint, types, and a test of every promise on each backend
 	$(bin)/python tests/run.py --lint $(TESTS)
 
 test-full: $(stamp) ## The same and every nightly test: the cross product, some hours
