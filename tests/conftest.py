@@ -39,7 +39,7 @@ def four_cpu_devices() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def trainer_of_references():
-    """Started by the first test that needs a reference that is not there."""
+    """Started by the first test that needs a missing reference."""
     yield
     references.close()
 

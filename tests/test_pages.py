@@ -111,7 +111,7 @@ def test_quoted_errors_are_those_of_the_library() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_of_a_notebook_are_those_of_its_code(path: Path) -> None:
-    """`python notebooks/execute.py FILE` makes them anew."""
+    """`python notebooks/execute.py FILE` makes them again."""
     import nbformat
 
     execute = runpy.run_path(str(ROOT / "notebooks" / "execute.py"))

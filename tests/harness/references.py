@@ -47,7 +47,13 @@ MODULES = ["harness.cases", "harness.worker_cases"]
 if BACKEND == "jax":
     MODULES += ["harness.model_parallel_cases"]
 # What results depend on besides the module of the case.
-_SOURCES = ("harness.case", "harness.data", "harness.models", "harness.custom_steps")
+_SOURCES = (
+    "harness.case",
+    "harness.cases",  # Other modules of cases import its losses, metrics and scripts.
+    "harness.custom_steps",
+    "harness.data",
+    "harness.models",
+)
 _PACKAGES = {
     "jax": ("jax", "jaxlib"),
     "torch": ("torch",),

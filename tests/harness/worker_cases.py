@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
-from keras import losses, metrics, ops, optimizers
+from keras import losses, metrics, optimizers
 
 from harness import custom_steps, data, models
 from harness.case import Case, Results
-from harness.data import Data, take
+from harness.cases import Largest, contrastive, on_batches
+from harness.data import Data
 
 BACKEND = keras.backend.backend()
 # Two batches of one size.
@@ -63,43 +64,6 @@ def fit_on_every_feed(case: Case, model: keras.Model, rows: Data) -> Results:
         feed.__name__: fit(replace(case, feed=feed, epochs=1), model, rows)
         for feed in feeds
     }
-
-
-def on_batches(case: Case, model: keras.Model, rows: Data) -> Results:
-    """`train_on_batch` and its siblings."""
-    logs: list[Any] = []
-    for start in range(0, rows.rows, case.batch):
-        batch = take(rows, slice(start, start + case.batch))
-        given = {"y": batch.y, "sample_weight": batch.w}
-        logs.append(model.train_on_batch(batch.x, **given, return_dict=True))
-        logs.append(model.test_on_batch(batch.x, **given, return_dict=True))
-        logs.append(model.predict_on_batch(batch.x))
-    return {"logs": logs}
-
-
-# --- Losses and metrics -------------------------------------------------------
-
-
-def contrastive(y_true: Any, y_pred: Any) -> Any:
-    """Each row is to be most similar to its own target among those of the batch."""
-    similar = ops.matmul(y_pred, ops.transpose(y_true))
-    rows = ops.arange(ops.shape(similar)[0])
-    return losses.sparse_categorical_crossentropy(rows, similar, from_logits=True)
-
-
-class Largest(metrics.Metric):
-    """A metric whose state is a maximum, not a sum."""
-
-    def __init__(self) -> None:
-        super().__init__(name="largest")
-        self.value = self.add_weight(shape=(), initializer="zeros", name="value")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        error = ops.max(ops.abs(ops.cast(y_true, "float32") - y_pred))
-        self.value.assign(ops.maximum(self.value, error))
-
-    def result(self) -> Any:
-        return ops.convert_to_tensor(self.value)
 
 
 # --- The cases ----------------------------------------------------------------
