@@ -30,9 +30,17 @@ Every class is also a built-in exception, so that code written for
         ├── ServerLostError                    a parameter server is gone for good
         ├── SnapshotError                      a snapshot that cannot be written or read
         └── ClosureCancelledError              scheduled work that was not done
+
+The last line of a printed error is the address of its entry in the troubleshooting
+page: `See docs/troubleshooting.md#batcherror`.
 """
 
 from __future__ import annotations
+
+import re
+
+TROUBLESHOOTING = "docs/troubleshooting.md"
+_ADDRESS = re.compile(rf"\s*\bSee ({re.escape(TROUBLESHOOTING)}#\w+)")
 
 
 class KerasStrategiesError(Exception):
@@ -41,6 +49,23 @@ class KerasStrategiesError(Exception):
     # Out of functions that `tf.function` rewrites it comes as it is, and not as
     # TensorFlow's `StagingError`.
     ag_pass_through = True
+
+    @property
+    def text(self) -> str:
+        """str, the message without the address of its entry, to quote in another."""
+        return _ADDRESS.sub("", super().__str__())
+
+    def __str__(self) -> str:
+        # A message that quotes another error ends with the address of that one, which
+        # is the cause.
+        quoted = _ADDRESS.findall(super().__str__())
+        address = quoted[0] if quoted else f"{TROUBLESHOOTING}#{self._entry()}"
+        return f"{self.text}\nSee {address}"
+
+    @classmethod
+    def _entry(cls) -> str:
+        # A subclass that is defined elsewhere has its base's entry.
+        return next(c.__name__ for c in cls.__mro__ if c.__module__ == __name__).lower()
 
 
 class InvalidArgumentError(KerasStrategiesError, ValueError):

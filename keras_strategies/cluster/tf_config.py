@@ -63,7 +63,7 @@ class TFConfigClusterResolver(ClusterResolver):
             self._spec = ClusterSpec(config.get("cluster") or {})
             self.check_task()
         except ClusterError as error:
-            raise ClusterError(f"{error} {self._shown()}") from None
+            raise ClusterError(f"{error.text} {self._shown()}") from None
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec

@@ -143,7 +143,7 @@ class Cluster:
             if self.options.on_snapshot_error == "raise":
                 raise
             warnings.warn(
-                f"{error} Training continues without snapshots.", stacklevel=5
+                f"{error.text} Training continues without snapshots.", stacklevel=5
             )
 
     def _process(self, kind: str, index: int, incarnation: int) -> Start:

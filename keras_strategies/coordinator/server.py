@@ -122,7 +122,7 @@ class ParameterServer:
         try:
             found = self._snapshots.load()
         except SnapshotError as error:
-            self.damage = str(error)
+            self.damage = error.text
             return False
         if found is None:
             return False
@@ -212,7 +212,7 @@ class ParameterServer:
             write()
         except SnapshotError as error:
             self._is_incomplete = True
-            self._report(str(error))
+            self._report(error.text)
 
     def _report(self, problem: str | None) -> None:
         """Reports to the coordinator that writing failed, or that it works again."""
@@ -311,7 +311,7 @@ class ParameterServer:
         try:
             self.on_snapshot()
         except SnapshotError as error:
-            self._report(str(error))
+            self._report(error.text)
 
     @property
     def idle_seconds(self) -> float:

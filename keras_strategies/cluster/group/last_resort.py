@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from keras_strategies.cluster.group.worker_group import Loss, WorkerGroup
+from keras_strategies.errors import WorkerError
 
 #: Seconds from the loss of a worker, in which the engine may come back by itself.
 GRACE = 5.0
@@ -81,13 +82,15 @@ class LastResort:
             time.sleep(_TICK)
             if not self._waits:
                 return
-        text = self._group.describe(loss)
+        text = (
+            f"{self._group.describe(loss)}\nThis process still waits for it after "
+            f"{self._grace:g} s and is ended."
+        )
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         with contextlib.suppress(OSError, ValueError):
             print(
-                f"keras_strategies.errors.WorkerError: {text}\nThis process still "
-                f"waits for it after {self._grace:g} s and is ended.",
+                f"keras_strategies.errors.WorkerError: {WorkerError(text)}",
                 file=sys.stderr,
                 flush=True,
             )
