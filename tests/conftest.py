@@ -13,7 +13,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import keras
 import pytest
-from harness import leaks, references
+from harness import fork_server, leaks, references
 from harness.fake_backend import FakeBackend, installed
 from harness.strategies import STRATEGIES, StrategyCase
 
@@ -42,6 +42,13 @@ def trainer_of_references():
     """Started by the first test that needs a missing reference."""
     yield
     references.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_servers():
+    """Started by the first test that forks a script, where `tests/run.py` has none."""
+    yield
+    fork_server.close()
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from harness.fork_server import PROCESSES, SERVERS, ForkServer
 from harness.forker import Forked, Forker
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -320,6 +322,7 @@ def environment(backend: str, settings: Settings) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(LOGS / "jax-programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         **os.environ,
+        PROCESSES: str(LOGS / "processes.txt"),
         "KERAS_BACKEND": backend,
         "PYTHONPATH": os.pathsep.join(path),
         "XLA_FLAGS": " ".join(flags).strip(),
@@ -334,19 +337,27 @@ def pytest_arguments(job: Job, settings: Settings) -> list[str]:
 
 
 class Processes:
-    """Starts jobs; pytest in forks of one process for each backend."""
+    """Starts jobs; pytest in forks of one process for each backend.
 
-    def __init__(self, settings: Settings):
+    Args:
+        settings: what is run.
+        folder: Path of the folder for the sockets of these processes, which tests
+            use, too.
+    """
+
+    def __init__(self, settings: Settings, folder: Path):
         self._settings = settings
+        self._folder = folder
+        self._servers: list[ForkServer] = []
         self._forkers: dict[str, Forker] = {}
 
-    def start_forkers(self, backends: Iterable[str]) -> None:
+    def start_servers(self, backends: Iterable[str]) -> None:
+        os.environ[SERVERS] = str(self._folder)
         for backend in backends:
-            self._forkers[backend] = Forker(
-                also=("pytest",),
-                environment=environment(backend, self._settings),
-                errors=LOGS / f"{backend}-imports.log",
-            )
+            given = environment(backend, self._settings)
+            errors = LOGS / f"{backend}-imports.log"
+            self._servers.append(ForkServer(backend, self._folder, given, errors))
+            self._forkers[backend] = Forker(backend)
 
     async def run(self, job: Job) -> str:
         """Runs the job and returns what went wrong, or an empty string."""
@@ -373,7 +384,10 @@ class Processes:
         forker = self._forkers[job.backend]
         script = str(ROOT / "tests" / "harness" / "pytest_process.py")
         arguments = pytest_arguments(job, self._settings)
-        forked = forker.start(job.file("log"), script, *arguments)
+        # It waits until the server has imported everything.
+        forked = await asyncio.to_thread(
+            forker.start, job.file("log"), script, *arguments
+        )
         try:
             code = await end_of(forked, self._settings.timeout)
             if code is not None:
@@ -390,6 +404,8 @@ class Processes:
     def close(self) -> None:
         for forker in self._forkers.values():
             forker.close()
+        for server in self._servers:
+            server.close()
 
 
 async def end_of(forked: Forked, seconds: float) -> int | None:
@@ -450,6 +466,7 @@ def summarize(results: dict[Job, Result], settings: Settings, idle: float) -> No
     slowest = [f"{seconds:7.1f} s  {name}" for seconds, name in sorted(tests)[::-1]]
     (LOGS / "slowest.txt").write_text("\n".join(slowest[:200]) + "\n")
     print_totals(results)
+    print(processes())
     print(
         f"Cores were idle for {idle:.0f} s; the slowest tests: .test-logs/slowest.txt"
     )
@@ -458,6 +475,21 @@ def summarize(results: dict[Job, Result], settings: Settings, idle: float) -> No
         # Next to nothing is noted as one second: the process has to start.
         known |= {file: max(1, round(seconds)) for file, seconds in files.items()}
         DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
+
+
+def processes() -> str:
+    """How many processes there were; importing a framework takes most of their time."""
+    noted: dict[str, set[str]] = {}
+    file = LOGS / "processes.txt"
+    for line in file.read_text().splitlines() if file.exists() else ():
+        number, what = line.split()
+        noted.setdefault(what, set()).add(number)
+    started, forked = noted.pop("started", set()), noted.pop("forked", set())
+    importing = set().union(*noted.values())
+    return (
+        f"Processes: {len(started)} interpreters and {len(forked)} forks; "
+        f"{len(importing)} imported a framework"
+    )
 
 
 def print_totals(results: dict[Job, Result]) -> None:
@@ -506,14 +538,16 @@ async def main() -> int:
     jobs = all_jobs(settings)
     used = {job.backend for job in jobs if not job.is_command}
     results: dict[Job, Result] = {}
-    processes = Processes(settings)
+    sockets = tempfile.TemporaryDirectory(prefix="ks-fork-")
+    processes = Processes(settings, Path(sockets.name))
     try:
-        processes.start_forkers(name for name in settings.backends if name in used)
+        processes.start_servers(name for name in settings.backends if name in used)
         ends = await asyncio.gather(
             *(work(jobs, processes.run, results) for _ in range(settings.jobs))
         )
     finally:
         processes.close()
+        sockets.cleanup()
     total = sum(results.values(), Result())
     summarize(results, settings, sum(max(ends) - end for end in ends))
     print(f"{time.monotonic() - start:.0f} s in all")

@@ -1,57 +1,29 @@
-"""Scripts in processes that have imported Keras already.
+"""Scripts in processes that have imported Keras already, on any backend.
 
-Importing Keras and a framework takes seconds of a core for each process, which tests
-of clusters would spend most of their time on. So one process imports them, once, and
-forks itself for each script, while it has one thread and has used no device. A script
-then has an environment, arguments and output of its own, and ends as the interpreter
-does: with `atexit`, and with the threads that it has started.
-
-A script that starts scripts itself, such as pytest, calls `keep_fork` first: that is a
-fork with the same imports, and `Forker` uses it instead of importing them once more.
+Importing Keras and a framework takes 4 to 8 seconds of a core for each process. Scripts
+of tests are forked instead, from a process of `fork_server` that has done so. A script
+has an environment, arguments and output of its own, and ends as the interpreter does:
+with `atexit`, and with the threads that it has started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import psutil
+from harness import fork_server
 
-# How often the forker looks for scripts that have ended, in seconds.
+# How often the end of a script is looked for, in seconds.
 _TICK = 0.02
-
-
-@dataclass
-class _Line:
-    """Orders to a process that forks, and its answers; the process that may use it."""
-
-    orders: TextIO
-    answers: TextIO
-    owner: int
-    lock: threading.Lock
-
-    def ask(self, order: Mapping[str, Any]) -> int:
-        """The number of the process that an order forks or kills."""
-        with self.lock:
-            self.orders.write(json.dumps(order) + "\n")
-            self.orders.flush()
-            return int(self.answers.readline())
-
-
-_kept: _Line | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +31,7 @@ class Forked:
     """A script that runs.
 
     Args:
-        pid: int, its process.
+        pid: int, its process, which leads a session of its own.
         log: Path, what it has printed; its end is in a file beside it.
     """
 
@@ -68,7 +40,7 @@ class Forked:
 
     def ended(self) -> tuple[int, float] | None:
         """The exit code and the time of the end; None while it runs."""
-        file = _end_of(self.log)
+        file = fork_server.end_of(self.log)
         if not file.exists():
             return None
         code, when = json.loads(file.read_text())
@@ -89,7 +61,7 @@ class Forked:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self) -> None:
-        """Kills the script; the forker holds its number until its end is written."""
+        """Kills the script; the server reaps it when its end is written."""
         if self.ended() is None:
             os.kill(self.pid, signal.SIGKILL)
             self.wait(10)
@@ -99,46 +71,18 @@ class Forker:
     """Starts scripts; closing it kills those that are left.
 
     Args:
+        backend: str, the backend of the scripts; by default that of this process.
         imports_strategies: bool, whether scripts find `keras_strategies` imported;
-            False for scripts that test the order of its imports.
-        also: names of other modules that scripts find imported.
-        environment: what the forking process has instead of this one's environment.
-        errors: Path of a file for what its imports print; otherwise they print here.
+            False for scripts that import it themselves or do without.
     """
 
-    def __init__(
-        self,
-        imports_strategies: bool = True,
-        also: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        errors: Path | None = None,
-    ) -> None:
+    def __init__(self, backend: str = "", imports_strategies: bool = True) -> None:
         self._started: list[Forked] = []
-        self._process: subprocess.Popen[str] | None = None
-        is_plain = imports_strategies and not also and environment is None
-        if is_plain and _kept is not None and _kept.owner == os.getpid():
-            self._line = _kept
-            return
-        given = os.environ if environment is None else environment
-        modules = ["keras_strategies"] if imports_strategies else []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.forker", *modules, *also],
-            env={
-                **given,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                # Libraries that start threads when they are imported cannot be forked.
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if errors is None else errors.open("wb"),
-            text=True,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._line = _Line(
-            self._process.stdin, self._process.stdout, os.getpid(), threading.Lock()
-        )
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX)
+        backend = backend or os.environ["KERAS_BACKEND"]
+        self._socket.connect(str(fork_server.find(backend, imports_strategies)))
+        self._stream = self._socket.makefile("rw")
 
     def start(
         self, log: Path, script: str, *arguments: str, **environment: str
@@ -149,24 +93,32 @@ class Forker:
             log: Path of the file for what it prints.
             script: str, its path.
             *arguments: str, its arguments.
-            **environment: str, what is set for it besides what is set here.
+            **environment: str, what is set for it besides what is set for the server.
         """
         order = {
             "log": str(log),
             "arguments": [script, *arguments],
             "environment": environment,
         }
-        self._started.append(Forked(self._line.ask(order), log))
+        self._started.append(Forked(self._ask(order), log))
         return self._started[-1]
 
+    def _ask(self, order: Mapping[str, Any]) -> int:
+        """The number of the process that an order forks or kills."""
+        with self._lock:
+            self._stream.write(json.dumps(order) + "\n")
+            self._stream.flush()
+            answer = self._stream.readline()
+        if not answer:
+            raise AssertionError("The process that forks scripts has ended.")
+        return int(answer)
+
     def close(self) -> None:
-        if self._process is None:
-            for script in self._started:
-                self._line.ask({"kill": script.pid})
-            return
-        self._line.orders.close()
-        self._process.wait(20)
-        self._line.answers.close()
+        for script in self._started:
+            with contextlib.suppress(OSError, AssertionError):
+                self._ask({"kill": script.pid})
+        self._stream.close()
+        self._socket.close()
 
     def __enter__(self) -> Forker:
         return self
@@ -175,108 +127,34 @@ class Forker:
         self.close()
 
 
-def _end_of(log: Path) -> Path:
-    return log.with_suffix(".end")
+def run_code(
+    folder: Path,
+    code: str,
+    *arguments: str,
+    backend: str = "",
+    imports_strategies: bool = False,
+    timeout: float = 120.0,
+    **environment: str,
+) -> str:
+    """Runs code as a script to its end; returns what it has printed.
 
+    Args:
+        folder: Path of the folder for the script and its log.
+        code: str, the script.
+        *arguments: str, its arguments.
+        backend, imports_strategies: see `Forker`.
+        timeout: float, seconds that it may take.
+        **environment: str, what is set for it.
 
-def keep_fork() -> None:
-    """Forks a process for the scripts that this one will start.
-
-    For a script that a `Forker` has started, at its beginning: it has the imports, one
-    thread, and has used no device.
+    Raises:
+        AssertionError: with what it has printed, if its exit code is not 0.
     """
-    global _kept
-    order_end, orders = os.pipe()
-    answers, answer_end = os.pipe()
-    if os.fork():
-        os.close(order_end)
-        os.close(answer_end)
-        line = os.fdopen(orders, "w"), os.fdopen(answers)
-        _kept = _Line(*line, os.getpid(), threading.Lock())
-        return
-    os.close(orders)
-    os.close(answers)
-    with open(order_end) as taken, open(answer_end, "w") as given:
-        script = _serve(taken, given)
-    if script is not None:
-        _run(script)
-    sys.exit()
-
-
-def _become(order: Mapping[str, Any]) -> None:
-    """Makes this process that of a script."""
-    with open(order["log"], "wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.update(order["environment"])
-    sys.argv[:] = order["arguments"]
-
-
-def _serve(orders: TextIO, answers: TextIO) -> str | None:
-    """Forks until the orders end; returns in each fork with the path of its script."""
-    logs: dict[int, Path] = {}
-    is_open = True
-    while is_open:
-        if select.select([orders], [], [], _TICK)[0]:
-            line = orders.readline()
-            is_open = bool(line)
-            if is_open:
-                order = json.loads(line)
-                pid = order.get("kill") or os.fork()
-                if not pid:
-                    _become(order)
-                    return str(sys.argv[0])
-                if "kill" not in order:
-                    logs[pid] = Path(order["log"])
-                elif pid in logs:
-                    os.kill(pid, signal.SIGKILL)
-                print(pid, file=answers, flush=True)
-        _reap(logs)
-    for pid in logs:
-        psutil.Process(pid).kill()
-    return None
-
-
-def _reap(logs: dict[int, Path]) -> None:
-    for pid in list(logs):
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            end = json.dumps([os.waitstatus_to_exitcode(status), time.time()])
-            file = _end_of(logs.pop(pid))
-            # The folder may be gone, if nothing waits for the end.
-            with contextlib.suppress(FileNotFoundError):
-                file.with_suffix(".part").write_text(end)
-                file.with_suffix(".part").rename(file)
-
-
-def _main() -> None:
-    import keras
-
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
-    if "keras_strategies" in sys.argv:
-        import keras_strategies as ks
-
-        assert ks.MultiWorkerMirroredStrategy and ks.ParameterServerStrategy
-    # What imports more when it is first used; saving looks for TensorFlow.
-    keras.saving.serialize_keras_object(keras.layers.Dense(1))
-    assert len(os.listdir("/proc/self/task")) == 1, "forks need a single thread"
-    # A fork would copy all this memory when it collects garbage at its end.
-    gc.collect()
-    gc.freeze()
-    # Tracing programs makes millions of objects and little garbage.
-    gc.set_threshold(100_000, 20, 20)
-    script = _serve(sys.stdin, sys.stdout)
-    if script is not None:
-        _run(script)
-
-
-def _run(script: str) -> None:
-    import runpy
-
-    runpy.run_path(script, run_name="__main__")
-
-
-if __name__ == "__main__":
-    _main()
+    script = folder / "script.py"
+    script.write_text(code)
+    with Forker(backend, imports_strategies) as forker:
+        forked = forker.start(
+            folder / "script.log", str(script), *arguments, **environment
+        )
+        exit_code, _ = forked.wait(timeout)
+    assert exit_code == 0, f"exit code {exit_code}:\n{forked.text()}"
+    return forked.text()

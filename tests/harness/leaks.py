@@ -13,7 +13,7 @@ import keras
 import psutil
 
 import keras_strategies as ks
-from harness import references
+from harness import fork_server, references
 from keras_strategies import keras_compat
 from keras_strategies.keras_compat import layers
 
@@ -114,8 +114,8 @@ def _is_idle(thread: threading.Thread) -> bool:
 
 
 def _children(before: Snapshot) -> list[str]:
-    # The process that trains references serves the whole session.
-    known = before.children | references.trainer_pids()
+    # These serve the whole session.
+    known = before.children | references.trainer_pids() | fork_server.pids()
     new = [c for c in psutil.Process().children() if c.pid not in known]
     _, alive = psutil.wait_procs(new, timeout=_GRACE_SECONDS if new else 0)
     return [f"the process {child.pid} is still running" for child in alive]

@@ -7,6 +7,8 @@ finds them missing, as it does for people who have not installed them; whoever i
 them when Keras is there gets them.
 
 Python runs this file at its start where `tests/run.py` has put its folder on the path.
+It also counts: KS_PROCESSES is a file that gets a line for each interpreter that has
+started, and for each that imports a framework.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _UNUSED = {"matplotlib", "sklearn", "jax"}
+# What is imported first of a framework; whether there is one, many ask.
+_FRAMEWORKS = {"jax._src", "torch._C", "tensorflow.python"}
 
 
 class _LeftOut(Loader):
@@ -53,4 +57,22 @@ class _LeaveOut:
         return spec
 
 
-sys.meta_path.insert(0, _LeaveOut)
+class _Count:
+    """Notes that a framework is imported."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> None:
+        if name in _FRAMEWORKS:
+            _note(name.partition(".")[0])
+
+
+def _note(what: str) -> None:
+    if file := os.environ.get("KS_PROCESSES"):
+        with open(file, "a") as stream:
+            stream.write(f"{os.getpid()} {what}\n")
+
+
+_note("started")
+sys.meta_path[:0] = [_Count, _LeaveOut]

@@ -1,0 +1,302 @@
+"""Processes that have imported Keras and fork themselves for each script.
+
+A server has one thread and uses no device, so that its forks can do anything. The
+servers of a whole run, one for each backend, belong to `tests/run.py`, which names the
+folder of their sockets in KS_FORK_SERVERS. Without it, a process that forks scripts
+starts the server of the backend itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+#: The folder with the sockets of a run's servers.
+SERVERS = "KS_FORK_SERVERS"
+#: A file that gets a line for each fork; see `lean/sitecustomize.py`.
+PROCESSES = "KS_PROCESSES"
+# How often a server looks for scripts that have ended, in seconds.
+_TICK = 0.02
+# What scripts find imported: Keras alone, or also `keras_strategies` and pytest.
+_KINDS = ("keras", "strategies")
+# A test may change the environment before it starts the first script.
+_ENVIRONMENT = dict(os.environ)
+
+
+class ForkServer:
+    """The process of one backend that has imported Keras, and another, its fork, that
+    has imported `keras_strategies` and pytest, too.
+
+    Args:
+        backend: str, the backend.
+        folder: Path of the folder for its sockets.
+        environment: what it has instead of this process's environment.
+        errors: Path of a file for what its imports print; otherwise they print here.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        folder: Path,
+        environment: Mapping[str, str],
+        errors: Path | None = None,
+    ) -> None:
+        listeners = [_listen(_socket_of(folder, backend, kind)) for kind in _KINDS]
+        numbers = [listener.fileno() for listener in listeners]
+        with contextlib.ExitStack() as stack:
+            for listener in listeners:
+                stack.enter_context(listener)
+            log = stack.enter_context(errors.open("wb")) if errors else None
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "harness.fork_server", *map(str, numbers)],
+                env={
+                    **environment,
+                    "KERAS_BACKEND": backend,
+                    "PYTHONPATH": _python_path(environment),
+                    # Libraries that start threads when they are imported cannot be
+                    # forked.
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+                pass_fds=numbers,
+                # It ends when this is closed, also because its owner was killed.
+                stdin=subprocess.PIPE,
+                stderr=log,
+                # Ctrl-C is for the owner.
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def close(self) -> None:
+        """Ends the server and all scripts that are left."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+def _python_path(environment: Mapping[str, str]) -> str:
+    """The folders of an environment, and those where this process finds modules."""
+    given = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(filter(None, dict.fromkeys([*given, *sys.path])))
+
+
+def _socket_of(folder: Path, backend: str, kind: str) -> Path:
+    return folder / f"{backend}-{kind}"
+
+
+def _listen(path: Path) -> socket.socket:
+    """A socket on which orders wait until the server has imported everything."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(64)
+    return listener
+
+
+# By process, because a fork inherits them and has to start servers of its own.
+_own: dict[tuple[int, str], tuple[ForkServer, tempfile.TemporaryDirectory[str]]] = {}
+
+
+def find(backend: str, imports_strategies: bool) -> Path:
+    """The socket of a server, which is started if there is none.
+
+    Args:
+        backend: str, its backend.
+        imports_strategies: bool, whether it has imported `keras_strategies`.
+    """
+    kind = _KINDS[imports_strategies]
+    if shared := os.environ.get(SERVERS):
+        path = _socket_of(Path(shared), backend, kind)
+        if path.exists():
+            return path
+    key = (os.getpid(), backend)
+    if key not in _own:
+        folder = tempfile.TemporaryDirectory(prefix="ks-fork-")
+        _own[key] = ForkServer(backend, Path(folder.name), _ENVIRONMENT), folder
+    return _socket_of(Path(_own[key][1].name), backend, kind)
+
+
+def pids() -> set[int]:
+    """The servers that this process has started; they serve it to its end."""
+    return {server.pid for (pid, _), (server, _) in _own.items() if pid == os.getpid()}
+
+
+def close() -> None:
+    """Ends the servers that this process has started."""
+    for key in [key for key in _own if key[0] == os.getpid()]:
+        server, folder = _own.pop(key)
+        server.close()
+        folder.cleanup()
+
+
+def end_of(log: Path) -> Path:
+    """The file with the exit code of a script and the time of its end."""
+    return log.with_suffix(".end")
+
+
+# --- The process of a server --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Script:
+    """A script that has been forked: its log, and the connection that ordered it."""
+
+    log: Path
+    client: TextIO
+
+
+class _Orders:
+    """Takes orders from the connections of a socket, and forks.
+
+    Args:
+        listener: the socket.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._clients: dict[socket.socket, TextIO] = {}
+        self._scripts: dict[int, _Script] = {}
+
+    def serve(self) -> str | None:
+        """Forks until standard input ends; returns in a fork with its script."""
+        while True:
+            sources = [sys.stdin, self._listener, *self._clients]
+            for source in select.select(sources, [], [], _TICK)[0]:
+                if source is sys.stdin:
+                    self._kill(list(self._scripts))
+                    return None
+                if source is self._listener:
+                    client, _ = self._listener.accept()
+                    self._clients[client] = client.makefile("rw")
+                elif (script := self._take(source)) is not None:
+                    return script
+            self._reap()
+
+    def _take(self, source: socket.socket) -> str | None:
+        """Takes one order; returns in the fork with its script."""
+        client = self._clients[source]
+        line = ""
+        with contextlib.suppress(ConnectionError):
+            line = client.readline()
+        if not line:
+            del self._clients[source]
+            of_client = [n for n, one in self._scripts.items() if one.client is client]
+            self._kill(of_client)
+            source.close()
+            return None
+        order = json.loads(line)
+        pid = order.get("kill") or os.fork()
+        if not pid:
+            self._close()
+            _become(order)
+            return str(sys.argv[0])
+        if "kill" in order:
+            self._kill([pid])
+        else:
+            self._scripts[pid] = _Script(Path(order["log"]), client)
+        with contextlib.suppress(ConnectionError):
+            print(pid, file=client, flush=True)
+        return None
+
+    def _kill(self, pids: list[int]) -> None:
+        """Kills scripts that have not been reaped, and what is in their groups."""
+        for pid in set(pids) & self._scripts.keys():
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                # Just forked, and not yet the leader of a group.
+                os.kill(pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        """Closes everything in a fork, so that the other ends notice a server's end."""
+        self._listener.close()
+        for client in self._clients:
+            os.close(client.detach())
+
+    def _reap(self) -> None:
+        for pid in list(self._scripts):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                end = json.dumps([os.waitstatus_to_exitcode(status), time.time()])
+                file = end_of(self._scripts.pop(pid).log)
+                # The folder may be gone, if nothing waits for the end.
+                with contextlib.suppress(FileNotFoundError):
+                    file.with_suffix(".part").write_text(end)
+                    file.with_suffix(".part").rename(file)
+
+
+def _become(order: Mapping[str, Any]) -> None:
+    """Makes this process that of a script."""
+    # A session of its own, so that its processes can be ended with it.
+    os.setsid()
+    with open(order["log"], "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.environ.update(order["environment"])
+    sys.argv[:] = order["arguments"]
+    _note("forked")
+
+
+def _note(what: str) -> None:
+    """Writes a line about this process, if processes are counted."""
+    if file := os.environ.get(PROCESSES):
+        with open(file, "a") as stream:
+            stream.write(f"{os.getpid()} {what}\n")
+
+
+def _import_strategies() -> None:
+    """What scripts of tests use; before, there is only what Keras imports."""
+    import keras
+
+    import keras_strategies as ks
+
+    importlib.import_module("pytest")
+    assert ks.MultiWorkerMirroredStrategy and ks.ParameterServerStrategy
+    # What imports more when it is first used; saving looks for TensorFlow.
+    keras.saving.serialize_keras_object(keras.layers.Dense(1))
+
+
+def _ready_to_fork() -> None:
+    assert len(os.listdir("/proc/self/task")) == 1, "forks need a single thread"
+    # A fork would copy all this memory when it collects garbage at its end.
+    gc.collect()
+    gc.freeze()
+    # Tracing programs makes millions of objects and little garbage.
+    gc.set_threshold(100_000, 20, 20)
+
+
+def _main(plain: int, full: int) -> None:
+    importlib.import_module("keras")
+    _ready_to_fork()
+    child = os.fork()
+    is_full = not child
+    used, unused = (full, plain) if is_full else (plain, full)
+    os.close(unused)
+    if is_full:
+        _import_strategies()
+        _ready_to_fork()
+    script = _Orders(socket.socket(fileno=used)).serve()
+    if script is not None:
+        importlib.import_module("runpy").run_path(script, run_name="__main__")
+    elif child:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    _main(*map(int, sys.argv[1:]))
