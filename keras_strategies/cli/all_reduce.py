@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from keras_strategies.errors import TROUBLESHOOTING
+
 #: What is sent, in bytes: a small message, and one as large as gradients travel in.
 SIZES = (10**6, 25 * 10**6)
 _ROUNDS = 5
@@ -66,7 +68,11 @@ def timed_all_reduce(timeout: float) -> list[Timing]:
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"it has not ended in {3 * wait:g} s") from error
     if process.returncode:
-        lines = process.stderr.strip().splitlines()
+        lines = [
+            line
+            for line in process.stderr.strip().splitlines()
+            if not line.startswith(f"See {TROUBLESHOOTING}")
+        ]
         raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")
     return [Timing(*pair) for pair in json.loads(process.stdout.splitlines()[-1])]
 

@@ -120,7 +120,7 @@ class Cluster:
                     count,
                     STORE_BYTES if options.channel == "ray" else LEAST_STORE_BYTES,
                 )
-                self.dispatcher.start_all()
+            self.dispatcher.start_all()
             self.dispatcher.wait_ready(options.start_seconds)
             self.servers = Servers(
                 self._addresses,

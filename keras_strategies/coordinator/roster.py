@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from keras_strategies.cluster.progress import Progress
 from keras_strategies.coordinator.processes import Start
-from keras_strategies.coordinator.progress import Progress
 from keras_strategies.coordinator.states import ServerState, WorkerState
 from keras_strategies.errors import ServerLostError, WorkerError
 
@@ -74,11 +74,12 @@ class Roster:
 
     def start_all(self) -> None:
         """Starts the processes, if that is ours to do."""
-        if self._starts is not None:
-            self._progress.report(
-                f"starting Ray for {_counted(len(self.workers), 'worker')} and "
-                f"{_counted(len(self.servers), 'parameter server')}"
-            )
+        who = (
+            f"{_counted(len(self.workers), 'worker')} and "
+            f"{_counted(len(self.servers), 'parameter server')}"
+        )
+        what = "waiting" if self._starts is None else "starting Ray"
+        self._progress.report(f"{what} for {who}")
         for server in self.servers.values():
             self._start("ps", server.index, server.incarnation)
         for worker in self.workers.values():
@@ -143,7 +144,8 @@ class Roster:
         worker.last_sign = time.monotonic()
         worker.known = set()
         self._send(sender, ("welcome", self._name))
-        self._progress.report(f"worker {index} is ready")
+        ready, total = sum(w.is_alive for w in self.workers.values()), len(self.workers)
+        self._progress.report(f"worker {index} is ready, {ready} of {total}")
         self._changed()
 
     def _on_server(self, sender: bytes, value: tuple[int, int, int, bool, str]) -> None:
@@ -151,9 +153,13 @@ class Roster:
         server = self.servers[index]
         came_back = server.pid not in (0, pid)
         server.pid, server.incarnation = pid, incarnation
-        if not server.is_ready or came_back:
-            self._progress.report(f"parameter server {index} is ready")
+        is_new = came_back or not server.is_ready
         server.is_ready = True
+        if is_new:
+            ready = sum(s.is_ready for s in self.servers.values())
+            self._progress.report(
+                f"parameter server {index} is ready, {ready} of {len(self.servers)}"
+            )
         server.futile_starts = 0
         server.last_sign = time.monotonic()
         if came_back and not is_restored:

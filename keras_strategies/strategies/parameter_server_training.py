@@ -22,6 +22,7 @@ from keras_strategies.coordinator.cluster_coordinator import (
 )
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.input.sharding import check_batch
+from keras_strategies.training.progress import WorkerProgress, with_progress
 
 #: Closures for each worker that are scheduled ahead of their callbacks.
 _WINDOW = 3
@@ -77,7 +78,7 @@ class ModelTraining:
         )
         self._build(model, epoch_iterator)
         callbacks = keras_compat.callback_list(
-            callbacks,
+            self._with_progress(callbacks, verbose),
             add_history=True,
             add_progbar=verbose != 0,
             verbose=verbose,
@@ -152,7 +153,7 @@ class ModelTraining:
         )
         self._build(model, epoch_iterator)
         callbacks = keras_compat.callback_list(
-            callbacks,
+            self._with_progress(callbacks, verbose),
             add_progbar=verbose != 0,
             verbose=verbose,
             epochs=1,
@@ -192,7 +193,7 @@ class ModelTraining:
             steps_per_execution=model.steps_per_execution,
         )
         callbacks = keras_compat.callback_list(
-            callbacks,
+            self._with_progress(callbacks, verbose),
             add_progbar=verbose != 0,
             verbose=verbose,
             epochs=1,
@@ -269,6 +270,14 @@ class ModelTraining:
         logs = self._schedule(definition, [batch]).fetch()
         logs = _python_numbers(keras_compat.metrics_or_logs(model, logs))
         return logs if return_dict else keras_compat.logs_in_order(model, logs)
+
+    def _with_progress(self, callbacks: Any, verbose: Any) -> Any:
+        dispatcher = self._coordinator.strategy.cluster.dispatcher
+        bar = WorkerProgress(
+            lambda: sum(w.is_alive for w in list(dispatcher.workers.values())),
+            lambda: len(dispatcher.workers),
+        )
+        return with_progress(callbacks, verbose, bar)
 
     # Steps
 

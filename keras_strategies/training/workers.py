@@ -12,6 +12,7 @@ import numpy as np
 from keras_strategies import keras_compat
 from keras_strategies.backends.base import Workers
 from keras_strategies.errors import ClusterError, InvalidArgumentError, WorkerError
+from keras_strategies.training.progress import WorkerProgress, with_progress
 from keras_strategies.training.seeds import same_random_numbers
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ def arguments(
     mine = _own_callbacks(workers, _listed(callbacks))
     if name == "fit":
         mine.append(_Together(strategy, mine))
+    if workers.group.is_chief:
+        count = workers.group.count
+        bar = WorkerProgress(lambda: count, lambda: count)
+        mine = with_progress(mine, given.get("verbose", "auto"), bar)
     changed["callbacks"] = mine
     return changed
 

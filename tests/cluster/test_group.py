@@ -60,6 +60,18 @@ def test_workers_learn_of_one_another(three):
         assert group.own_host == "127.0.0.1"
 
 
+def test_the_chief_prints_a_line_for_each_worker_that_comes(capsys):
+    groups = join_all(2)
+    everywhere(groups, WorkerGroup.leave)
+    waiting, *ready = capsys.readouterr().err.splitlines()
+    assert waiting.startswith("keras_strategies: waiting for 2 workers at 127.0.0.1:")
+    assert sorted(line.split(" at ")[0] for line in ready) == [
+        "keras_strategies: worker 0 is ready",
+        "keras_strategies: worker 1 is ready",
+    ]
+    assert ", 1 of 2 (" in ready[0] and ", 2 of 2 (" in ready[1]
+
+
 def test_values_are_gathered_in_the_order_of_workers(three):
     for turn in range(20):
         found = everywhere(

@@ -107,6 +107,8 @@ def test_only_the_chief_prints(cluster):
 
     chief, other = cluster(program)
     assert "Epoch 2/2" in chief and "loss" in chief
+    # Two epochs, `evaluate` and `predict`.
+    assert chief.count("/step on 2 workers") == 4
     assert other == ""
 
 

@@ -43,8 +43,8 @@ def start():
 EXPECTED = [
     "starting Ray for 2 workers and 1 parameter server",
     "Ray runs; it starts the processes",
-    "parameter server 0 is ready",
-    "worker 1 is ready",
+    "parameter server 0 is ready, 1 of 1",
+    "worker 1 is ready, 1 of 2",
 ]
 
 

@@ -167,7 +167,8 @@ def test_validation_class_weights_and_epochs(synchronous, pair, capsys) -> None:
     assert len(logs[0]["loss"]) == 2 and len(logs[0]["val_loss"]) == 1
     for name, numbers in logs[1].items():
         np.testing.assert_allclose(logs[0][name], numbers, rtol=1e-5, err_msg=name)
-    assert "Epoch 3/3" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Epoch 3/3" in printed and "/step on 1 worker - " in printed
 
 
 def test_several_steps_in_one_message(synchronous) -> None:

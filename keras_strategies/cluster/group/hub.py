@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from keras_strategies.cluster.group.messages import BEAT, Line
+from keras_strategies.cluster.progress import Progress
 
 
 @dataclasses.dataclass
@@ -49,6 +50,8 @@ class Hub:
         self._stops: dict[int, int] | None = None
         self._lost = False
         self._closed = threading.Event()
+        self._progress = Progress()
+        self._progress.report(f"waiting for {len(addresses)} workers at {addresses[0]}")
         self._start(self._accept)
         self._start(self._watch)
 
@@ -119,6 +122,10 @@ class Hub:
                 line.send(self._refusal)
                 return None
             self._members[index] = _Member(line, info, time.monotonic())
+            self._progress.report(
+                f"worker {index} is ready at {self._addresses[index]}, "
+                f"{len(self._members)} of {len(self._addresses)}"
+            )
             if self.is_complete:
                 infos = [self._members[i].info for i in range(len(self._addresses))]
                 self._tell_all({"kind": "welcome", "members": infos})

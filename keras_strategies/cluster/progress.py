@@ -6,14 +6,14 @@ import logging
 import sys
 import time
 
-_logger = logging.getLogger("keras_strategies.coordinator")
+_logger = logging.getLogger("keras_strategies.cluster")
 
 
 class Progress:
     """Reports what a cluster is doing, with seconds since it began.
 
-    Lines go to the logger `keras_strategies.coordinator` at the level INFO, where that
-    is enabled. Where no level is set they go to stderr, because a start takes seconds;
+    Lines go to the logger `keras_strategies.cluster` at the level INFO, where that is
+    enabled. Where no level is set they go to stderr, because a start takes seconds;
     `logging.getLogger("keras_strategies").setLevel("WARNING")` silences them.
     """
 
@@ -24,7 +24,7 @@ class Progress:
         """Reports one event.
 
         Args:
-            text: str, such as `"worker 1 is ready"`.
+            text: str, such as `"worker 1 is ready, 2 of 3"`.
         """
         line = f"{text} ({time.monotonic() - self._began:.1f} s)"
         if _logger.isEnabledFor(logging.INFO):

@@ -1,0 +1,52 @@
+"""The progress bar of several workers, and the lines of a cluster that starts."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from keras_strategies.training.progress import (
+    WorkerProgress,
+    with_progress,
+    workers_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("computing", "total", "text"),
+    [(1, 1, "1 worker"), (2, 2, "2 workers"), (1, 2, "1 of 2 workers")],
+)
+def test_workers_that_compute_are_counted(computing, total, text) -> None:
+    assert workers_text(computing, total) == text
+
+
+def bar(computing: list[int], total: int = 3) -> WorkerProgress:
+    return WorkerProgress(lambda: computing[0], lambda: total)
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_the_bar_says_how_many_workers_compute(verbose, capsys) -> None:
+    computing = [3]
+
+    class Loses(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            computing[0] = 3 - epoch
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((4, 1), "float32")
+    callbacks = with_progress([Loses()], verbose, bar(computing))
+    model.fit(x, x, epochs=2, batch_size=2, verbose=verbose, callbacks=callbacks)
+    first, second = capsys.readouterr().out.split("Epoch 2/2")
+    assert "/step on 3 workers - loss: " in first
+    assert "/step on 2 of 3 workers - loss: " in second
+
+
+def test_the_bar_is_there_where_keras_would_add_one() -> None:
+    own, ours = keras.callbacks.ProgbarLogger(), bar([1])
+    assert with_progress(None, "auto", ours) == [ours]
+    assert with_progress([own], 1, ours) == [own]
+    assert with_progress(None, 0, ours) is None
+    listed = keras.callbacks.CallbackList()
+    assert with_progress(listed, 1, ours) is listed
