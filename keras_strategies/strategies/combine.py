@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_strategies.backends.replica_state import HALF
 from keras_strategies.errors import GatherError, InvalidArgumentError
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, map_structure
@@ -48,6 +49,17 @@ def _reduce_leaf(
     strategy: Strategy, op: ReduceOp, leaf: Any, axes: tuple[int, ...] | None
 ) -> Any:
     tensors = components(strategy, leaf)
+    dtype = keras.backend.standardize_dtype(tensors[0].dtype)
+    if dtype in HALF and op in (ReduceOp.SUM, ReduceOp.MEAN):
+        # As on one device: a mean in half precision is the sum of more than fits.
+        wide = [ops.cast(tensor, "float32") for tensor in tensors]
+        return ops.cast(_reduce_tensors(strategy, op, wide, axes), dtype)
+    return _reduce_tensors(strategy, op, tensors, axes)
+
+
+def _reduce_tensors(
+    strategy: Strategy, op: ReduceOp, tensors: list[Any], axes: tuple[int, ...] | None
+) -> Any:
     if axes is None:
         return strategy.reduce_components(op, tensors)
     for tensor in tensors:

@@ -15,7 +15,11 @@ from keras_strategies import context
 from keras_strategies.backends import run_scope
 from keras_strategies.backends.jax.arguments import Columns
 from keras_strategies.backends.jax.cells import Cell, LocalCell, VariableCell
-from keras_strategies.backends.jax.reductions import all_reduce_over, check_axis
+from keras_strategies.backends.jax.reductions import (
+    all_reduce_over,
+    check_axis,
+    sums_over,
+)
 from keras_strategies.backends.jax.replica_scope import (
     MergeScope,
     Replicas,
@@ -277,7 +281,7 @@ class Sharded(Replicas):
     ) -> None:
         if aggregate:
             present = [g for g in gradients if g is not None]
-            summed = iter(lax.psum(present, self._axis))
+            summed = iter(sums_over(present, self._axis))
             gradients = [None if g is None else next(summed) for g in gradients]
         with self._merged():
             update(gradients)

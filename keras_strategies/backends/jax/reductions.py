@@ -45,8 +45,27 @@ def all_reduce_over(op: ReduceOp, leaf: Any, axis: str) -> Any:
     """Reduces what each replica of a mesh has, along the replicas' axis."""
     leaf = keras.ops.convert_to_tensor(leaf)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return _SHARDED[op](leaf, axis)
+        return _rounded(_SHARDED[op](_widened(leaf), axis), leaf)
     return _without_gradient(op, lambda x: _SHARDED[op](x, axis))(leaf)
+
+
+def sums_over(tensors: list[Any], axis: str) -> list[Any]:
+    """Sums tensors along the replicas' axis, in one collective."""
+    totals = lax.psum(list(map(_widened, tensors)), axis)
+    return list(map(_rounded, totals, tensors))
+
+
+_HALF = (jnp.float16, jnp.bfloat16)
+
+
+def _widened(tensor: Any) -> Any:
+    """What is summed: float32 in place of half precision."""
+    return tensor.astype("float32") if tensor.dtype in _HALF else tensor
+
+
+def _rounded(total: Any, term: Any) -> Any:
+    """A sum or mean in half precision, if its terms are."""
+    return total.astype(term.dtype) if term.dtype in _HALF else total
 
 
 def reduce_parts(op: ReduceOp, parts: list[Any]) -> Any:

@@ -217,4 +217,4 @@ def _packed(structure: Any, leaves: Sequence[Any]) -> Any:
 
 def _sum(parts: list[Any]) -> Any:
     present = [part for part in parts if part is not None]
-    return sum(present[1:], start=present[0]) if present else None
+    return reduce_parts(ReduceOp.SUM, present) if present else None

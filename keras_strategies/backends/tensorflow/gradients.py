@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.values import DistributedValues
 
 
 def sums_of(
@@ -89,8 +90,11 @@ def widened(gradient: Any) -> Any:
     return tf.cast(gradient, tf.float32) if is_half else gradient
 
 
-def in_dtype_of(gradient: Any, other: Any) -> Any:
-    """A gradient, rounded to the dtype of another tensor; None stays None."""
-    if gradient is None or other is None or gradient.dtype == other.dtype:
-        return gradient
-    return tf.cast(gradient, other.dtype)
+def in_dtype_of(total: Any, gradient: Any) -> Any:
+    """A sum, rounded to the dtype of its terms, a tensor or a `PerReplica` of them."""
+    is_several = isinstance(gradient, DistributedValues)
+    terms = gradient.values if is_several else [gradient]
+    dtypes = [term.dtype for term in terms if term is not None]
+    if total is None or not dtypes or total.dtype == dtypes[0]:
+        return total
+    return tf.cast(total, dtypes[0])

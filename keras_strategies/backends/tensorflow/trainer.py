@@ -187,8 +187,7 @@ class TensorFlowTrainer(TrainerAdapter):
                 count = len(self.placement.replicas)
                 own = sum_gradients(gradients, count, self.run.reduction)
                 total = self.run.team.sum_gradients(own)
-                first = [select_replica(0, gradient) for gradient in gradients]
-                total = list(map(in_dtype_of, total, first))
+                total = list(map(in_dtype_of, total, gradients))
             else:
                 total = [select_replica(0, gradient) for gradient in gradients]
             apply(total, variables)

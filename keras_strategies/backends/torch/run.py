@@ -24,6 +24,7 @@ from keras_strategies.backends.torch.replicas import (
     Team,
     ThreadCommunicator,
 )
+from keras_strategies.backends.torch.spread import widened
 from keras_strategies.backends.torch.threads import ReplicaThreads
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.collectives.local import LocalReduction
@@ -254,6 +255,8 @@ def sum_gradients(
 ) -> list[torch.Tensor | None]:
     """Sums each gradient over replicas, on the lead device; None adds nothing.
 
+    Those of half precision are summed in float32, which is returned.
+
     Args:
         gradients: for each variable a `PerReplica`, or what all replicas have.
         lead: where the sums are needed.
@@ -261,17 +264,18 @@ def sum_gradients(
         reduction: the strategy's `CrossDeviceOps`, None for torch's own sum.
     """
     columns = [
-        gradient.values
-        if isinstance(gradient, DistributedValues)
-        else [gradient] * count
-        for gradient in gradients
+        [None if part is None else widened(part.detach()) for part in parts]
+        for parts in (
+            gradient.values
+            if isinstance(gradient, DistributedValues)
+            else [gradient] * count
+            for gradient in gradients
+        )
     ]
     if reduction is not None:
-        return reduction.sums(
-            [[None if p is None else p.detach() for p in parts] for parts in columns]
-        )
+        return reduction.sums(columns)
     total: list[torch.Tensor | None] = []
     for parts in columns:
-        present = [part.detach().to(lead) for part in parts if part is not None]
+        present = [part.to(lead) for part in parts if part is not None]
         total.append(sum(present[1:], start=present[0]) if present else None)
     return total

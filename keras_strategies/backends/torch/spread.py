@@ -14,6 +14,7 @@ from keras_strategies.backends.torch.replicas import Team
 from keras_strategies.backends.torch.workers import Pack, TorchWorkers
 from keras_strategies.collectives.local import LocalReduction
 from keras_strategies.types import ReduceOp
+from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
     from keras_strategies.backends.base import Workers
@@ -131,6 +132,14 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, in float32 if it is of half precision."""
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.float() if is_half else tensor
+
+
+def in_dtype_of(total: torch.Tensor | None, gradient: Any) -> torch.Tensor | None:
+    """A sum, rounded to the dtype of its terms, a tensor or a `PerReplica` of them."""
+    is_several = isinstance(gradient, DistributedValues)
+    terms = gradient.values if is_several else [gradient]
+    dtypes = [term.dtype for term in terms if term is not None]
+    return total.to(dtypes[0]) if total is not None and dtypes else total
 
 
 def local_gradients(

@@ -16,6 +16,7 @@ from keras_strategies.backends.torch.data_parallel import TorchDataParallelCall
 from keras_strategies.backends.torch.devices import device_of, torch_device
 from keras_strategies.backends.torch.input import AheadPlacer, CudaMover
 from keras_strategies.backends.torch.run import TorchRun, sum_gradients
+from keras_strategies.backends.torch.spread import in_dtype_of
 from keras_strategies.backends.torch.threads import ReplicaThreads
 from keras_strategies.backends.torch.variables import ReplicaVariables
 from keras_strategies.devices import Device
@@ -133,6 +134,7 @@ class TorchTrainer(TrainerAdapter):
                 count, reduction = len(self.placement.replicas), self.run.reduction
                 found = sum_gradients(gradients, lead, count, reduction)
                 total = self._over_workers(found)
+                total = list(map(in_dtype_of, total, gradients))
             else:
                 total = [select_replica(0, gradient) for gradient in gradients]
             with torch.no_grad():
