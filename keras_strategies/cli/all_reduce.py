@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_strategies.errors import TROUBLESHOOTING
+from keras_strategies.tables import readable_bytes
 
 #: What is sent, in bytes: a small message, and one as large as gradients travel in.
-SIZES = (10**6, 25 * 10**6)
+SIZES = (2**20, 25 * 2**20)
 _ROUNDS = 5
 # Until a process has imported Keras and a framework, on a busy machine.
 _START_SECONDS = 30.0
@@ -37,8 +38,8 @@ class Timing:
     seconds: float
 
     def __str__(self) -> str:
-        rate = self.nbytes / self.seconds / 1e6
-        return f"{self.seconds * 1e3:.1f} ms  {rate:,.0f} MB/s"
+        rate = readable_bytes(self.nbytes / self.seconds)
+        return f"{self.seconds * 1e3:.1f} ms  {rate}/s"
 
 
 def timed_all_reduce(timeout: float) -> list[Timing]:

@@ -1,4 +1,4 @@
-"""`keras-strategies doctor`: what a process would train on."""
+"""`keras-strategies doctor`: what a process would train on, and what to do next."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from keras_strategies.cluster.environment import (
     DEVICES_PER_WORKER,
     cluster_variables,
 )
-from keras_strategies.errors import KerasStrategiesError
+from keras_strategies.errors import TROUBLESHOOTING, KerasStrategiesError
+from keras_strategies.tables import counted, fact_lines, readable_bytes, rule
 
+_WIDTH = 72
+_NAMES = 24
 _FRAMEWORKS = ("jax", "torch", "tensorflow")
 # The same module comes under several names.
 _ALSO = {"tensorflow": ("tensorflow_cpu", "tf_nightly"), "keras": ("keras-nightly",)}
@@ -43,16 +46,21 @@ class Finding:
 
 @dataclass
 class Surroundings:
-    """What checks between tasks know, and tell those that come after them.
+    """The state of one examination, which later checks read.
 
     Args:
-        resolver: who is who; None without a cluster.
         timeout: float, the seconds that a check may wait.
+        resolver: the description of the cluster; None without one.
+        installed: list of str, the frameworks that are installed.
+        devices: list of str, what `MirroredStrategy()` uses; empty if the backend
+            cannot be imported.
         doctors: set of str, the other tasks where a doctor answers.
     """
 
-    resolver: ClusterResolver | None
     timeout: float
+    resolver: ClusterResolver | None = None
+    installed: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
     doctors: set[str] = field(default_factory=set)
 
 
@@ -60,7 +68,7 @@ Check = Callable[[Surroundings], Iterable[Finding]]
 
 
 def doctor(timeout_seconds: float = 10.0) -> int:
-    """Prints what there is: versions, devices, the cluster and its other tasks.
+    """Prints versions, devices, the cluster and its other tasks, and what to do next.
 
     Args:
         timeout_seconds: float, how long to wait for the other tasks.
@@ -68,31 +76,103 @@ def doctor(timeout_seconds: float = 10.0) -> int:
     Returns:
         int, 0, or 1 if there are problems.
     """
+    around = Surroundings(timeout_seconds)
     problems = 0
-    resolver, cluster = _cluster()
-    around = Surroundings(resolver, timeout_seconds)
-    for title, findings in (
-        ("versions", _versions()),
-        ("devices", _devices()),
-        ("cluster", cluster),
-        *((title, check(around)) for title, check in CHECKS),
-    ):
-        print(title)
-        for finding in findings:
+    for number, (title, check) in enumerate(CHECKS):
+        _print_title(title if number == 0 else f"\n{title}")
+        for finding in check(around):
             mark = "!" if finding.is_problem else " "
-            print(f"{mark} {finding.what:<22} {finding.found}", flush=True)
+            _print_fact(f"{mark} {finding.what}", finding.found)
             problems += finding.is_problem
-    print(f"{problems} problems" if problems != 1 else "1 problem", flush=True)
+    _print_title(f"\nnext ({counted(problems, 'problem')})")
+    for number, step in enumerate(next_steps(around, problems), 1):
+        _print_fact(f"  {number}", step, names=0)
     return 1 if problems else 0
 
 
-def _versions() -> Iterator[Finding]:
+def _print_title(title: str) -> None:
+    print(f"{title}\n{rule(_WIDTH)}", flush=True)
+
+
+def _print_fact(name: str, value: str, names: int = _NAMES) -> None:
+    print("\n".join(fact_lines([(name, value)], names)), flush=True)
+
+
+def next_steps(around: Surroundings, problems: int) -> list[str]:
+    """What to do after an examination.
+
+    Args:
+        around: what was found.
+        problems: int, how many problems were found.
+    """
+    if not around.devices:
+        return [_choose_a_backend(around.installed)]
+    if problems:
+        return [
+            "Correct what is marked with `!`; causes and cures are in "
+            f"{TROUBLESHOOTING}.",
+            "Run `keras-strategies doctor` again, in all tasks at the same time.",
+        ]
+    if around.resolver is not None and around.resolver.num_workers > 1:
+        return _train_on_the_cluster(around.resolver)
+    return _train_on_this_machine(around.devices)
+
+
+def _choose_a_backend(installed: list[str]) -> str:
+    if not installed:
+        return (
+            "Install a framework, and choose it before Keras is imported:\n"
+            "`pip install jax` and `export KERAS_BACKEND=jax`; or torch, tensorflow."
+        )
+    return (
+        "Choose a framework that is installed, before Keras is imported:\n"
+        + " or ".join(f"`export KERAS_BACKEND={name}`" for name in installed)
+        + "."
+    )
+
+
+def _train_on_the_cluster(resolver: ClusterResolver) -> list[str]:
+    if "ps" in resolver.cluster_spec().jobs:
+        return [
+            "Train with `ks.ParameterServerStrategy()` in the task `chief`; serve with "
+            "`ks.Server(resolver).join()`\nin the tasks `worker` and `ps`."
+        ]
+    return [
+        "Start the same script in every task. It begins with\n"
+        "`strategy = ks.MultiWorkerMirroredStrategy()`."
+    ]
+
+
+def _train_on_this_machine(devices: list[str]) -> list[str]:
+    if len(devices) > 1:
+        return [
+            f"Train on {counted(len(devices), 'device')}: "
+            "`strategy = ks.MirroredStrategy()`."
+        ]
+    device = devices[0]
+    if not device.startswith("cpu"):
+        return [
+            f"Train on {device}: `strategy = ks.OneDeviceStrategy({device!r})`.",
+            "With more machines, start the script on each: "
+            "`strategy = ks.MultiWorkerMirroredStrategy()`.",
+        ]
+    return [
+        "To try two replicas on this CPU, make virtual devices first in the script:\n"
+        "`ks.set_virtual_cpu_devices(2)`, then `strategy = ks.MirroredStrategy()`.",
+        "To try two workers: `keras-strategies launch --workers 2 script.py`.",
+    ]
+
+
+def _versions(around: Surroundings) -> Iterator[Finding]:
     yield Finding("keras-strategies", __version__)
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
     keras = _version("keras")
     yield Finding("keras", keras or "is not installed: `pip install keras`", not keras)
     for name in _FRAMEWORKS:
-        yield Finding(name, _version(name) or "is not installed")
+        version = _version(name)
+        if version:
+            around.installed.append(name)
+        yield Finding(name, version or "is not installed")
 
 
 def _version(package: str) -> str:
@@ -104,7 +184,7 @@ def _version(package: str) -> str:
     return ""
 
 
-def _devices() -> Iterator[Finding]:
+def _devices(around: Surroundings) -> Iterator[Finding]:
     for name in _CONFIGURES:
         if name in os.environ:
             yield Finding(name, repr(os.environ[name]))
@@ -121,34 +201,30 @@ def _devices() -> Iterator[Finding]:
         yield Finding("backend", f"{type(error).__name__}: {error}", True)
         return
     yield Finding("devices", ", ".join(str(device) for device in devices))
-    count = len(chosen)
-    yield Finding(
-        "MirroredStrategy()",
-        f"{count} replica{'s' * (count != 1)}: {', '.join(str(d) for d in chosen)}",
-    )
+    around.devices = [str(device) for device in chosen]
+    replicas = counted(len(chosen), "replica")
+    yield Finding("MirroredStrategy()", f"{replicas}: {', '.join(around.devices)}")
 
 
-def _cluster() -> tuple[ClusterResolver | None, list[Finding]]:
-    findings = [Finding(name, repr(text)) for name, text in cluster_variables().items()]
+def _cluster(around: Surroundings) -> Iterator[Finding]:
+    for name, text in cluster_variables().items():
+        yield Finding(name, repr(text))
     try:
         resolver = find_cluster()
     except KerasStrategiesError as error:
-        return None, [*findings, Finding("cluster", str(error), True)]
+        yield Finding("cluster", str(error), True)
+        return
     if resolver is None or not resolver.cluster_spec():
-        return None, [*findings, Finding("cluster", "none: this is the only worker")]
+        yield Finding("cluster", "none: this is the only worker")
+        return
+    around.resolver = resolver
     spec = resolver.cluster_spec()
-    findings.append(Finding("found by", type(resolver).__name__))
-    findings.append(
-        Finding(
-            "this process is",
-            f"{resolver.task_type} {resolver.task_id}"
-            + (", the chief" if resolver.is_chief else ""),
-        )
-    )
+    chief = ", the chief" if resolver.is_chief else ""
+    yield Finding("found by", type(resolver).__name__)
+    yield Finding("this process is", f"{resolver.task_type} {resolver.task_id}{chief}")
     for job in spec.jobs:
         addresses = ", ".join(str(address) for address in spec.job_tasks(job))
-        findings.append(Finding(job, addresses))
-    return resolver, findings
+        yield Finding(job, addresses)
 
 
 def _peers(around: Surroundings) -> Iterator[Finding]:
@@ -206,11 +282,14 @@ def _all_reduce(around: Surroundings) -> Iterator[Finding]:
             yield Finding("all-reduce", str(error), True)
             return
         for timing in timings:
-            yield Finding(f"{timing.nbytes / 1e6:.0f} MB", str(timing))
+            yield Finding(readable_bytes(timing.nbytes), str(timing))
 
 
-# What is checked between tasks, in this order.
+# What is checked, in this order.
 CHECKS: tuple[tuple[str, Check], ...] = (
+    ("versions", _versions),
+    ("devices", _devices),
+    ("cluster", _cluster),
     ("peers", _peers),
     ("all-reduce", _all_reduce),
 )

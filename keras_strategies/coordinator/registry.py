@@ -27,8 +27,8 @@ from keras_strategies.coordinator.pickling import (
 )
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.states import LocalVariables
-from keras_strategies.coordinator.status import readable
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.tables import readable_bytes
 from keras_strategies.variables.partitioners import PartitionFunction, bytes_per_element
 from keras_strategies.variables.placement import RoundRobin
 from keras_strategies.variables.sharded import ShardedVariable
@@ -383,10 +383,10 @@ class Registry:
         }
         path = max(held, key=lambda name: held[name])
         warnings.warn(
-            f"Parameter server {server} holds {readable(most)} of "
-            f"{readable(sum(loads))}, {most / share:.1f} times its share of "
+            f"Parameter server {server} holds {readable_bytes(most)} of "
+            f"{readable_bytes(sum(loads))}, {most / share:.1f} times its share of "
             f"{len(loads)} servers, and every step waits for it; "
-            f"{readable(held[path])} are {path!r}. Cut large variables: make the "
+            f"{readable_bytes(held[path])} are {path!r}. Cut large variables: make the "
             "strategy with `variable_partitioner="
             "ks.experimental.partitioners.MinSizePartitioner("
             f"max_shards={len(loads)})`.",

@@ -10,6 +10,7 @@ from keras_strategies.cluster.progress import Progress
 from keras_strategies.coordinator.processes import Start
 from keras_strategies.coordinator.states import ServerState, WorkerState
 from keras_strategies.errors import ServerLostError, WorkerError
+from keras_strategies.tables import counted
 
 #: A process that has died so often without having done anything is given up.
 _HOPELESS_STARTS = 4
@@ -75,8 +76,8 @@ class Roster:
     def start_all(self) -> None:
         """Starts the processes, if that is ours to do."""
         who = (
-            f"{_counted(len(self.workers), 'worker')} and "
-            f"{_counted(len(self.servers), 'parameter server')}"
+            f"{counted(len(self.workers), 'worker')} and "
+            f"{counted(len(self.servers), 'parameter server')}"
         )
         what = "waiting" if self._starts is None else "starting Ray"
         self._progress.report(f"{what} for {who}")
@@ -263,7 +264,3 @@ class Roster:
                 self._kill("ps", server.index, server.incarnation, server.pid)
                 reason = f"it gave no sign of life for {self._silence:g} seconds"
                 self._server_died(server, reason)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

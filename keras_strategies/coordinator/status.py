@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from typing import Any
+
+from keras_strategies.tables import Table, counted, readable_bytes, readable_count
 
 _HEADER = (
     "task",
@@ -15,8 +16,9 @@ _HEADER = (
     "received",
     "restarts",
     "staleness",
-    "holds",
+    "variables",
 )
+_NUMBERS = frozenset(_HEADER[2:])
 
 
 @dataclass(frozen=True)
@@ -52,40 +54,35 @@ class Status:
             row[0].startswith("worker") and row[1] == "alive" for row in self.rows
         )
 
-    def _summary(self) -> str:
-        bound = (
-            "no bound"
-            if self.max_staleness is None
-            else f"at most {self.max_staleness}"
+    def _table(self) -> Table:
+        servers = len(self.held_bytes)
+        title = (
+            f"ParameterServerStrategy: {counted(len(self.rows) - servers, 'worker')}, "
+            f"{counted(servers, 'parameter server')}"
         )
-        return (
-            f"{self.steps} steps done, {self.under_way} under way, {self.queued} "
-            f"queued; staleness {self.staleness:.1f}, highest {self.most_staleness} "
-            f"({bound}); {readable(self.bytes_per_step)} per step"
+        bound = "no bound" if self.max_staleness is None else f"<= {self.max_staleness}"
+        facts = (
+            (
+                "steps",
+                f"{readable_count(self.steps)} done, {self.under_way} under way, "
+                f"{readable_count(self.queued)} queued",
+            ),
+            (
+                "staleness",
+                f"{self.staleness:.1f} updates on average, {self.most_staleness} at "
+                f"most ({bound})",
+            ),
+            ("sent and received per step", readable_bytes(self.bytes_per_step)),
         )
+        return Table(title, _HEADER, self.rows, _NUMBERS, facts=facts)
 
     def __str__(self) -> str:
-        rows = [_HEADER, *self.rows]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join([lines[0], rule, *lines[1:], rule, self._summary()])
+        return str(self._table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            return f"<tr>{inner}</tr>"
-
-        body = "".join(row(cells, "td") for cells in self.rows)
-        return (
-            f"<table><caption>{html.escape(self._summary())}</caption>"
-            f"<thead>{row(_HEADER, 'th')}</thead><tbody>{body}</tbody></table>"
-        )
+        return self._table()._repr_html_()
 
 
 def status_of(cluster: Any, strategy: Any) -> Status:
@@ -109,8 +106,8 @@ def status_of(cluster: Any, strategy: Any) -> Status:
                     "alive" if worker.is_alive else state,
                     str(worker.steps),
                     f"{each:.1f}",
-                    readable(worker.sent_bytes),
-                    readable(worker.received_bytes),
+                    readable_bytes(worker.sent_bytes),
+                    readable_bytes(worker.received_bytes),
                     str(worker.deaths),
                     f"{stale:.1f}",
                     "",
@@ -127,7 +124,7 @@ def status_of(cluster: Any, strategy: Any) -> Status:
                     "",
                     str(server.deaths),
                     "",
-                    readable(held[server.index]),
+                    readable_bytes(held[server.index]),
                 )
             )
         steps = dispatcher.done_steps
@@ -142,12 +139,3 @@ def status_of(cluster: Any, strategy: Any) -> Status:
             most,
             tuple(held),
         )
-
-
-def readable(nbytes: float) -> str:
-    """A size for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

@@ -121,7 +121,7 @@ def _draw_variable(
     _label(place.set_xlabel, shape, full, across)
     name = "/".join(path.split("/")[-3:])
     size = " x ".join(map(str, shape))
-    kept = "whole on every device" if not any(full) else ""
+    kept = "replicated" if not any(full) else ""
     place.set_title("\n".join(filter(None, [name, size, kept])), fontsize=8)
 
 
@@ -167,5 +167,5 @@ def _label(
 ) -> None:
     if axis is None:
         return
-    cut = f", cut along {full[axis]!r}" if full[axis] else ""
-    set_label(f"axis {axis}: {shape[axis]}{cut}", fontsize=7)
+    sharded = f", sharded along {full[axis]!r}" if full[axis] else ""
+    set_label(f"axis {axis}: {shape[axis]}{sharded}", fontsize=7)

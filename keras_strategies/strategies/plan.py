@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +14,17 @@ from keras_strategies.backends.abstract_scope import AbstractScope
 from keras_strategies.backends.base import StepCost, itemsize
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
-from keras_strategies.strategies.describe import layout_text, readable_bytes
+from keras_strategies.strategies.describe import (
+    MESH_HEADER,
+    NUMBERS,
+    layout_text,
+    title_of,
+)
 from keras_strategies.strategies.picture import draw
+from keras_strategies.tables import Table, counted, readable_bytes
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
-
-_HEADER = ("variable", "shape", "dtype", "layout", "bytes per device")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class PlannedVariable:
         dtype: str.
         kind: str, "weight", "slot" or "metric".
         trainable: bool.
-        axes: tuple, the mesh's axes that it is cut along.
+        axes: tuple, the mesh's axes that it is sharded along.
         nbytes: int, bytes on each device that keeps it or a part of it.
         devices: tuple of str, these devices.
     """
@@ -57,7 +60,7 @@ class Plan:
         title: str, the strategy and the model.
         variables: tuple of `PlannedVariable`.
         cost: what a step costs.
-        mesh: the grid that variables are cut over; None where they are whole.
+        mesh: the mesh that variables are sharded over; None where they are not.
     """
 
     title: str
@@ -127,41 +130,21 @@ class Plan:
             if v.kind == "weight"
         ]
 
+    def _table(self) -> Table:
+        facts = (*self.summary(), ("steps", self.cost.source))
+        rows = tuple(self._rows())
+        return Table(self.title, MESH_HEADER, rows, NUMBERS, facts=facts)
+
     def __str__(self) -> str:
-        rows = [_HEADER, *self._rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i == len(_HEADER) - 1 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        rule = "-" * max(map(len, lines))
-        summary = self.summary()
-        width = max(len(name) for name, _ in summary)
-        needs = [f"{name.ljust(width)}  {text}" for name, text in summary]
-        table = [self.title, rule, lines[0], rule, *lines[1:], rule]
-        return "\n".join([*table, *needs, f"(steps: {self.cost.source})"])
+        return str(self._table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            return f"<tr>{inner}</tr>"
-
-        body = "".join(row(cells, "td") for cells in self._rows())
-        needs = "".join(row(cells, "td") for cells in self.summary())
-        return (
-            f"<table><caption>{html.escape(self.title)}</caption>"
-            f"<thead>{row(_HEADER, 'th')}</thead><tbody>{body}</tbody></table>"
-            f"<table><tbody>{needs}</tbody></table>"
-            f"<p>Steps: {html.escape(self.cost.source)}.</p>"
-        )
+        return self._table()._repr_html_()
 
     def plot(self, largest: int = 6) -> Any:
-        """A picture of the mesh and of how the largest variables are cut.
+        """A picture of the mesh and of how the largest variables are sharded.
 
         Args:
             largest: int, how many variables to draw.
@@ -199,7 +182,7 @@ def plan(strategy: Strategy, build_fn: Callable[[], Any], batch_shapes: Any) -> 
         cost = strategy.trainer.step_cost(model, batch)
         variables = _variables(strategy, model)
         count = model.count_params()
-    title = f"{strategy!r}: plan of {model.name!r}, {count:,} parameters"
+    title = f"{title_of(strategy, model)}, {counted(count, 'parameter')}"
     return Plan(title, variables, cost, strategy.placement.mesh)
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "keras_strategies"
 # Each layer imports only what is above it, and its own. The first prefix that fits a
 # module says where it belongs.
 LAYERS = (
-    ("errors", "types", "devices", "keras_compat"),
+    ("errors", "types", "tables", "devices", "keras_compat"),
     ("values", "layouts", "cluster", "input.sharding", "input.workers"),
     ("backends.base",),
     ("backends", "collectives", "context"),

@@ -11,6 +11,7 @@ import subprocess
 import pytest
 from harness.processes import TIMEOUT, command, launch
 
+import keras_strategies as ks
 from keras_strategies.cli import doctor as doctors
 from keras_strategies.cli.peers import find_peers, listening
 from keras_strategies.cluster import ClusterSpec
@@ -35,11 +36,44 @@ def test_alone_it_says_versions_and_devices(monkeypatch) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     process = doctor(KS_DEVICES_PER_WORKER="2")
     assert process.returncode == 0, process.stdout
-    assert "KS_DEVICES_PER_WORKER  '2'" in process.stdout
-    assert "MirroredStrategy()     2 replicas: cpu:0, cpu:1" in process.stdout
+    facts = dict(re.findall(r"^[ !] (\S+) +(.*)$", process.stdout, re.M))
+    assert facts["KS_DEVICES_PER_WORKER"] == "'2'"
+    assert facts["MirroredStrategy()"] == "2 replicas: cpu:0, cpu:1"
     assert os.environ["KERAS_BACKEND"] in process.stdout
     assert process.stdout.count("none: this is the only worker") == 2
-    assert "0 problems" in process.stdout
+    assert process.stdout.splitlines()[-3:] == [
+        "next (0 problems)",
+        "-" * 72,
+        "  1  Train on 2 devices: `strategy = ks.MirroredStrategy()`.",
+    ]
+
+
+def test_on_one_cpu_it_proposes_the_line_that_makes_virtual_devices() -> None:
+    around = doctors.Surroundings(0.0, devices=["cpu:0"])
+    steps = "\n".join(doctors.next_steps(around, problems=0))
+    assert "`ks.set_virtual_cpu_devices(2)`" in steps
+    assert hasattr(ks, "set_virtual_cpu_devices")
+
+
+@pytest.mark.parametrize(
+    ("around", "problems", "step"),
+    [
+        ({"installed": ["torch"]}, 1, "`export KERAS_BACKEND=torch`"),
+        ({}, 1, "Install a framework"),
+        ({"devices": ["gpu:0"]}, 0, "`strategy = ks.OneDeviceStrategy('gpu:0')`"),
+        ({"devices": ["gpu:0"]}, 2, "Correct what is marked"),
+        ({"devices": ["gpu:0"], "job": "worker"}, 0, "MultiWorkerMirroredStrategy()"),
+        ({"devices": ["gpu:0"], "job": "ps"}, 0, "`ks.ParameterServerStrategy()`"),
+    ],
+)
+def test_what_to_do_next(around: dict, problems: int, step: str) -> None:
+    if job := around.pop("job", ""):
+        cluster = {"chief": ["a:1"], "worker": ["b:1"], job: ["c:1"]}
+        around["resolver"] = ks.cluster_resolver.SimpleClusterResolver(
+            cluster, task_type="chief", task_id=0
+        )
+    found = doctors.next_steps(doctors.Surroundings(0.0, **around), problems)
+    assert step in found[0]
 
 
 def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
@@ -63,7 +97,9 @@ def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
     printed = capsys.readouterr().out
     assert "chief 0, the chief" in printed
     assert f"127.0.0.1:{there}  answers (a program that is no doctor)" in printed
-    assert f"! worker 1               127.0.0.1:{not_there}  refused" in printed
+    assert re.search(rf"^! worker 1 +127.0.0.1:{not_there}  refused", printed, re.M)
+    problems = len(re.findall("^! ", printed, re.M))
+    assert problems >= 3 and f"next ({problems} problems)" in printed
     assert "the name of the machine is not known here" in printed
     assert "rank-3  the address is not known on this machine" in printed
     missing = "worker 0, worker 1, worker 2, worker 3"
@@ -87,11 +123,14 @@ def test_doctors_on_all_tasks_find_each_other() -> None:
     assert process.returncode == 0, process.stdout
     assert process.stdout.count("0 problems") == 2
     assert process.stdout.count("  answers\n") == 2
-    rates = re.findall(r"\] +(1|25) MB +([\d.]+) ms +([\d,]+) MB/s", process.stdout)
-    assert sorted(size for size, _, _ in rates) == ["1"] * 2 + ["25"] * 2
-    for size, milliseconds, rate in rates:
+    rates = re.findall(
+        r"\] +(1|25)\.0 MiB +([\d.]+) ms +([\d.]+) ([MG])iB/s", process.stdout
+    )
+    assert sorted(size for size, *_ in rates) == ["1"] * 2 + ["25"] * 2
+    for size, milliseconds, rate, unit in rates:
         expected = int(size) / float(milliseconds) * 1000
-        assert float(rate.replace(",", "")) == pytest.approx(expected, rel=0.1)
+        found = float(rate) * (1024 if unit == "G" else 1)
+        assert found == pytest.approx(expected, rel=0.1)
 
 
 def test_a_doctor_that_is_another_task_is_a_problem() -> None:

@@ -199,7 +199,7 @@ def test_a_plan_and_a_description_are_readable() -> None:
         *["32x64", "float32", "(-,", "model)", "4.0", "KiB"],
     ]
     assert "read from the compiled step" in text
-    assert "<td>(-, model)</td>" in plan._repr_html_()
+    assert ">(-, model)</td>" in plan._repr_html_()
     with strategy.scope():
         model = perceptron()()
     description = strategy.describe(model)

@@ -415,3 +415,6 @@ def test_the_model_is_told_as_text(synchronous) -> None:
     status = ks.ClusterCoordinator(synchronous).status()
     json.dumps(status.rows)
     assert "<table>" in status._repr_html_()
+    title, *_ = str(status).splitlines()
+    assert title == "ParameterServerStrategy: 1 worker, 2 parameter servers"
+    assert "sent and received per step" in str(status)
