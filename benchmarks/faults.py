@@ -17,13 +17,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measuring import BACKENDS
+from measuring import BACKENDS, RESULTS, Results
+from page import write_page
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "faults.json"
 # What a process says that XLA holds in a collective: it is ended, with the error.
 ENDED = "still waits for it"
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
 
 
 def cases() -> dict[str, tuple]:
@@ -47,6 +46,7 @@ def cases() -> dict[str, tuple]:
 
 def measure() -> dict[str, list[float]]:
     """Seconds until the error, and until the end, of each fault."""
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
     from harness.faults import FaultCase, Forker, run_fault
 
     found = {}
@@ -70,12 +70,14 @@ def measure() -> dict[str, list[float]]:
 
 
 def table(results: dict[str, dict[str, list[float]]]) -> str:
+    """The results as a Markdown table."""
+    backends = [backend for backend in BACKENDS if backend in results]
     lines = [
-        "| fault | " + " | ".join(results) + " |",
-        "|---|" + "---|" * len(results),
+        "| fault | " + " | ".join(backends) + " |",
+        "|---|" + "---|" * len(backends),
     ]
-    for name in cases():
-        cells = [f"{found[name][0]:.1f} s" for found in results.values()]
+    for name in results[backends[0]]:
+        cells = [f"{results[backend][name][0]:.1f} s" for backend in backends]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -88,7 +90,7 @@ def main() -> None:
     if options.worker:
         print(json.dumps(measure()))
         return
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = Results(RESULTS / "faults.json")
     for backend in options.backends.split(","):
         process = subprocess.run(
             [sys.executable, __file__, "--worker"],
@@ -97,10 +99,9 @@ def main() -> None:
             text=True,
             check=True,
         )
-        known[backend] = json.loads(process.stdout.splitlines()[-1])
-    results = {backend: known[backend] for backend in BACKENDS if backend in known}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+        known.put(backend, json.loads(process.stdout.splitlines()[-1]))
+    print(table(known.values))
+    write_page(RESULTS)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from measuring import (
     BACKENDS,
     RESULTS,
     Contestants,
+    Results,
     epoch_timer,
     measure,
     picture_path,
@@ -37,6 +38,7 @@ from measuring import (
     use_cores,
 )
 from models import WORKLOADS, Workload
+from page import write_page
 
 # --- In the measuring processes -----------------------------------------------
 
@@ -284,19 +286,19 @@ def main() -> None:
         work(options.worker, options.cores, options.model, options.rounds)
         return
     rounds = 1 if options.quick else options.rounds
-    results: dict[str, Any] = {}
+    results = Results(options.output / "fit.json")
     for backend in options.backends.split(","):
         print(f"measuring {backend} ...", file=sys.stderr, flush=True)
         # A process for each model: tf.distribute confuses the collectives of two.
-        results[backend] = {
+        found = {
             name: run_worker(__file__, backend, 1, name, rounds)
             | run_worker(__file__, backend, 2, name, rounds)
             for name in names
         }
-    options.output.mkdir(exist_ok=True)
-    (options.output / "fit.json").write_text(json.dumps(results, indent=2) + "\n")
-    plot(results, picture_path(options.output, "fit.png"))
-    print(table(results))
+        results.put(backend, found)
+    plot(results.values, picture_path(options.output, "fit.png"))
+    print(table(results.values))
+    write_page(options.output)
 
 
 if __name__ == "__main__":

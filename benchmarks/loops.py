@@ -25,8 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from fit import keras_contestant, no_scope
-from measuring import BACKENDS, Contestants, measure, run_worker, use_cores
+from measuring import (
+    BACKENDS,
+    RESULTS,
+    Contestants,
+    Results,
+    measure,
+    run_worker,
+    use_cores,
+)
 from models import WORKLOADS, Workload
+from page import write_page
 
 HERE = Path(__file__).parent
 
@@ -221,17 +230,18 @@ def work(backend: str, cores: int, name: str, rounds: int) -> None:
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     lines = [
-        "| backend | model | cores | loop | fit | loop / fit | by hand "
-        "| loop / by hand |",
-        "|---|---|---|---|---|---|---|---|",
+        "| backend | model | loop / fit, 1 core | 2 cores "
+        "| loop / by hand, 1 core | 2 cores |",
+        "|---|---|---|---|---|---|",
     ]
     for backend, models in results.items():
         for name, by_cores in models.items():
-            for cores, ms in by_cores.items():
-                cells = [backend, name, cores, f"{ms['loop']:.1f} ms"]
-                for peer in ("fit", "native"):
-                    cells += [f"{ms[peer]:.1f} ms", f"{ms['loop'] / ms[peer]:.2f}"]
-                lines.append("| " + " | ".join(cells) + " |")
+            ratios = [
+                f"{ms['loop'] / ms[peer]:.2f}"
+                for peer in ("fit", "native")
+                for ms in by_cores.values()
+            ]
+            lines.append("| " + " | ".join([backend, name, *ratios]) + " |")
     return "\n".join(lines)
 
 
@@ -241,7 +251,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round each")
-    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -250,19 +260,19 @@ def main() -> None:
         work(options.worker, options.cores, options.model, options.rounds)
         return
     rounds = 1 if options.quick else options.rounds
-    results: dict[str, Any] = {}
+    results = Results(options.output / "loops.json")
     for backend in options.backends.split(","):
         print(f"measuring {backend} ...", file=sys.stderr, flush=True)
-        results[backend] = {
+        found = {
             name: {
                 str(cores): run_worker(__file__, backend, cores, name, rounds)
                 for cores in (1, 2)
             }
             for name in options.models.split(",")
         }
-    options.output.mkdir(exist_ok=True)
-    (options.output / "loops.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(table(results))
+        results.put(backend, found)
+    print(table(results.values))
+    write_page(options.output)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import importlib.metadata
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +94,61 @@ def run_worker(
     )
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found
+
+
+class Results:
+    """The results of a benchmark by their parts, and the circumstances of each part.
+
+    Args:
+        path: the JSON file; what it has already stays until it is measured again.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        known = json.loads(path.read_text()) if path.exists() else {}
+        self.values: dict[str, Any] = known.get("results", {})
+        #: What `circumstances` returned; lacks what earlier versions did not record.
+        self.measured: dict[str, dict[str, Any]] = known.get("measured", {})
+
+    def put(self, part: str, value: Any) -> None:
+        """Adds what has just been measured, and writes the file."""
+        self.values[part] = value
+        self.measured[part] = circumstances()
+        self.path.parent.mkdir(exist_ok=True)
+        text = {"measured": self.measured, "results": self.values}
+        self.path.write_text(json.dumps(text, indent=2) + "\n")
+
+
+def circumstances() -> dict[str, Any]:
+    """When, of which commit, where and with which versions something is measured."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+    }
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(
+        command, cwd=RESULTS.parent, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "not a git clone"
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in ("keras", *BACKENDS, "tensorflow_cpu", "tf_keras", "accelerate"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
 
 
 def picture_path(output: Path, name: str) -> Path:

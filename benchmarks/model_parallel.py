@@ -12,7 +12,6 @@ compiled program, for a model axis of 1, 2 and 4 devices, and for FSDP.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -22,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import epoch_timer, measure, use_cores
+from measuring import RESULTS, Results, epoch_timer, measure, use_cores
+from page import write_page
 
 HERE = Path(__file__).parent
 BATCH, STEPS = 32, 24
@@ -213,8 +213,8 @@ def memory() -> dict[str, dict[str, int]]:
     return found
 
 
-def table(times: dict[str, Any], peaks: dict[str, Any]) -> str:
-    """The results as Markdown tables."""
+def times_table(times: dict[str, Any]) -> str:
+    """Milliseconds per step, as a Markdown table."""
     lines = [
         "| model, layout | ours | Keras ModelParallel | by hand | ours / faster |",
         "|---|---|---|---|---|",
@@ -225,8 +225,13 @@ def table(times: dict[str, Any], peaks: dict[str, Any]) -> str:
             f"| {name} | {ms['ours']:.1f} ms | {ms['keras']:.1f} ms "
             f"| {ms['by hand']:.1f} ms | {faster / ms['ours']:.2f} |"
         )
+    return "\n".join(lines)
+
+
+def memory_table(peaks: dict[str, Any]) -> str:
+    """Peak bytes of a step, as a Markdown table."""
     grids = list(next(iter(peaks.values())))
-    lines += ["", f"| peak per device | {' | '.join(grids)} |", "|---" * 5 + "|"]
+    lines = [f"| peak per device | {' | '.join(grids)} |", "|---" * 5 + "|"]
     for name, own in peaks.items():
         cells = " | ".join(f"{own[grid] / 2**20:.1f} MiB" for grid in grids)
         lines.append(f"| {name} | {cells} |")
@@ -236,7 +241,7 @@ def table(times: dict[str, Any], peaks: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--worker", choices=["times", "memory"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker == "times":
@@ -245,7 +250,7 @@ def main() -> None:
     if options.worker == "memory":
         print(json.dumps(memory()))
         return
-    found = {}
+    results = Results(options.output / "model_parallel.json")
     for worker in ("times", "memory"):
         command = [sys.executable, __file__, "--worker", worker]
         process = subprocess.run(
@@ -255,12 +260,10 @@ def main() -> None:
             text=True,
             check=True,
         )
-        found[worker] = json.loads(process.stdout.splitlines()[-1])
-    with contextlib.suppress(FileExistsError):
-        options.output.mkdir()
-    text = json.dumps(found, indent=2) + "\n"
-    (options.output / "model_parallel.json").write_text(text)
-    print(table(found["times"], found["memory"]))
+        results.put(worker, json.loads(process.stdout.splitlines()[-1]))
+    print(times_table(results.values["times"]))
+    print(memory_table(results.values["memory"]))
+    write_page(options.output)
 
 
 if __name__ == "__main__":

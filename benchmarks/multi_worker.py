@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from fit import keras_contestant
-from measuring import BACKENDS, RESULTS, measure, picture_path
+from measuring import BACKENDS, RESULTS, Results, measure, picture_path
 from models import WORKLOADS, Workload
+from page import write_page
 
 PEERS = {
     "jax": "DataParallel",
@@ -267,13 +268,27 @@ PEERS_OF = {"jax": jax_peer, "torch": torch_peer, "tensorflow": tensorflow_peer}
 # --- In the process that a person starts --------------------------------------
 
 
+def by_backend(results: dict[str, Any]) -> dict[str, Any]:
+    """Results of "backend, model" as dicts of backends, each of its models."""
+    return {
+        backend: {
+            name: results[f"{backend}, {name}"]
+            for name in WORKLOADS
+            if f"{backend}, {name}" in results
+        }
+        for backend in BACKENDS
+        if any(part.startswith(f"{backend}, ") for part in results)
+    }
+
+
 def table(results: dict[str, Any]) -> str:
+    """The results as a Markdown table."""
     lines = [
         "| backend | model | 1 worker, 1 core | 2 workers, 2 cores | speed-up | peer "
         "| ours / peer | peer, `SCHED_BATCH` | ours / that |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for backend, models in results.items():
+    for backend, models in by_backend(results).items():
         for name, ms in models.items():
             cells = [
                 backend,
@@ -363,23 +378,17 @@ def main() -> None:
     if options.kind:
         serve(options.kind, workloads[options.models])
         return
-    options.output.mkdir(exist_ok=True)
-    path = options.output / "multi_worker.json"
     # What is measured now takes the place of what was; the rest stays.
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = Results(options.output / "multi_worker.json")
     for backend in options.backends.split(","):
         for name, workload in workloads.items():
             print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
             found = compare(backend, workload, options.rounds)
-            known.setdefault(backend, {})[name] = found
-            path.write_text(json.dumps(known, indent=2) + "\n")
-    results = {
-        backend: {name: known[backend][name] for name in WORKLOADS if name in models}
-        for backend in BACKENDS
-        if (models := known.get(backend))
-    }
+            known.put(f"{backend}, {name}", found)
+    results = by_backend(known.values)
     plot(results, picture_path(options.output, "multi_worker.png"))
-    print(table(results))
+    print(table(known.values))
+    write_page(options.output)
 
 
 if __name__ == "__main__":

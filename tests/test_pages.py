@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +78,35 @@ def test_links_lead_to_files(page: str) -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len(PAGES["README.md"].splitlines()) <= 200
+
+
+def test_tables_of_benchmarks_are_those_of_the_results() -> None:
+    """`python benchmarks/page.py` writes them."""
+    script = str(ROOT / "benchmarks" / "page.py")
+    process = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    blocks = re.findall("<!-- measured: (.*) -->", PAGES["docs/benchmarks.md"])
+    assert {block.partition(",")[0] for block in blocks} == {
+        *("fit", "loops", "two workers", "faults"),
+        *("parameter servers", "model parallelism"),
+    }
+
+
+def test_results_of_benchmarks_record_how_they_were_measured(tmp_path) -> None:
+    measuring = runpy.run_path(str(ROOT / "benchmarks" / "measuring.py"))
+    path = tmp_path / "results" / "some.json"
+    measuring["Results"](path).put("torch", {"mlp": 1.5})
+    results = measuring["Results"](path)
+    results.put("jax", {"mlp": 2.5})
+    found = json.loads(path.read_text())
+    assert found["results"] == {"torch": {"mlp": 1.5}, "jax": {"mlp": 2.5}}
+    for part in ("torch", "jax"):
+        about = found["measured"][part]
+        assert set(about) == {"date", "commit", "cpu", "cores", "versions"}
+        assert all(about.values())
+        assert about["versions"]["keras"] == keras.__version__
 
 
 def test_every_error_has_an_entry() -> None:

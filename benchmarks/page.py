@@ -1,0 +1,151 @@
+"""Writes the tables of docs/benchmarks.md and of the README from benchmarks/results.
+
+    python benchmarks/page.py            # write
+    python benchmarks/page.py --check    # exit with 1 if a page differs from results
+
+A table stands between the lines `<!-- measured: NAME -->` and `<!-- end -->`.
+Benchmarks call `write_page` when they have written their results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from measuring import RESULTS, Results
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+_BLOCK = re.compile(r"(<!-- measured: ([\w, ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# Results that were measured before 2026-11-23 lack these.
+_RECORDED = ("date", "commit", "cpu", "cores", "versions")
+
+
+def whole(file: str, table: Callable[[Any], str]) -> str:
+    """A table of a results file, and the circumstances of each of its parts."""
+    results = Results(RESULTS / f"{file}.json")
+    return f"{table(results.values)}\n\n{measured(results, list(results.values))}"
+
+
+def part(file: str, name: str, table: Callable[[Any], str]) -> str:
+    """A table of one part of a results file, and its circumstances."""
+    results = Results(RESULTS / f"{file}.json")
+    return f"{table(results.values[name])}\n\n{measured(results, [name])}"
+
+
+def measured(results: Results, parts: list[str]) -> str:
+    """One line for each of the circumstances under which parts were measured."""
+    by_text: dict[str, list[str]] = {}
+    for name in parts:
+        by_text.setdefault(_text(results.measured.get(name, {})), []).append(name)
+    if len(by_text) == 1:
+        return f"Measured: {next(iter(by_text))}."
+    lines = [f"- {'; '.join(names)}: {text}." for text, names in by_text.items()]
+    return "\n".join(["Measured:", "", *lines])
+
+
+def _text(found: dict[str, Any]) -> str:
+    known = [
+        str(found["date"]) if "date" in found else "",
+        f"commit {found['commit']}" if "commit" in found else "",
+        str(found.get("cpu", "")),
+        f"{found['cores']} cores" if "cores" in found else "",
+        ", ".join(f"{k} {v}" for k, v in found.get("versions", {}).items()),
+    ]
+    missing = [name for name in _RECORDED if name not in found]
+    if missing:
+        known.append(f"{', '.join(missing)} not recorded")
+    return "; ".join(filter(None, known))
+
+
+def summary() -> str:
+    """Rows of `fit` and of parameter servers, for the README."""
+    from parameter_server import PEER, medians
+
+    fit = Results(RESULTS / "fit.json").values
+    rows = [
+        (backend, model, peer, shown)
+        for backend, model, peer, shown in (
+            ("jax", "convolutional", "DataParallel", "Keras `DataParallel`"),
+            ("torch", "convolutional", "DDP", "DDP"),
+            ("torch", "transformer", "DDP", "DDP"),
+            ("tensorflow", "convolutional", "tf.distribute", "`tf.distribute`"),
+        )
+    ]
+    lines = [
+        "| workload | backend | this package | peer | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for backend, model, peer, shown in rows:
+        ours, theirs = fit[backend][model]["mirrored"], fit[backend][model][peer]
+        lines.append(
+            f"| `fit`, {model}, 2 replicas | {backend} | {ours:.1f} ms "
+            f"| {shown}, {theirs:.1f} ms | {theirs / ours:.2f} |"
+        )
+    speed = Results(RESULTS / "parameter_server.json").values["speed"]["sparse"]
+    ours, theirs = (max(medians(speed[x]).values()) for x in ("tensorflow", PEER))
+    lines.append(
+        f"| parameter servers, sparse model | tensorflow | {ours:.1f} steps/s "
+        f"| `tf.distribute`, {theirs:.1f} steps/s | {ours / theirs:.2f} |"
+    )
+    return "\n".join(lines)
+
+
+def table(name: str) -> str:
+    """The Markdown of one block."""
+    import faults
+    import fit
+    import loops
+    import model_parallel
+    import multi_worker
+    import parameter_server as ps
+
+    file, _, what = name.partition(", ")
+    if file == "parameter servers":
+        return part("parameter_server", what, ps.TABLES[what])
+    if file == "model parallelism":
+        tables = {
+            "times": model_parallel.times_table,
+            "memory": model_parallel.memory_table,
+        }
+        return part("model_parallel", what, tables[what])
+    modules = {"fit": fit, "loops": loops, "faults": faults}
+    if file in modules:
+        return whole(file, modules[file].table)
+    return {
+        "two workers": lambda: whole("multi_worker", multi_worker.table),
+        "summary": summary,
+    }[file]()
+
+
+def rewritten(text: str) -> str:
+    """A page with the tables of the results as they are now."""
+    return _BLOCK.sub(
+        lambda found: f"{found[1]}\n{table(found[2])}\n\n{found[3]}", text
+    )
+
+
+def write_page(output: Path) -> None:
+    """Writes the pages, unless results were written elsewhere than to `RESULTS`."""
+    if output == RESULTS:
+        for page in PAGES:
+            page.write_text(rewritten(page.read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    if not parser.parse_args().check:
+        write_page(RESULTS)
+        return
+    old = [str(p) for p in PAGES if rewritten(p.read_text()) != p.read_text()]
+    if old:
+        sys.exit(f"Run `python benchmarks/page.py`: {', '.join(old)} differ.")
+
+
+if __name__ == "__main__":
+    main()
