@@ -1,25 +1,19 @@
-"""One backend's process of the matrix of `test_matrix.py`: it saves, then goes on.
+"""One backend's process of the matrix of `test_matrix.py`: it saves, or goes on.
 
-    python one_backend.py FOLDER jax-mirrored:keras,loop torch-default:backup ...
+    python one_backend.py FOLDER save jax-mirrored:keras,loop torch-default:backup ...
+    python one_backend.py FOLDER continue jax-mirrored:keras,loop ...
 
 The names are those of all sources, on every backend, and of the ways in which each
-goes on, besides weights. It runs those of its own backend, KERAS_BACKEND. It reads from
-standard input what it is to do, `save` or `continue`, leaves the results in
-`FOLDER/save-jax.json` and the like, and then prints the phase.
+goes on, besides weights. It runs those of its own backend, KERAS_BACKEND, and leaves
+the results in `FOLDER/save-jax.json` and the like.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
-
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-if os.environ["KERAS_BACKEND"] != "tensorflow":
-    # Keras imports TensorFlow when it saves, for seconds, if it is installed.
-    sys.modules["tensorflow"] = None  # type: ignore[assignment]
 
 import keras
 import numpy as np
@@ -44,8 +38,8 @@ STRATEGIES = {
 }
 
 
-FOLDER = Path(sys.argv[1])
-WAYS = {pair: ways.split(",") for pair, ways in (a.split(":") for a in sys.argv[2:])}
+FOLDER, PHASE = Path(sys.argv[1]), sys.argv[2]
+WAYS = {pair: ways.split(",") for pair, ways in (a.split(":") for a in sys.argv[3:])}
 SOURCES = list(WAYS)
 OWN = [source for source in SOURCES if source.startswith(BACKEND)]
 
@@ -105,6 +99,9 @@ def rows():
 
 def fit(model, callbacks=(), **epochs):
     x, y = rows()
+    if BACKEND == "tensorflow":
+        # Strategies run without XLA here; without one it would compile for seconds.
+        model.jit_compile = False
     given = {"batch_size": 9, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, callbacks=list(callbacks), **given, **epochs)
     return history.history["loss"]
@@ -209,11 +206,8 @@ def continued() -> dict:
 
 def main() -> None:
     ks.set_virtual_cpu_devices(4)
-    for line in sys.stdin:
-        phase = line.strip()
-        results = save() if phase == "save" else continued()
-        (FOLDER / f"{phase}-{BACKEND}.json").write_text(json.dumps(results))
-        print(phase, flush=True)
+    results = save() if PHASE == "save" else continued()
+    (FOLDER / f"{PHASE}-{BACKEND}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 import zipfile
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import Forker, run_code
 from keras import layers
 
 import keras_strategies as ks
 
 TIMEOUT = 60.0
 
-# Keras imports TensorFlow when it saves, for seconds, if it is installed.
-WITHOUT_TENSORFLOW = "import sys; sys.modules['tensorflow'] = None\n"
 # Saves a model of 64 MB again and again; all weights say how often it has done so.
 SAVER = """
 import sys
@@ -45,25 +40,19 @@ while True:
     ],
 )
 def test_a_process_killed_while_it_saves_leaves_the_last_file(way, name, tmp_path):
-    path = tmp_path / name
-    process = subprocess.Popen(
-        [sys.executable, "-c", WITHOUT_TENSORFLOW + SAVER, way, str(path)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "KERAS_BACKEND": "jax"},
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "1\n"
-        assert process.stdout.readline() == "2\n"
+    path, script = tmp_path / name, tmp_path / "saver.py"
+    script.write_text(SAVER)
+    until = time.monotonic() + TIMEOUT
+    with Forker() as forker:
+        process = forker.start(tmp_path / "log", str(script), way, str(path))
+        while "2\n" not in process.text():
+            assert process.ended() is None and time.monotonic() < until, process.text()
+            time.sleep(0.01)
         # In the middle of a later one: a part has begun and is not finished.
-        until = time.monotonic() + TIMEOUT
         while not any(p.stat().st_size > 2**20 for p in tmp_path.glob(".part-*")):
             assert time.monotonic() < until
             time.sleep(0.001)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(TIMEOUT)
-        process.stdout.close()
+        process.kill()
     assert list(tmp_path.glob(".part-*")), "it was not in the middle"
     if way == "save":
         model = keras.models.load_model(path)
@@ -114,19 +103,14 @@ def test_files_are_ordinary_ones(tmp_path):
         "metadata.json",
         "model.weights.h5",
     }
-    script = (
-        "import keras, sys; print(keras.models.load_model(sys.argv[1]).count_params())"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TENSORFLOW + script, str(tmp_path / "m.keras")],
-        env={**os.environ, "KERAS_BACKEND": "jax"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=True,
-    ).stdout
-    assert printed == "10\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.keras"]
+    code = (
+        "import sys; sys.modules['tensorflow'] = None\n"  # Which takes seconds.
+        "import keras; print(keras.models.load_model(sys.argv[1]).count_params())\n"
+        "assert 'keras_strategies' not in sys.modules\n"
+    )
+    printed = run_code(tmp_path, code, str(tmp_path / "m.keras"))
+    assert printed.splitlines()[-1] == "10"
 
 
 def test_an_error_while_saving_leaves_the_old_file(tmp_path, monkeypatch):

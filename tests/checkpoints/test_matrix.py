@@ -8,16 +8,16 @@ which variables are placed; each night all eleven.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.forker import Forker
 
 SCRIPT = Path(__file__).with_name("one_backend.py")
+SECONDS = 600.0
 BACKENDS = ("jax", "torch", "tensorflow")
 # Backends sum in another order; Adam divides by small numbers.
 TOLERANCE = 1e-4
@@ -40,40 +40,26 @@ ALL_PAIRS = {
 }
 
 
-class Process:
-    """The process of one backend, which does one phase after the other."""
-
-    def __init__(self, backend: str, folder: Path, pairs: dict[str, str]):
-        self._log = folder / f"{backend}.log"
-        arguments = [f"{pair}:{ways}" for pair, ways in pairs.items()]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(folder), *arguments],
-                env={**os.environ, "KERAS_BACKEND": backend},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                bufsize=1,
-            )
-
-    def run(self, phase: str) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(phase + "\n")
-        answer = self._process.stdout.readline().strip()
-        assert answer == phase, self._log.read_text()[-4000:]
-
-    def close(self) -> None:
-        self._process.communicate(timeout=30)
-
-
-def run(processes: dict[str, Process], phase: str, folder: Path) -> dict:
+def run(phase: str, folder: Path, pairs: dict[str, str]) -> dict:
+    """Runs a phase on all backends; what each pair has found."""
+    arguments = [f"{pair}:{ways}" for pair, ways in pairs.items()]
     found: dict = {}
-    for backend, process in processes.items():
-        process.run(phase)
-        results = json.loads((folder / f"{phase}-{backend}.json").read_text())
-        found[f"{backend} uninterrupted"] = results.pop("uninterrupted", None)
-        found |= results
+    with contextlib.ExitStack() as stack:
+        forkers = {name: stack.enter_context(Forker(name)) for name in BACKENDS}
+        processes = {
+            name: forker.start(
+                folder / f"{phase}-{name}.log",
+                str(SCRIPT),
+                *(str(folder), phase, *arguments),
+            )
+            for name, forker in forkers.items()
+        }
+        for backend, process in processes.items():
+            code, _ = process.wait(SECONDS)
+            assert code == 0, process.text()[-4000:]
+            results = json.loads((folder / f"{phase}-{backend}.json").read_text())
+            found[f"{backend} uninterrupted"] = results.pop("uninterrupted", None)
+            found |= results
     return found
 
 
@@ -86,13 +72,8 @@ def run(processes: dict[str, Process], phase: str, folder: Path) -> dict:
 )
 def matrix(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    processes = {name: Process(name, folder, request.param) for name in BACKENDS}
-    try:
-        saved = run(processes, "save", folder)
-        continued = run(processes, "continue", folder)
-    finally:
-        for process in processes.values():
-            process.close()
+    saved = run("save", folder, request.param)
+    continued = run("continue", folder, request.param)
     continued = {key: value for key, value in continued.items() if value is not None}
     assert {name for name in saved if "uninterrupted" not in name} == set(request.param)
     return saved, continued, request.param
