@@ -6,8 +6,6 @@ import _thread
 import contextlib
 import functools
 import itertools
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from harness.forker import run_code
 from keras import layers
 
 import keras_strategies as ks
@@ -725,8 +724,8 @@ def test_more_cpu_devices_than_jax_has():
         ks.MirroredStrategy(["cpu:0", "cpu:63"])
 
 
-def test_a_strategy_makes_the_devices_it_names():
-    script = """
+def test_a_strategy_makes_the_devices_it_names(tmp_path):
+    code = """
         import keras_strategies as ks
         from keras_strategies.backends import get_backend
         from jax._src import xla_bridge
@@ -734,14 +733,8 @@ def test_a_strategy_makes_the_devices_it_names():
         assert not xla_bridge.backends_are_initialized()
         print(ks.MirroredStrategy(["cpu:0", "cpu:2"]).num_replicas_in_sync)
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.stdout.strip() == "2", ended.stderr
+    printed = run_code(tmp_path, textwrap.dedent(code))
+    assert printed.splitlines()[-1] == "2"
 
 
 def test_symbols_of_jax_that_are_not_public():

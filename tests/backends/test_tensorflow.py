@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import subprocess
-import sys
 import textwrap
 import warnings
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import run_code
 from keras import layers, ops
 
 import keras_strategies as ks
@@ -935,8 +934,8 @@ def test_one_device_places_variables_and_output_there():
         assert "CPU:2" in variable.value.device
 
 
-def test_virtual_cpus_in_a_new_process():
-    script = """
+def test_virtual_cpus_in_a_new_process(tmp_path):
+    code = """
         import keras, keras_strategies as ks
         from keras_strategies.backends import get_backend
         # To list devices does not fix them.
@@ -951,12 +950,6 @@ def test_virtual_cpus_in_a_new_process():
         except RuntimeError as error:
             print(error)
     """
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "cpu:0, cpu:1, cpu:2" in found.stdout
-    assert "Call `ks.set_virtual_cpu_devices(4)` first" in found.stdout
+    printed = run_code(tmp_path, textwrap.dedent(code))
+    assert "cpu:0, cpu:1, cpu:2" in printed
+    assert "Call `ks.set_virtual_cpu_devices(4)` first" in printed

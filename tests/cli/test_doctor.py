@@ -6,10 +6,11 @@ import json
 import os
 import re
 import socket
-import subprocess
+from collections.abc import Callable, Iterator
 
 import pytest
-from harness.processes import TIMEOUT, command, launch
+from harness.forker import Forked, Forker
+from harness.processes import TIMEOUT
 
 import keras_strategies as ks
 from keras_strategies.cli import doctor as doctors
@@ -18,30 +19,38 @@ from keras_strategies.cluster import ClusterSpec
 from keras_strategies.cluster.local import free_addresses
 
 
-def doctor(timeout: str = "0.5", **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command("doctor", "--timeout", timeout),
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
+@pytest.fixture
+def start_doctor(tmp_path) -> Iterator[Callable[..., Forked]]:
+    """Starts a doctor; as a command, `test_launch.py` does so."""
+    script = tmp_path / "doctor.py"
+    script.write_text(
+        "import sys; from keras_strategies.cli.main import main; sys.exit(main())"
     )
+    with Forker() as forker:
+
+        def start(name: str, timeout: str, **environment: str) -> Forked:
+            arguments = ("doctor", "--timeout", timeout)
+            log = tmp_path / f"{name}.log"
+            return forker.start(log, str(script), *arguments, **environment)
+
+        yield start
 
 
 def tf_config(cluster: dict, job: str = "worker", index: int = 0) -> str:
     return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
 
 
-def test_alone_it_says_versions_and_devices(monkeypatch) -> None:
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    process = doctor(KS_DEVICES_PER_WORKER="2")
-    assert process.returncode == 0, process.stdout
-    facts = dict(re.findall(r"^[ !] (\S+) +(.*)$", process.stdout, re.M))
+def test_alone_it_says_versions_and_devices(start_doctor) -> None:
+    process = start_doctor("alone", "0.5", KS_DEVICES_PER_WORKER="2")
+    code, _ = process.wait(TIMEOUT)
+    printed = process.text()
+    assert code == 0, printed
+    facts = dict(re.findall(r"^[ !] (\S+) +(.*)$", printed, re.M))
     assert facts["KS_DEVICES_PER_WORKER"] == "'2'"
     assert facts["MirroredStrategy()"] == "2 replicas: cpu:0, cpu:1"
-    assert os.environ["KERAS_BACKEND"] in process.stdout
-    assert process.stdout.count("none: this is the only worker") == 2
-    assert process.stdout.splitlines()[-3:] == [
+    assert os.environ["KERAS_BACKEND"] in printed
+    assert printed.count("none: this is the only worker") == 2
+    assert printed.splitlines()[-3:] == [
         "next (0 problems)",
         "-" * 72,
         "  1  Train on 2 devices: `strategy = ks.MirroredStrategy()`.",
@@ -115,17 +124,17 @@ def test_what_cannot_be_is_shown(capsys, monkeypatch) -> None:
 
 
 @pytest.mark.multiprocess
-def test_doctors_on_all_tasks_find_each_other() -> None:
-    process = launch(
-        *("--workers", "1", "--chief", "-m", "keras_strategies", "doctor"),
-        *("--timeout", "50"),
-    )
-    assert process.returncode == 0, process.stdout
-    assert process.stdout.count("0 problems") == 2
-    assert process.stdout.count("  answers\n") == 2
-    rates = re.findall(
-        r"\] +(1|25)\.0 MiB +([\d.]+) ms +([\d.]+) ([MG])iB/s", process.stdout
-    )
+def test_doctors_on_all_tasks_find_each_other(start_doctor) -> None:
+    chief, worker = free_addresses(2)
+    cluster = {"chief": [chief], "worker": [worker]}
+    processes = [
+        start_doctor(job, "50", TF_CONFIG=tf_config(cluster, job)) for job in cluster
+    ]
+    assert [process.wait(TIMEOUT)[0] for process in processes] == [0, 0]
+    printed = "".join(process.text() for process in processes)
+    assert printed.count("0 problems") == 2, printed
+    assert printed.count("  answers\n") == 2
+    rates = re.findall(r"\n +(1|25)\.0 MiB +([\d.]+) ms +([\d.]+) ([MG])iB/s", printed)
     assert sorted(size for size, *_ in rates) == ["1"] * 2 + ["25"] * 2
     for size, milliseconds, rate, unit in rates:
         expected = int(size) / float(milliseconds) * 1000

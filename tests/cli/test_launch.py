@@ -130,13 +130,13 @@ def test_gpus_are_shared_among_those_that_compute(script):
     assert "need 4 GPUs, and 3 are visible: 0, 1, 2" in too_many.stderr
 
 
-def test_devices_per_worker_are_the_strategys(script):
-    path = script(
-        "import keras_strategies as ks\n"
-        "print(ks.MirroredStrategy().num_replicas_in_sync)\n"
-    )
-    process = launch("--workers", "1", "--devices-per-worker", "3", path)
-    assert "[worker 0] 3" in process.stdout.splitlines(), process.stderr
+def test_devices_per_worker_are_the_strategys():
+    # The doctor is a command, too, and says what a strategy would take.
+    doctor = ("-m", "keras_strategies", "doctor", "--timeout", "0.1")
+    process = launch("--workers", "1", "--devices-per-worker", "3", *doctor)
+    assert process.returncode == 0, process.stderr
+    replicas = r"^\[worker 0\] +MirroredStrategy\(\) +3 replicas: cpu:0, cpu:1, cpu:2$"
+    assert re.search(replicas, process.stdout, re.MULTILINE), process.stdout
 
 
 # --- The end ------------------------------------------------------------------

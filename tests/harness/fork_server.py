@@ -38,8 +38,8 @@ _ENVIRONMENT = dict(os.environ)
 
 
 class ForkServer:
-    """The process of one backend that has imported Keras, and another, its fork, that
-    has imported `keras_strategies` and pytest, too.
+    """The process of one backend that has imported Keras; it forks another, when that
+    is used, which imports `keras_strategies` and pytest, too.
 
     Args:
         backend: str, the backend.
@@ -163,27 +163,55 @@ class _Orders:
 
     Args:
         listener: the socket.
+        full: the socket of the server that imports more; it is forked from this one
+            when someone connects there.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(
+        self, listener: socket.socket, full: socket.socket | None = None
+    ) -> None:
         self._listener = listener
+        self._full = full
         self._clients: dict[socket.socket, TextIO] = {}
         self._scripts: dict[int, _Script] = {}
 
     def serve(self) -> str | None:
         """Forks until standard input ends; returns in a fork with its script."""
         while True:
-            sources = [sys.stdin, self._listener, *self._clients]
+            full = [self._full] if self._full else []
+            sources = [sys.stdin, self._listener, *full, *self._clients]
             for source in select.select(sources, [], [], _TICK)[0]:
                 if source is sys.stdin:
-                    self._kill(list(self._scripts))
+                    self._end()
                     return None
                 if source is self._listener:
                     client, _ = self._listener.accept()
                     self._clients[client] = client.makefile("rw")
+                elif source is self._full:
+                    if (server := self._fork_full(source)) is not None:
+                        return server.serve()
                 elif (script := self._take(source)) is not None:
                     return script
             self._reap()
+
+    def _fork_full(self, listener: socket.socket) -> _Orders | None:
+        """The server that imports more, in the process that was forked for it."""
+        if os.fork():
+            self._full = None
+            listener.close()
+            return None
+        self._full = None
+        self._close()
+        _import_strategies()
+        _ready_to_fork()
+        return _Orders(listener)
+
+    def _end(self) -> None:
+        """Kills all scripts; returns when all processes are gone."""
+        self._kill(list(self._scripts))
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
 
     def _take(self, source: socket.socket) -> str | None:
         """Takes one order; returns in the fork with its script."""
@@ -222,9 +250,9 @@ class _Orders:
 
     def _close(self) -> None:
         """Closes everything in a fork, so that the other ends notice a server's end."""
-        self._listener.close()
-        for client in self._clients:
-            os.close(client.detach())
+        for one in (self._listener, self._full, *self._clients):
+            if one is not None:
+                os.close(one.detach())
 
     def _reap(self) -> None:
         for pid in list(self._scripts):
@@ -284,18 +312,10 @@ def _ready_to_fork() -> None:
 def _main(plain: int, full: int) -> None:
     importlib.import_module("keras")
     _ready_to_fork()
-    child = os.fork()
-    is_full = not child
-    used, unused = (full, plain) if is_full else (plain, full)
-    os.close(unused)
-    if is_full:
-        _import_strategies()
-        _ready_to_fork()
-    script = _Orders(socket.socket(fileno=used)).serve()
+    listener, other = socket.socket(fileno=plain), socket.socket(fileno=full)
+    script = _Orders(listener, other).serve()
     if script is not None:
         importlib.import_module("runpy").run_path(script, run_name="__main__")
-    elif child:
-        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

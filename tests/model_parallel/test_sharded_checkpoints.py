@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import Forker
 from harness.strategies import MODEL_PARALLEL, STRATEGIES
 from keras import layers
 
@@ -128,28 +125,24 @@ while True:
 
 @pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
 def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "KERAS_BACKEND": "jax"},
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "1\n"
-        until = time.monotonic() + TIMEOUT
-        while not list(tmp_path.glob("*tmp*/state*")):
-            assert time.monotonic() < until
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    script = tmp_path / "saver.py"
+    script.write_text(SAVER)
+    until = time.monotonic() + TIMEOUT
+    with Forker() as forker:
+        process = forker.start(tmp_path / "log", str(script), str(folder))
+        # In the middle of a later one than the first.
+        while "1\n" not in process.text() or not list(folder.glob("*tmp*/state*")):
+            assert process.ended() is None and time.monotonic() < until, process.text()
             time.sleep(0.0005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(TIMEOUT)
-        process.stdout.close()
-    assert list(tmp_path.glob("*tmp*")), "it was not in the middle"
+        process.kill()
+    assert list(folder.glob("*tmp*")), "it was not in the middle"
     strategy = ks.ModelParallelStrategy("auto", [f"cpu:{i}" for i in range(2)])
     with strategy.scope():
         layer = layers.Dense(4_000_000, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((4,)), layer])
-    number = strategy.load_sharded(model, tmp_path)
+    number = strategy.load_sharded(model, folder)
     assert number >= 1
     for weight in model.get_weights():
         assert np.all(weight == number)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import tracemalloc
 
@@ -13,6 +11,7 @@ import keras
 import numpy as np
 import psutil
 import pytest
+from harness.forker import run_code
 
 import keras_strategies as ks
 from parameter_server import clusters
@@ -111,7 +110,7 @@ def test_what_another_strategy_saved_goes_on_here(
 
 
 def test_training_goes_on_on_another_backend(saved, uninterrupted, tmp_path) -> None:
-    """A fresh process with another backend and no strategy."""
+    """A process with another backend and no strategy."""
     other = "torch" if keras.backend.backend() != "torch" else "jax"
     np.savez(tmp_path / "weights.npz", *uninterrupted[0])
     script = f"""
@@ -131,15 +130,8 @@ def test_training_goes_on_on_another_backend(saved, uninterrupted, tmp_path) -> 
     """
     x, y = clusters.clicks()
     np.savez(tmp_path / "data.npz", dense=x[0], codes=x[1], y=y)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "KERAS_BACKEND": other},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert f"went on with {other}" in done.stdout, done.stderr
+    printed = run_code(tmp_path, textwrap.dedent(script), backend=other)
+    assert f"went on with {other}" in printed
 
 
 def test_checkpoints_of_callbacks(synchronous, uninterrupted, tmp_path) -> None:
