@@ -226,7 +226,7 @@ def table(results: dict[str, Any]) -> str:
                     f"{ms['mirrored']:.1f} ms",
                     f"{ms['plain'] / ms['mirrored']:.2f}x",
                 ]
-                cells = [backend, name, *ours] if i == 0 else [""] * 7
+                cells = [backend, name, *(ours if i == 0 else [""] * 5)]
                 cells += [f"{peer}, {value:.1f} ms", f"{value / ms['mirrored']:.2f}"]
                 lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -1,10 +1,12 @@
 """Build sdist and wheel, and train with the wheel in an empty environment.
 
     python tests/packaging/try_wheel.py jax      # or torch, tensorflow
+    python tests/packaging/try_wheel.py tensorflow tensorflow-cpu
 
-The wheel is built from the sdist. The environment gets it with the extra of one backend
-and nothing else: a requirement that is missing, or a file that is not in the wheel, is
-an error here. It needs the network; CI runs it each night.
+The wheel is built from the sdist. The environment gets it with the extra of one
+backend, or with the requirement that is named in place of the extra, and nothing else:
+a requirement that is missing, or a file that is not in the wheel, is an error here. It
+needs the network; CI runs it each night.
 """
 
 from __future__ import annotations
@@ -51,14 +53,15 @@ def environment(folder: Path, *requirements: str) -> Path:
 
 
 def main() -> None:
-    backend = sys.argv[1]
+    backend, *instead = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         builder = environment(place / "builder", "build")
         build = [builder, "-P", "-m", "build", "--outdir", place / "dist", ROOT]
         subprocess.run(build, cwd=place, check=True)
         (wheel,) = (place / "dist").glob("*.whl")
-        python = environment(place / "empty", f"{wheel}[{backend}]")
+        package = [str(wheel), *instead] if instead else [f"{wheel}[{backend}]"]
+        python = environment(place / "empty", *package)
         variables = {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "2"}
         subprocess.run(
             # -P: this checkout is not on the path.
