@@ -131,7 +131,7 @@ class Plan:
         ]
 
     def _table(self) -> Table:
-        facts = (*self.summary(), ("steps", self.cost.source))
+        facts = (*self.summary(), ("step costs", self.cost.source))
         rows = tuple(self._rows())
         return Table(self.title, MESH_HEADER, rows, NUMBERS, facts=facts)
 
