@@ -14,6 +14,9 @@ the launcher and the resolvers run without Keras, which imports a framework.
 import ast as _ast
 import importlib as _importlib
 import importlib.resources as _resources
+import os as _os
+import sys as _sys
+from types import ModuleType as _ModuleType
 
 __version__ = "0.1.0"
 
@@ -38,10 +41,26 @@ def __getattr__(name: str) -> object:
     if origin is None:
         raise AttributeError(_unknown(name))
     if origin == __name__:
-        return _importlib.import_module(f"{__name__}.{name}")
-    value = getattr(_importlib.import_module(origin), name)
+        return _import(f"{__name__}.{name}")
+    value = getattr(_import(origin), name)
     globals()[name] = value
     return value
+
+
+def _import(module: str) -> _ModuleType:
+    """Imports a module; with the first that needs Keras, Keras's backend is imported.
+
+    TensorFlow reads meanwhile how much it is to print, and then says only what is a
+    warning or an error, unless the user has set a level or has imported it already.
+    """
+    level = "TF_CPP_MIN_LOG_LEVEL"
+    if level in _os.environ or {"keras", "tensorflow"} & _sys.modules.keys():
+        return _importlib.import_module(module)
+    _os.environ[level] = "1"
+    try:
+        return _importlib.import_module(module)
+    finally:
+        del _os.environ[level]
 
 
 def _unknown(name: str) -> str:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO
 
+from keras_strategies.cluster.engine_lines import is_engine_line
+
 # A progress bar returns to the start of its line instead of ending it.
 _END = re.compile(r"\r\n|\n|\r(?=[^\n])")
 _lock = threading.Lock()
@@ -42,8 +44,13 @@ def write(stream: TextIO, label: str, line: str) -> None:
         stream.flush()
 
 
-def copy(descriptor: int, stream: TextIO, label: str) -> None:
+def copy(
+    descriptor: int, stream: TextIO, label: str, engine_lines: bool = False
+) -> None:
     """Copies a pipe to a stream until it ends, and closes it.
+
+    What engines print in every program when they start is left out, unless
+    `engine_lines` is True.
 
     Where nobody reads the stream any more, as after `| head`, the pipe is still
     emptied: a long training is not to end because a terminal did.
@@ -51,7 +58,7 @@ def copy(descriptor: int, stream: TextIO, label: str) -> None:
     is_read = True
     try:
         for line in lines(descriptor):
-            if is_read:
+            if is_read and (engine_lines or not is_engine_line(line)):
                 try:
                     write(stream, label, line)
                 except (BrokenPipeError, ValueError):  # ValueError: it was closed.

@@ -18,6 +18,7 @@ from typing import TextIO
 
 from keras_strategies.cli import output
 from keras_strategies.cli.tasks import Task
+from keras_strategies.cluster import engine_lines
 
 _GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 # A killed process is gone at once, unless a disk or a driver holds it in the kernel.
@@ -143,7 +144,14 @@ class Processes:
         assert process.stdout is not None and process.stderr is not None
         pipes = (process.stdout, process.stderr)
         pumps = [
-            self._thread(task, output.copy, os.dup(pipe.fileno()), stream, str(task))
+            self._thread(
+                task,
+                output.copy,
+                os.dup(pipe.fileno()),
+                stream,
+                str(task),
+                engine_lines.are_wanted(environment),
+            )
             for pipe, stream in zip(pipes, self._streams, strict=True)
         ]
         for pipe in pipes:

@@ -279,20 +279,41 @@ def test_the_first_step_is_traced_once():
     assert traces == [True]
 
 
-def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored):
+@pytest.fixture
+def retracing():
+    """What TensorFlow says of functions that are traced again and again."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger = tf.get_logger()
     logger.addHandler(handler)
-    try:
-        for _ in range(6):
-            with mirrored.scope():
-                model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-            model.predict(np.zeros((4, 2), "float32"), verbose=0)
-    finally:
-        logger.removeHandler(handler)
-    assert not [line for line in said if "retracing" in line]
+    yield lambda: [line for line in said if "retracing" in line]
+    logger.removeHandler(handler)
+
+
+def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored, retracing):
+    for _ in range(6):
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.predict(np.zeros((4, 2), "float32"), verbose=0)
+    assert not retracing()
+
+
+def test_functions_that_replicas_run_are_not_taken_for_retracing(mirrored, retracing):
+    traces = []
+
+    def function(number):  # Of a code object of its own.
+        source = f"def replica_step(x):\n    traces.append({number})\n    return x"
+        namespace = {"traces": traces}
+        exec(source, namespace)
+        return tf.function(namespace["replica_step"], autograph=False)
+
+    functions = [function(number) for number in range(6)]
+    for _ in range(2):
+        for each in functions:
+            mirrored.run(each, args=(tf.zeros(()),))
+    assert not retracing()
+    assert sorted(traces) == [number for number in range(6) for _ in "ab"]
 
 
 def test_every_replica_takes_part():

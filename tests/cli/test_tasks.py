@@ -10,6 +10,7 @@ import pytest
 
 from keras_strategies.cli import output, tasks
 from keras_strategies.cli.tasks import LocalCluster, Task, visible_gpus
+from keras_strategies.cluster import engine_lines
 
 
 def names(found) -> list[str]:
@@ -127,6 +128,52 @@ def read(pieces: list[bytes]) -> list[str]:
     finally:
         writer.join()
         os.close(reading)
+
+
+ENGINES = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795360289.288171   23852 port.cc:153] oneDNN custom operations are on. You
+[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is 1
+W1122 15:17:01.095542   25334 coordination_service.cc:185] [1] Using experimental \
+recoverable task feature. The default shutdown barrier will only block tasks.
+"""
+PROGRAM = """\
+E0000 00:00:1795360289.288171   23852 port.cc:153] oneDNN custom operations are off.
+W1122 15:17:01.095542   25334 coordination_service.cc:185] Task 1 was lost.
+Epoch 1/2: [Gloo] Rank 0 is connected to 1 peer ranks.
+
+[Gloo] Rank 1 could not connect
+W0000 slow_operation_alarm.cc:73] Constant folding an instruction is taking > 1s
+"""
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_lines_of_engines_are_left_out_unless_wanted(wanted) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, (ENGINES + PROGRAM).encode())
+    os.close(writing)
+    stream = io.StringIO()
+    output.copy(reading, stream, "worker 0", wanted)
+    shown = stream.getvalue().splitlines()
+    expected = (ENGINES if wanted else "") + PROGRAM
+    assert shown == [f"[worker 0] {line}".rstrip() for line in expected.splitlines()]
+
+
+def test_a_stream_without_the_lines_of_engines() -> None:
+    stream = io.StringIO()
+    filtered = engine_lines.WithoutEngineLines(stream)
+    labels = ("", "(_Host pid=29125) ", "\x1b[36m(_Host pid=29125)\x1b[0m ")
+    for label in labels:
+        for line in (ENGINES + PROGRAM).splitlines():
+            print(f"{label}{line}", file=filtered)
+    lines = PROGRAM.splitlines()
+    expected = [f"{label}{line}" for label in labels for line in lines]
+    assert stream.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize("level, wanted", [("", False), ("2", False), ("0", True)])
+def test_who_wants_the_lines_of_engines(level: str, wanted: bool) -> None:
+    assert engine_lines.are_wanted({"TF_CPP_MIN_LOG_LEVEL": level}) is wanted
 
 
 def test_a_stream_that_nobody_reads_does_not_stop_the_task() -> None:

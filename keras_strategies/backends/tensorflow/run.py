@@ -12,6 +12,7 @@ stay what they are everywhere else; of mirrored ones, a replica reads its copy:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -194,7 +195,9 @@ class TensorFlowRun:
             def program(args: list[Any], kwargs: list[Any]) -> list[Any]:
                 return self(python_function, args, kwargs)
 
-            self._programs[fn] = tf.function(program, reduce_retracing=True)
+            # A partial function has no code object, by which retracing is counted.
+            own = functools.partial(program)
+            self._programs[fn] = tf.function(own, reduce_retracing=True)
         return self._programs[fn]
 
     def _run(
