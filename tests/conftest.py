@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -13,7 +14,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import keras
 import pytest
-from harness import fork_server, leaks, references
+from harness import backend_tables, fork_server, leaks, references
 from harness.fake_backend import FakeBackend, installed
 from harness.strategies import STRATEGIES, StrategyCase
 
@@ -29,6 +30,10 @@ gc.freeze()
 # Tracing makes millions of objects and little garbage; tests that look for what is left
 # collect it themselves.
 gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    backend_tables.mark_shared_code(items, Path(__file__).parent)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@
     python tests/run.py --record            # note how long each file takes
 
 Keras reads KERAS_BACKEND once per process, so each backend has its own pytest. The
-files of tests are grouped into jobs of about half a minute, by the durations in
+files of tests are grouped into jobs of at least 45 seconds, by the durations in
 `durations.json`, and the longest job comes first, so that all cores have work to the
 end. A job's process is forked from one that has imported its framework already. Files
 of tests that do not depend on a backend run once.
@@ -104,7 +104,7 @@ CHECK = (
     "test_a_saved_model_opens_with_and_without_a_strategy[mirrored_2]",
 )
 
-GROUP_SECONDS = 30.0
+GROUP_SECONDS = 45.0
 # Of a file that no run has recorded.
 UNKNOWN_SECONDS = 20.0
 _TICK = 0.05
@@ -321,6 +321,8 @@ def environment(backend: str, settings: Settings) -> dict[str, str]:
         # and processes of this run, which takes a third of the time.
         "JAX_COMPILATION_CACHE_DIR": str(LOGS / "jax-programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # Otherwise each operation of a program carries ten lines of Python.
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1",
         **os.environ,
         PROCESSES: str(LOGS / "processes.txt"),
         "KERAS_BACKEND": backend,

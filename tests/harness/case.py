@@ -122,7 +122,7 @@ def compiled_alone(case: Case) -> keras.Model:
     """The case's model for a training without a strategy.
 
     On TensorFlow without XLA, which strategies do not use there, and with its slots,
-    because a program that creates them is traced twice: together half of the time.
+    because a program that creates them is traced twice.
     """
     if keras.backend.backend() != "tensorflow" or "jit_compile" in case.compile:
         return compiled(case, **case.compile_alone)

@@ -417,6 +417,7 @@ OPTIMIZERS = [
         policy="mixed_bfloat16",
         optimizer=lambda: optimizers.SGD(0.1),
         tolerance=2**-6,
+        script=fit_only,
     ),
 ]
 
@@ -461,6 +462,7 @@ OPTIONS = [
         compile={"run_eagerly": True},
         model=models.dense_bn,
         epochs=1,
+        script=fit_only,
     ),
     Case(
         "on_batch",

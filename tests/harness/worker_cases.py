@@ -93,6 +93,8 @@ _ROWS = [
         made("size_3", rows=3, script=fit),
         "two",
         "fewer rows than a batch, more of them on worker 0",
+        # "arrays" ends with such a batch.
+        nightly_on=("jax", "tensorflow"),
     ),
     WorkerCase(
         made("size_1", rows=1, scores_by_batch=True),
@@ -110,6 +112,8 @@ _ROWS = [
         ),
         "three",
         "worker 2 has no row in the last batch while two workers have one",
+        # Its programs for workers without rows are those of "size_1".
+        nightly_on=("tensorflow",),
     ),
 ]
 _MODELS = [
@@ -127,11 +131,15 @@ _MODELS = [
         one_size("subclassed", model=models.Subclassed),
         "two",
         "variables that the first batch makes",
+        # What a worker makes is the same everywhere: seeds and names.
+        nightly_on=("tensorflow",),
     ),
     WorkerCase(
         one_size("counting_layer", model=models.counting),
         "two",
         "state that a layer assigns in its call",
+        # Combined as the statistics of "conv_bn".
+        nightly_on=("tensorflow",),
     ),
     WorkerCase(
         one_size("two_losses_and_a_penalty", model=models.adds_two_losses),
@@ -152,6 +160,9 @@ _MODELS = [
         ),
         "two",
         "structures of inputs and outputs; reductions by sum and by weights",
+        # Split before a backend sees them; its replicas have the cases of
+        # `test_exactness.py`.
+        nightly_on=("jax", "tensorflow"),
     ),
     WorkerCase(
         one_size(
@@ -247,11 +258,14 @@ _FIT = [
         ),
         "two",
         "several steps in a program, fewer of them in the last one",
+        # A loop around the step of the other cases.
+        nightly_on=("tensorflow",),
     ),
     WorkerCase(
         one_size("on_batch", script=on_batches, metrics=lambda: ["accuracy"], epochs=1),
         "two",
         "train_on_batch, test_on_batch and predict_on_batch",
+        nightly_on=("tensorflow",),
     ),
     WorkerCase(
         one_size("run_eagerly", compile={"run_eagerly": True}, epochs=1),
@@ -264,6 +278,8 @@ _FIT = [
         one_size("every_feed", script=fit_on_every_feed),
         "two",
         "datasets of which workers compare each batch",
+        # Compared before a backend sees them.
+        nightly_on=("jax",),
     ),
 ]
 WORKER_CASES = [*_ROWS, *_MODELS, *_LOSSES_AND_METRICS, *_UPDATES, *_FIT]
