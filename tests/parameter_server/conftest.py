@@ -26,9 +26,7 @@ EVERYWHERE = {
         "test_nothing_is_lost_that_is_in_a_snapshot",
         "test_fit_and_evaluate_are_exact_while_workers_die",
     ),
-    "test_fit": (
-        "test_a_step_that_raises_reaches_the_caller_and_fit_works_again",
-    ),
+    "test_fit": ("test_a_step_that_raises_reaches_the_caller_and_fit_works_again",),
     "test_local_cluster": (),
     "test_loss_scale": (
         "test_without_staleness_it_equals_one_device[two servers-clipped]",
