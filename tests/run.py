@@ -63,6 +63,7 @@ ONCE = (
     "tests/test_pages.py",
     # Bytes on their way, and processes that meet: no backend has a part in it.
     "tests/parameter_server/test_channels.py",
+    "tests/parameter_server/test_local_cluster.py",
     "tests/parameter_server/test_server.py",
 )
 # XLA spends most of a test's time on machine code that runs for milliseconds. So it

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from harness import entry_point
 from harness.forker import Forked, Forker
+from harness.processes import assert_gone
 
 from keras_strategies.cluster.local import free_addresses
 
@@ -129,3 +130,6 @@ def test_parameter_servers_train(forker: Forker, tmp_path: Path) -> None:
     found = result(start(forker, tmp_path / "log", code))
     assert found["owns"], found
     assert "on ps:0" in found["kernel"]
+    # Ray started them; they end with the script, which has not closed the cluster.
+    assert len(found["processes"]) == 3
+    assert_gone(found["processes"])

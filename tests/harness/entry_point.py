@@ -27,6 +27,18 @@ def fit(model: Any, data: Any) -> None:
         model.fit(data, verbose=0)
 
 
+def processes_of(strategy: Any) -> list[int]:
+    """Those of a cluster of parameter servers, its manager included."""
+    cluster = getattr(strategy, "cluster", None)
+    if cluster is None:
+        return []
+    states = [
+        *cluster.dispatcher.workers.values(),
+        *cluster.dispatcher.servers.values(),
+    ]
+    return [*(state.pid for state in states), cluster._manager._process.pid]
+
+
 def main(code: str) -> None:
     assert "keras_strategies" not in sys.modules
     given: dict[str, Any] = {"X": X, "Y": Y}
@@ -39,8 +51,9 @@ def main(code: str) -> None:
     fit(model, given.get("data"))
     kernel = keras.ops.convert_to_numpy(dense.kernel)
     np.testing.assert_allclose(kernel, EXPECTED, rtol=1e-5)
-    found = {"kernel": repr(dense.kernel)}
+    found: dict[str, Any] = {"kernel": repr(dense.kernel)}
     if s is not None:
+        found["processes"] = processes_of(s)
         found["owns"] = s.owns(model) and s.created(dense.kernel)
     print("FOUND", json.dumps(found), flush=True)
 

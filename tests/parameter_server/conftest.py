@@ -12,7 +12,6 @@ from harness.forked_cluster import ForkingManager
 from harness.forker import Forker
 
 from keras_strategies.coordinator import cluster
-from keras_strategies.coordinator.processes import Manager
 from keras_strategies.experimental import partitioners
 from parameter_server import clusters
 
@@ -27,7 +26,6 @@ EVERYWHERE = {
         "test_fit_and_evaluate_are_exact_while_workers_die",
     ),
     "test_fit": ("test_a_step_that_raises_reaches_the_caller_and_fit_works_again",),
-    "test_local_cluster": (),
     "test_loss_scale": (
         "test_without_staleness_it_equals_one_device[two servers-clipped]",
     ),
@@ -72,16 +70,10 @@ def forker() -> Iterator[Forker]:
 
 @pytest.fixture(scope="package", autouse=True)
 def forks(forker: Forker) -> Iterator[None]:
-    """Clusters of these tests fork their processes, without Ray; see `by_ray`."""
+    """Clusters of these tests fork their processes, without Ray."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "Manager", functools.partial(ForkingManager, forker))
         yield
-
-
-@pytest.fixture
-def by_ray(forks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray starts the processes of clusters in a test, as it does for users."""
-    monkeypatch.setattr(cluster, "Manager", Manager)
 
 
 @pytest.fixture(scope="package")

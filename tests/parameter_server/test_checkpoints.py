@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import textwrap
 import tracemalloc
 
 import keras
 import numpy as np
-import psutil
 import pytest
 from harness.forker import run_code
 
@@ -223,63 +220,3 @@ def test_large_variables_are_streamed(
     if dtype == "float32" and name.endswith("keras"):
         alone = keras.saving.load_model(path)
         np.testing.assert_array_equal(clusters.values(alone.weights)[0][-1], row)
-
-
-COORDINATOR = """
-    import os, signal, sys
-    sys.path.insert(0, {tests!r})
-    import keras
-    import keras_strategies as ks
-    from parameter_server import clusters
-    from parameter_server.test_checkpoints import OPTIONS, build
-
-    x, y = clusters.clicks()
-    parts = ks.experimental.partitioners.FixedShardsPartitioner(2)
-    with clusters.start(
-        workers=1, ps=1, max_staleness=0, variable_partitioner=parts
-    ) as strategy:
-        with strategy.scope():
-            model = build()
-
-        def die(epoch, logs):
-            if epoch == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        dispatcher = strategy.cluster.dispatcher
-        pids = [dispatcher.workers[0].pid, dispatcher.servers[0].pid,
-                strategy.cluster._manager._process.pid]
-        with open({pids!r}, "w") as file:
-            print(*pids, file=file)
-        model.fit(x, y, epochs=2, callbacks=[
-            keras.callbacks.BackupAndRestore({backup!r}),
-            keras.callbacks.LambdaCallback(on_epoch_begin=die)], **OPTIONS)
-"""
-
-
-def test_a_coordinator_that_is_killed_goes_on_elsewhere(
-    forker, synchronous, uninterrupted, tmp_path
-) -> None:
-    """It leaves no process, and its backup is where another coordinator goes on."""
-    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    backup, file = str(tmp_path / "backup"), tmp_path / "pids"
-    text = COORDINATOR.format(tests=tests, backup=backup, pids=str(file))
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(text))
-    # By Ray: the script has none of the fixtures of these tests.
-    process = forker.start(tmp_path / "log", str(script))
-    assert process.wait(120)[0] == -signal.SIGKILL, process.text()
-    pids = [int(word) for word in file.read_text().split()]
-    assert len(pids) == 3
-    clusters.wait_until(
-        lambda: not any(map(psutil.pid_exists, pids)), "its processes are gone"
-    )
-    x, y = clusters.clicks()
-    with synchronous.scope():
-        model = build()
-    backup_callback = keras.callbacks.BackupAndRestore(backup)
-    history = model.fit(x, y, epochs=2, callbacks=[backup_callback], **OPTIONS)
-    assert history.epoch == [1]
-    weights, losses = uninterrupted
-    np.testing.assert_allclose(history.history["loss"], losses[1:], rtol=1e-4)
-    for found, expected in zip(clusters.values(model.weights), weights, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

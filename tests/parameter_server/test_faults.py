@@ -250,6 +250,26 @@ def test_snapshots_that_cannot_be_written(
     assert float(total.numpy()) == made
 
 
+def test_a_lost_server_without_snapshots_is_an_error() -> None:
+    with clusters.start(workers=1, ps=1) as strategy:
+        dispatcher = strategy.cluster.dispatcher
+        coordinator = ks.ClusterCoordinator(strategy)
+        with strategy.scope():
+            total = keras.Variable(np.zeros(3), name="total")
+        clusters.kill(strategy, "ps", 0)
+        clusters.wait_until(lambda: dispatcher.fatal is not None, "it is noticed")
+        with pytest.raises(ks.errors.ServerLostError, match="snapshot_seconds"):
+            coordinator.schedule(lambda: total.numpy())
+        with pytest.raises(ks.errors.ServerLostError, match="Parameter server 0 died"):
+            coordinator.join()
+        worker = psutil.Process(dispatcher.workers[0].pid)
+    assert not dispatcher._thread.is_alive()
+    with pytest.raises(ks.errors.WorkerError, match="has been closed"):
+        total.numpy()
+    _, alive = psutil.wait_procs([worker], timeout=10)
+    assert not alive
+
+
 def test_a_damaged_snapshot_is_not_used(recovered, coordinator, total) -> None:
     about = recovered.registry.describe(total)
     server = about.parts[0].server

@@ -1,54 +1,47 @@
-"""A cluster as users start it: Ray, its processes, and what is left of them."""
+"""A cluster as users start it: Ray, its processes, its channel, and their ends.
+
+Ray takes seconds to start, so that one cluster does everything here; its normal end is
+in `test_entry_points.py`. What it has in common with all clusters is tested with forks.
+"""
 
 from __future__ import annotations
+
+import signal
+from pathlib import Path
 
 import keras
 import numpy as np
 import psutil
 import pytest
 
-import keras_strategies as ks
 from parameter_server import clusters
+from parameter_server.test_checkpoints import OPTIONS, build
 
 pytestmark = pytest.mark.multiprocess
 
-
-def imported() -> tuple[bool, bool]:
-    import importlib.util
-    import sys
-
-    return "sklearn" in sys.modules, importlib.util.find_spec("sklearn") is not None
+SCRIPT = Path(__file__).with_name("ray_coordinator.py")
 
 
-def test_ray_starts_replaces_and_ends_processes(by_ray) -> None:
-    """One cluster, because it takes seconds to start: its life from start to end."""
-    with clusters.start(workers=1, ps=2) as strategy:
-        dispatcher = strategy.cluster.dispatcher
-        coordinator = ks.ClusterCoordinator(strategy)
-        with strategy.scope():
-            total = keras.Variable(np.zeros(3), name="total")
-        # Workers import no more than they need; functions of users may.
-        found = coordinator.schedule(imported).fetch(clusters.SECONDS)
-        assert found == (False, True)
-
-        clusters.kill(strategy, "worker", 0)
-        coordinator.schedule(lambda: total.assign_add(np.ones(3)))
-        coordinator.join(clusters.SECONDS)
-        assert total.numpy().tolist() == [1.0, 1.0, 1.0]
-        assert dispatcher.workers[0].deaths == 1
-
-        states = [*dispatcher.workers.values(), *dispatcher.servers.values()]
-        processes = [psutil.Process(state.pid) for state in states]
-        processes.append(psutil.Process(strategy.cluster._manager._process.pid))
-        clusters.kill(strategy, "ps", 0)
-        clusters.wait_until(lambda: dispatcher.fatal is not None, "it is noticed")
-        with pytest.raises(ks.errors.ServerLostError, match="snapshot_seconds"):
-            coordinator.schedule(lambda: total.numpy())
-        with pytest.raises(ks.errors.ServerLostError, match="Parameter server 0 died"):
-            coordinator.join()
-
-    assert not dispatcher._thread.is_alive()
-    with pytest.raises(ks.errors.WorkerError, match="has been closed"):
-        total.numpy()
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not alive
+def test_ray_replaces_what_dies_and_ends_with_a_coordinator_that_is_killed(
+    forker, synchronous, tmp_path
+) -> None:
+    """Another coordinator goes on at its backup, and ends where one device does."""
+    process = forker.start(tmp_path / "log", str(SCRIPT), str(tmp_path))
+    assert process.wait(180)[0] == -signal.SIGKILL, process.text()
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 3
+    clusters.wait_until(
+        lambda: not any(map(psutil.pid_exists, pids)), "its processes are gone"
+    )
+    x, y = clusters.clicks()
+    alone = build()
+    losses = alone.fit(x, y, epochs=3, **OPTIONS).history["loss"]
+    with synchronous.scope():
+        model = build()
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    history = model.fit(x, y, epochs=3, callbacks=[backup], **OPTIONS)
+    assert history.epoch == [2]
+    np.testing.assert_allclose(history.history["loss"], losses[2:], rtol=1e-4)
+    weights = clusters.values(alone.weights)
+    for found, expected in zip(clusters.values(model.weights), weights, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
