@@ -276,6 +276,8 @@ def loop(strategy, compiled: bool):
 def loops() -> list:
     """A program and steps without one, on clusters that differ; the rest at night."""
     by_day = {("two_by_two", True)}
+    if keras.backend.backend() == "tensorflow":  # Where each replica is traced.
+        by_day = {("two", True)}
     if keras.backend.backend() != "jax":  # Where each operation would be a program.
         by_day.add(("two", False))
     return [

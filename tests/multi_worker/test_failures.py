@@ -20,14 +20,14 @@ LOST = [
     FaultCase("kill", "saving", victim=0),
     FaultCase("stop", "callback", victim=0),
     FaultCase("stop", "data", victim=1),
-    FaultCase("raise", "callback", victim=0),
     FaultCase("raise", "data", victim=1),
-    FaultCase("exit", "callback", victim=1),
-    FaultCase("exit", "data", victim=0),
+    FaultCase("exit", "callback", victim=0),
 ]
 MORE = [
-    FaultCase(kind, place, victim, workers=3)
-    for kind, place, victim in (("kill", "data", 2), ("stop", "callback", 0))
+    FaultCase("raise", "callback", victim=0),
+    FaultCase("exit", "data", victim=1),
+    FaultCase("kill", "data", victim=2, workers=3),
+    FaultCase("stop", "callback", victim=0, workers=3),
 ]
 HOW = {
     "kill": "its process, or the connection to it, has ended.",
