@@ -9,10 +9,10 @@ Every class is also a built-in exception, so that code written for
     │   ├── DuplicateDeviceError               a device named twice
     │   ├── BatchError                         input that cannot be split by rows
     │   ├── GatherError                        values that cannot be concatenated
-    │   ├── LayoutError                        a variable that cannot be cut like that
+    │   ├── LayoutError                        a variable that cannot be sharded so
     │   └── ClusterError                       a cluster that cannot be as described
     ├── InvalidTypeError (TypeError)           an argument of the wrong type
-    ├── CheckpointError (ValueError)           a checkpoint that is not there or other
+    ├── CheckpointError (ValueError)           a checkpoint missing or of another model
     │   └── DamagedCheckpointError             a file that is truncated or was changed
     ├── InputError (RuntimeError)              input that cannot be read again
     ├── OutOfRangeError (IndexError)           an iterator without another batch
@@ -93,7 +93,7 @@ class GatherError(InvalidArgumentError):
 
 
 class LayoutError(InvalidArgumentError):
-    """A variable cannot be cut over the devices of a mesh as it was asked for."""
+    """A variable cannot be sharded over the devices of a mesh as its layout says."""
 
 
 class ClusterError(InvalidArgumentError):
@@ -101,7 +101,7 @@ class ClusterError(InvalidArgumentError):
 
 
 class CheckpointError(KerasStrategiesError, ValueError):
-    """A checkpoint is not there, or is of another model."""
+    """A checkpoint is missing, or is of another model."""
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -150,4 +150,7 @@ def test_outputs_of_a_notebook_are_those_of_its_code(path: Path) -> None:
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
     assert [o for o in outputs if "image/png" in o.get("data", {})]
     assert not [o for o in outputs if o.output_type == "error"]
+    shown = [output.get("data", {}) for output in outputs]
+    figures = [data for data in shown if data.get("text/plain", "")[:7] == "<Figure"]
+    assert [data for data in figures if "image/png" not in data] == []
     assert "You will see" in notebook.cells[0].source

@@ -50,6 +50,8 @@ class Surroundings:
 
     Args:
         timeout: float, the seconds that a check may wait.
+        backend: str, the framework that `KERAS_BACKEND` names; Keras's default
+            without it.
         resolver: the description of the cluster; None without one.
         installed: list of str, the frameworks that are installed.
         devices: list of str, what `MirroredStrategy()` uses; empty if the backend
@@ -58,6 +60,7 @@ class Surroundings:
     """
 
     timeout: float
+    backend: str = "tensorflow"
     resolver: ClusterResolver | None = None
     installed: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
@@ -76,7 +79,9 @@ def doctor(timeout_seconds: float = 10.0) -> int:
     Returns:
         int, 0, or 1 if there are problems.
     """
-    around = Surroundings(timeout_seconds)
+    around = Surroundings(
+        timeout_seconds, os.environ.get("KERAS_BACKEND", "tensorflow")
+    )
     problems = 0
     for number, (title, check) in enumerate(CHECKS):
         _print_title(title if number == 0 else f"\n{title}")
@@ -105,7 +110,7 @@ def next_steps(around: Surroundings, problems: int) -> list[str]:
         around: what was found.
         problems: int, how many problems were found.
     """
-    if not around.devices:
+    if around.backend not in around.installed:
         return [_choose_a_backend(around.installed)]
     if problems:
         return [

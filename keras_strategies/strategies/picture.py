@@ -1,7 +1,8 @@
-"""A picture of a mesh of devices and of how variables are cut over it."""
+"""A picture of a mesh of devices and of how variables are sharded over it."""
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +19,12 @@ def draw(
     variables: Sequence[tuple[str, tuple[int, ...], Axes]],
     largest: int,
 ) -> Any:
-    """Draws the grid, and the largest variables as rectangles cut into parts.
+    """Draws the mesh, and the largest variables as rectangles, a part for each shard.
 
-    A part has the colour of the first device that keeps it and the names of all.
+    A shard has the colour of the first device that holds it and the names of all.
 
     Args:
-        mesh: the grid.
+        mesh: the mesh of devices.
         variables: path, shape and layout of each.
         largest: int, how many to draw.
 
@@ -32,16 +33,14 @@ def draw(
     """
     if mesh is None:
         raise InvalidArgumentError(
-            "There is no mesh to draw: under this strategy every variable is whole. "
-            "`ks.ModelParallelStrategy` cuts variables."
+            "There is no mesh to draw: this strategy does not shard variables. "
+            "`ks.ModelParallelStrategy` does."
         )
-    from matplotlib.figure import Figure
-
     chosen = sorted(variables, key=lambda v: -math.prod(v[1]))
     chosen = [v for v in chosen if len(v[1]) > 0][: max(largest, 1)]
     columns = min(3, len(chosen))
     rows = math.ceil(len(chosen) / columns) if columns else 0
-    figure = Figure(figsize=(11, 2.2 + 2.6 * rows), layout="constrained")
+    figure = _figure(11, 2.2 + 2.6 * rows)
     heights = [0.8, *[1.0] * rows]
     grid = figure.add_gridspec(rows + 1, max(columns, 1), height_ratios=heights)
     _draw_mesh(figure.add_subplot(grid[0, :]), mesh)
@@ -49,6 +48,20 @@ def draw(
         place = figure.add_subplot(grid[1 + i // columns, i % columns])
         _draw_variable(place, mesh, path, shape, axes)
     return figure
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        """A figure that a notebook shows, also before it has used `pyplot`."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    return Picture(figsize=(width, height), layout="constrained")
 
 
 def _colour(mesh: VariableMesh, device: Any) -> Any:

@@ -58,7 +58,7 @@ def test_alone_it_says_versions_and_devices(start_doctor) -> None:
 
 
 def test_on_one_cpu_it_proposes_the_line_that_makes_virtual_devices() -> None:
-    around = doctors.Surroundings(0.0, devices=["cpu:0"])
+    around = doctors.Surroundings(0.0, "jax", installed=["jax"], devices=["cpu:0"])
     steps = "\n".join(doctors.next_steps(around, problems=0))
     assert "`ks.set_virtual_cpu_devices(2)`" in steps
     assert hasattr(ks, "set_virtual_cpu_devices")
@@ -67,8 +67,9 @@ def test_on_one_cpu_it_proposes_the_line_that_makes_virtual_devices() -> None:
 @pytest.mark.parametrize(
     ("around", "problems", "step"),
     [
-        ({"installed": ["torch"]}, 1, "`export KERAS_BACKEND=torch`"),
-        ({}, 1, "Install a framework"),
+        ({"backend": "jax"}, 1, "`export KERAS_BACKEND=torch`"),
+        ({"installed": []}, 1, "Install a framework"),
+        ({}, 1, "Correct what is marked"),
         ({"devices": ["gpu:0"]}, 0, "`strategy = ks.OneDeviceStrategy('gpu:0')`"),
         ({"devices": ["gpu:0"]}, 2, "Correct what is marked"),
         ({"devices": ["gpu:0"], "job": "worker"}, 0, "MultiWorkerMirroredStrategy()"),
@@ -81,7 +82,8 @@ def test_what_to_do_next(around: dict, problems: int, step: str) -> None:
         around["resolver"] = ks.cluster_resolver.SimpleClusterResolver(
             cluster, task_type="chief", task_id=0
         )
-    found = doctors.next_steps(doctors.Surroundings(0.0, **around), problems)
+    given = {"backend": "torch", "installed": ["torch"], **around}
+    found = doctors.next_steps(doctors.Surroundings(0.0, **given), problems)
     assert step in found[0]
 
 

@@ -215,6 +215,7 @@ def test_the_picture_has_every_device_and_the_largest_variables() -> None:
     plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
     for source in (plan, strategy.describe(model)):
         figure = source.plot(largest=2)
+        assert figure._repr_png_().startswith(b"\x89PNG")
         mesh, *variables = figure.axes
         assert [t.get_text() for t in mesh.texts if "cpu" in t.get_text()] == DEVICES
         titles = [place.get_title() for place in variables]
