@@ -167,7 +167,8 @@ class Job:
     Args:
         name: what the report calls it.
         backend: the KERAS_BACKEND of the process; empty for any.
-        arguments: what pytest gets, or the command.
+        arguments: what pytest gets, or the command; with a backend, a script that uses
+            Keras alone.
         seconds: how long it is expected to take.
         is_command: bool, whether it is a command.
         after: name of a job that has to end before.
@@ -240,10 +241,10 @@ def lint_jobs() -> list[Job]:
 def reference_jobs(settings: Settings) -> list[Job]:
     """The trainings on one device that tests compare with, which would otherwise be
     made on demand, by a process of each job."""
-    command = (sys.executable, "-m", "harness.references")
+    script = str(ROOT / "tests" / "harness" / "references.py")
     # TensorFlow's take longest.
     return [
-        Job(f"{backend} references", backend, command, 0.0, is_command=True)
+        Job(f"{backend} references", backend, (script,), 0.0, is_command=True)
         for backend in sorted(settings.backends, key="tensorflow jax torch".index)
     ]
 
@@ -352,7 +353,7 @@ class Processes:
         self._settings = settings
         self._folder = folder
         self._servers: list[ForkServer] = []
-        self._forkers: dict[str, Forker] = {}
+        self._forkers: dict[tuple[str, bool], Forker] = {}
 
     def start_servers(self, backends: Iterable[str]) -> None:
         os.environ[SERVERS] = str(self._folder)
@@ -360,18 +361,20 @@ class Processes:
             given = environment(backend, self._settings)
             errors = LOGS / f"{backend}-imports.log"
             self._servers.append(ForkServer(backend, self._folder, given, errors))
-            self._forkers[backend] = Forker(backend)
+            for strategies in (False, True):
+                self._forkers[backend, strategies] = Forker(backend, strategies)
 
     async def run(self, job: Job) -> str:
         """Runs the job and returns what went wrong, or an empty string."""
-        return await (self._command(job) if job.is_command else self._pytest(job))
+        if not job.is_command:
+            return await self._pytest(job)
+        return await (self._script(job) if job.backend else self._command(job))
 
     async def _command(self, job: Job) -> str:
         with job.file("log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *job.arguments,
                 cwd=ROOT,
-                env=environment(job.backend, self._settings) if job.backend else None,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
@@ -383,14 +386,23 @@ class Processes:
                 process.kill()
         return f"it ended with exit code {code}" if code else ""
 
-    async def _pytest(self, job: Job) -> str:
-        forker = self._forkers[job.backend]
-        script = str(ROOT / "tests" / "harness" / "pytest_process.py")
-        arguments = pytest_arguments(job, self._settings)
+    async def _script(self, job: Job) -> str:
+        forked = await self._fork(job, job.arguments)
+        code = await end_of(forked, self._settings.timeout)
+        if code is None:
+            forked.kill()
+            return f"not finished after {self._settings.timeout:g} s (KS_TIMEOUT)"
+        return f"it ended with exit code {code}" if code else ""
+
+    async def _fork(self, job: Job, arguments: Iterable[str]) -> Forked:
+        forker = self._forkers[job.backend, not job.is_command]
         # It waits until the server has imported everything.
-        forked = await asyncio.to_thread(
-            forker.start, job.file("log"), script, *arguments
-        )
+        return await asyncio.to_thread(forker.start, job.file("log"), *arguments)
+
+    async def _pytest(self, job: Job) -> str:
+        script = str(ROOT / "tests" / "harness" / "pytest_process.py")
+        arguments = [script, *pytest_arguments(job, self._settings)]
+        forked = await self._fork(job, arguments)
         try:
             code = await end_of(forked, self._settings.timeout)
             if code is not None:
