@@ -37,6 +37,17 @@ class DistributedValues:
     def __len__(self) -> int:
         return len(self._values)
 
+    def __getattr__(self, name: str) -> Any:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}."
+        if name == "numpy":
+            text += (
+                " It holds one value per replica: make one of them by "
+                "`x = strategy.reduce('sum', value)`, or take them by "
+                "`strategy.experimental_local_results(value)`, and write "
+                "`keras.ops.convert_to_numpy(x)`."
+            )
+        raise AttributeError(text, name=name, obj=self)
+
     # TensorFlow's protocol for what `tf.function` takes apart into tensors.
 
     def __tf_flatten__(self) -> tuple[tuple[()], tuple[Any, ...]]:

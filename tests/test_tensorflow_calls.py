@@ -8,11 +8,12 @@ import types
 import keras
 import pytest
 
-pytestmark = pytest.mark.skipif(
+not_on_tensorflow = pytest.mark.skipif(
     keras.backend.backend() == "tensorflow", reason="they work on TensorFlow"
 )
 
 
+@not_on_tensorflow
 def test_run_in_a_tf_function_names_ks_function(mirrored, monkeypatch) -> None:
     module = types.SimpleNamespace(inside_function=lambda: True)
     monkeypatch.setitem(sys.modules, "tensorflow", module)
@@ -20,6 +21,7 @@ def test_run_in_a_tf_function_names_ks_function(mirrored, monkeypatch) -> None:
         mirrored.run(lambda: None)
 
 
+@not_on_tensorflow
 def test_error_from_tensorflow_names_what_to_write(mirrored) -> None:
     # As `tape.gradient` fails with a tracer of JAX.
     code = "def gradient(x):\n    raise AttributeError('no attribute _id')\n"
@@ -30,6 +32,7 @@ def test_error_from_tensorflow_names_what_to_write(mirrored) -> None:
     assert "ks.value_and_grad" in "".join(error.value.__notes__)
 
 
+@not_on_tensorflow
 def test_numpy_of_a_tensor_names_convert_to_numpy(mirrored) -> None:
     class Loss:
         pass
@@ -37,3 +40,23 @@ def test_numpy_of_a_tensor_names_convert_to_numpy(mirrored) -> None:
     with pytest.raises(AttributeError) as error:
         mirrored.run(lambda: Loss().numpy())
     assert "keras.ops.convert_to_numpy" in "".join(error.value.__notes__)
+
+
+@not_on_tensorflow
+def test_loss_of_tensorflow_names_what_to_write(mirrored, monkeypatch) -> None:
+    # What `tf.nn.compute_average_loss` makes of a tensor of Torch.
+    monkeypatch.setitem(sys.modules, "tensorflow", types.ModuleType("tensorflow"))
+    members = {"dtype": types.SimpleNamespace(is_floating=True)}
+    eager = type("EagerTensor", (), members)
+    eager.__module__ = "tensorflow.python.framework.ops"
+    with pytest.raises(RuntimeError, match=r"`ks.compute_average_loss` for `tf.nn"):
+        mirrored.run(lambda: {"loss": eager()})
+
+
+def test_numpy_of_a_value_per_replica_names_convert_to_numpy(mirrored) -> None:
+    losses = mirrored.run(lambda: keras.ops.ones(()))
+    with pytest.raises(AttributeError, match=r"per replica.*convert_to_numpy\(x\)"):
+        losses.numpy()
+    with pytest.raises(AttributeError, match="no attribute 'nump'"):
+        _ = losses.nump
+    assert not hasattr(losses, "shape")

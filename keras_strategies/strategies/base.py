@@ -36,6 +36,7 @@ from keras_strategies.strategies.describe import Description, describe
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.plan import Plan, plan
 from keras_strategies.strategies.tensorflow_calls import (
+    check_no_tensorflow_results,
     check_not_in_tf_function,
     replacements_named,
 )
@@ -277,6 +278,7 @@ class Strategy:
         with self.scope(), replacements_named():
             results = self._backend.run_replicas(self, fn, own_args, own_kwargs)
         check_results(results)
+        check_no_tensorflow_results(results)
         return regroup(results)
 
     def reduce(

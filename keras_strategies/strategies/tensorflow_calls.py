@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from keras_strategies.backends import backend_name
 from keras_strategies.errors import ContextError
+from keras_strategies.values import flatten
 
 _REPLACEMENTS = (
     "Tensors of the {backend} backend were passed to TensorFlow. Write `ks.function` "
@@ -30,6 +32,25 @@ def check_not_in_tf_function(method: str) -> None:
         f"{backend_name()} backend, which TensorFlow cannot compile. Replace "
         "`tf.function` by `ks.function`."
     )
+
+
+def check_no_tensorflow_results(results: Sequence[Any]) -> None:
+    """Raises where replicas return floats of TensorFlow, and Keras does not run on it.
+
+    `tf.nn.compute_average_loss` takes a tensor of Torch, returns a loss without
+    gradients, and divides by the batch of one replica.
+    """
+    if "tensorflow" not in sys.modules or backend_name() == "tensorflow":
+        return
+    for leaf in flatten(list(results)):
+        is_tensorflow = type(leaf).__module__.startswith("tensorflow.")
+        dtype = getattr(leaf, "dtype", None)
+        if is_tensorflow and getattr(dtype, "is_floating", False):
+            raise ContextError(
+                "The function that replicas ran returned a tensor of TensorFlow, which "
+                "has neither gradients nor this strategy's number of replicas. "
+                + _REPLACEMENTS.format(backend=backend_name())
+            )
 
 
 @contextlib.contextmanager
