@@ -153,6 +153,13 @@ MUTANTS = [
         },
     ),
     Mutant(
+        "replicas_weigh_the_same",
+        "backends/tensorflow/data_parallel.py",
+        '        return [tf.cast(size, "float32") / count for size in sizes]',
+        "        return [1.0 / len(sizes) for size in sizes]",
+        {"tensorflow": f"{EXACTNESS}[penalties-mirrored_2]"},
+    ),
+    Mutant(
         "last_batches_of_other_workers_dropped",
         "input/joined.py",
         "            if not found:\n                return",
