@@ -111,7 +111,7 @@ def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
         model = clusters.two_inputs("sgd")
     model.fit(x, y, batch_size=8, verbose=0)
     other = recovered.cluster.dispatcher.workers[1]
-    ended, timers, meanwhile = [], [], []
+    ended, threads, meanwhile = [], [], []
 
     def end(batch, logs):
         ended.append(batch)
@@ -120,16 +120,23 @@ def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
             before = other.steps
 
             def go_on():
-                meanwhile.append(other.steps - before)
-                os.kill(pid, signal.SIGCONT)
+                try:
+                    clusters.wait_until(
+                        lambda: other.steps > before + 20, "another goes on"
+                    )
+                    meanwhile.append(other.steps - before)
+                finally:
+                    # After `silence_seconds` it would have been replaced.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
 
-            timers.append(threading.Timer(1.0, go_on))
-            timers[0].start()
+            threads.append(threading.Thread(target=go_on))
+            threads[0].start()
 
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=end)
     model.fit(x, y, batch_size=8, verbose=0, callbacks=[watch])
-    timers[0].join()
-    assert meanwhile[0] > 20
+    threads[0].join()
+    assert meanwhile
     assert ended == list(range(150))
     assert int(model.optimizer.iterations.numpy()) == 300
 
