@@ -102,7 +102,9 @@ def test_parameter_servers(tmp_path: Path) -> None:
     found = run("parameter_servers.py", tmp_path)
     fit, loop = found["fit"], found["loop"]
     assert fit["iterations"] == 100
-    assert fit["losses"][-1] < 0.2 * fit["losses"][0]
+    assert fit["losses"][-1] < 0.5 * fit["losses"][0]
+    # Asynchronous steps use values that miss a few updates.
+    assert fit["evaluated"] == pytest.approx(fit["alone"], rel=0.25)
     assert fit["evaluated"] == pytest.approx(fit["expected"], rel=SGD)
     assert fit["restored"] == 0
     # One step before, three times twenty, one after.

@@ -10,7 +10,7 @@ from common import folder, report
 
 import keras_strategies as ks
 
-STEPS = 20
+EPOCHS, STEPS = 5, 20
 COLORS = ["black", "blue", "green", "red", "white", "yellow"]
 BATCH_SIZE = 16
 
@@ -18,10 +18,30 @@ BATCH_SIZE = 16
 # --- Training with fit --------------------------------------------------------
 
 
-def train_with_fit(strategy: Any) -> dict[str, Any]:
+def linear_data() -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     x = random.uniform(size=(160, 10)).astype("float32")
-    y = x @ random.normal(size=(10, 1)).astype("float32")
+    return x, x @ random.normal(size=(10, 1)).astype("float32")
+
+
+def linear_model(**options: Any) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05), "mse", **options)
+    return model
+
+
+def loss_on_one_device() -> float:
+    """The loss after as many steps, one after the other, without a strategy."""
+    x, y = linear_data()
+    model = linear_model()
+    epochs = EPOCHS * STEPS * BATCH_SIZE // len(x)
+    model.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0)
+    return float(model.evaluate(x, y, batch_size=BATCH_SIZE, verbose=0))
+
+
+def train_with_fit(strategy: Any) -> dict[str, Any]:
+    x, y = linear_data()
 
     def dataset_fn(context: Any) -> Any:
         size = context.get_per_replica_batch_size(BATCH_SIZE)
@@ -33,17 +53,15 @@ def train_with_fit(strategy: Any) -> dict[str, Any]:
 
         return batches()
 
-    keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((10,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=10)
+        model = linear_model(steps_per_execution=10)
     callbacks = [
         keras.callbacks.ModelCheckpoint(str(folder() / "checkpoint_{epoch}.keras")),
         keras.callbacks.BackupAndRestore(str(folder() / "backup")),
     ]
     history = model.fit(
         ks.DatasetCreator(dataset_fn),
-        epochs=5,
+        epochs=EPOCHS,
         steps_per_epoch=STEPS,
         callbacks=callbacks,
         verbose=0,
@@ -56,6 +74,7 @@ def train_with_fit(strategy: Any) -> dict[str, Any]:
         "losses": history.history["loss"],
         "iterations": int(model.optimizer.iterations),
         "evaluated": logged,
+        "alone": loss_on_one_device(),
         "expected": float(np.mean((x @ kernel + bias - y) ** 2)),
         "restored": float(np.abs(restored.get_weights()[0] - kernel).max()),
     }

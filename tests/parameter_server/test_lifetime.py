@@ -1,0 +1,84 @@
+"""Nothing is left of a cluster whose strategy is not referred to any more."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+
+END_SECONDS = 30.0
+
+
+def train() -> weakref.ref[Any]:
+    """A cell of a notebook, which makes a cluster, a model and trains it."""
+    resolver = ks.cluster_resolver.LocalClusterResolver(workers=1, ps=1)
+    strategy = ks.ParameterServerStrategy(resolver)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((16, 4), "float32")
+    model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    return weakref.ref(strategy)
+
+
+def descendants() -> set[int]:
+    """The processes that this one has started, and those that they have."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:  # It has ended.
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    found = {os.getpid()}
+    while new := {p for p, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found - {os.getpid()}
+
+
+def own_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def main() -> None:
+    """Prints what was there during training, and what is left of it."""
+    before = own_threads()
+    reference = train()
+    during = len(descendants())
+    gc.collect()
+    deadline = time.monotonic() + END_SECONDS
+    while descendants() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    threads = sorted(own_threads() - before)
+    print(json.dumps([during, reference() is None, len(descendants()), threads]))
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+def test_nothing_is_left_of_a_cluster() -> None:
+    process = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, timeout=240
+    )
+    assert process.returncode == 0, process.stderr
+    during, is_collected, processes, threads = json.loads(process.stdout)
+    # The manager, Ray's own processes, a worker and a parameter server.
+    assert during >= 3
+    assert (is_collected, processes, threads) == (True, 0, [])
+
+
+if __name__ == "__main__":
+    main()
