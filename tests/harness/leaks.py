@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import types
 from dataclasses import dataclass
 
@@ -90,6 +91,10 @@ def _threads(before: Snapshot) -> list[str]:
         # so it is not done for the threads above, which are there after most tests.
         gc.collect()
     for thread in new:
+        # One that another thread is starting cannot be joined yet.
+        until = time.monotonic() + _GRACE_SECONDS
+        while thread.ident is None and time.monotonic() < until:
+            time.sleep(0.01)
         thread.join(_GRACE_SECONDS)
         if thread.is_alive():
             found.append(f"the thread {thread.name!r} is still running")
