@@ -59,6 +59,11 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_plan_says_what_then_is[central-True]": _TENSORFLOW,
         "test_a_plan_says_what_then_is[mirrored_2-False]": _TENSORFLOW,
     },
+    "multi_worker/test_hosts.py": {
+        # Addresses are given to each engine alike; what TensorFlow's does when a
+        # worker falls silent: `backends/test_tensorflow_workers.py`.
+        "test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut": _TENSORFLOW,
+    },
     "multi_worker/test_preemption.py": {
         # The signal and the file: on JAX, whose runtime handles signals, too.
         "test_preempted_training_takes_the_steps_that_were_left[fit-2]": _TENSORFLOW,
@@ -66,9 +71,17 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "multi_worker/test_row_checks.py": {
         "test_a_problem_that_one_worker_finds_counts_on_all[two-all]": _TENSORFLOW,
     },
+    "parameter_server/test_training.py": {
+        # JAX compiles every step.
+        "test_compiled_steps[True]": _JAX,
+    },
     "test_bad_input.py": {
         "test_a_generator_whose_parts_have_different_lengths": _TENSORFLOW,
         "test_two_strategies_nested": _TENSORFLOW,
+    },
+    "test_exactness.py": {
+        # `backends/test_tensorflow_no_rows.py` and "mixed_float16_skips".
+        "test_same_as_one_device[sizes-mirrored_4]": _TENSORFLOW,
     },
     "test_model_integration.py": {
         # On two replicas; cases of one device and of central storage are exact.
@@ -78,6 +91,8 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         # Keras's callbacks see logs, weights and files, which others compare.
         "test_callbacks_do_what_they_do_on_one_device": _TENSORFLOW,
         "test_tensorboard_writes_its_events": _TENSORFLOW,
+        # Programs of `fit` and `evaluate` in turn: `multi_worker/test_callbacks.py`.
+        "test_a_callback_evaluates_predicts_saves_and_changes_the_rate": _TENSORFLOW,
     },
     "test_rows_that_depend_on_each_other.py": {
         # One of outputs, one of state and one of losses stay.
