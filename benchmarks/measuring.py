@@ -97,7 +97,7 @@ def run_worker(
 
 
 class Results:
-    """The results of a benchmark by their parts, and the circumstances of each part.
+    """The results of a benchmark by their parts, and the conditions of each part.
 
     Args:
         path: the JSON file; what it has already stays until it is measured again.
@@ -107,19 +107,19 @@ class Results:
         self.path = path
         known = json.loads(path.read_text()) if path.exists() else {}
         self.values: dict[str, Any] = known.get("results", {})
-        #: What `circumstances` returned; lacks what earlier versions did not record.
+        #: What `conditions` returned; lacks what earlier versions did not record.
         self.measured: dict[str, dict[str, Any]] = known.get("measured", {})
 
     def put(self, part: str, value: Any) -> None:
         """Adds what has just been measured, and writes the file."""
         self.values[part] = value
-        self.measured[part] = circumstances()
+        self.measured[part] = conditions()
         self.path.parent.mkdir(exist_ok=True)
         text = {"measured": self.measured, "results": self.values}
         self.path.write_text(json.dumps(text, indent=2) + "\n")
 
 
-def circumstances() -> dict[str, Any]:
+def conditions() -> dict[str, Any]:
     """When, of which commit, where and with which versions something is measured."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

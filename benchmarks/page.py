@@ -26,19 +26,19 @@ _RECORDED = ("date", "commit", "cpu", "cores", "versions")
 
 
 def whole(file: str, table: Callable[[Any], str]) -> str:
-    """A table of a results file, and the circumstances of each of its parts."""
+    """A table of a results file, and the conditions of each of its parts."""
     results = Results(RESULTS / f"{file}.json")
     return f"{table(results.values)}\n\n{measured(results, list(results.values))}"
 
 
 def part(file: str, name: str, table: Callable[[Any], str]) -> str:
-    """A table of one part of a results file, and its circumstances."""
+    """A table of one part of a results file, and its conditions."""
     results = Results(RESULTS / f"{file}.json")
     return f"{table(results.values[name])}\n\n{measured(results, [name])}"
 
 
 def measured(results: Results, parts: list[str]) -> str:
-    """One line for each of the circumstances under which parts were measured."""
+    """One line for each of the conditions under which parts were measured."""
     by_text: dict[str, list[str]] = {}
     for name in parts:
         by_text.setdefault(_text(results.measured.get(name, {})), []).append(name)

@@ -65,7 +65,7 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         "test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut": _TENSORFLOW,
     },
     "multi_worker/test_preemption.py": {
-        # The signal and the file: on JAX, whose runtime handles signals, too.
+        # JAX has it by day, because its runtime handles signals, too.
         "test_preempted_training_takes_the_steps_that_were_left[fit-2]": _TENSORFLOW,
     },
     "multi_worker/test_row_checks.py": {

@@ -1,4 +1,4 @@
-"""Script: a coordinator whose cluster Ray starts, as for users.
+"""Script: a coordinator with a cluster that Ray starts, as for users.
 
     python ray_coordinator.py FOLDER
 

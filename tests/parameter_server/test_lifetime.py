@@ -1,4 +1,4 @@
-"""Nothing is left of a cluster whose strategy is not referred to any more."""
+"""A cluster without references to its strategy leaves nothing behind."""
 
 from __future__ import annotations
 
