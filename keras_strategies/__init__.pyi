@@ -5,7 +5,6 @@ from keras_strategies import cluster_resolver as cluster_resolver
 from keras_strategies import coordinator as coordinator
 from keras_strategies import errors as errors
 from keras_strategies import experimental as experimental
-from keras_strategies.backends.base import VariableCopy as VariableCopy
 from keras_strategies.cli.function import launch as launch
 from keras_strategies.collectives import CrossDeviceOps as CrossDeviceOps
 from keras_strategies.collectives import (
@@ -31,6 +30,7 @@ from keras_strategies.coordinator.cluster_coordinator import (
 from keras_strategies.coordinator.status import Status as Status
 from keras_strategies.input.dataset import DistributedDataset as DistributedDataset
 from keras_strategies.input.dataset import DistributedIterator as DistributedIterator
+from keras_strategies.runtime.base import VariableCopy as VariableCopy
 from keras_strategies.strategies.base import Strategy as Strategy
 from keras_strategies.strategies.base import ValueContext as ValueContext
 from keras_strategies.strategies.central_storage import (

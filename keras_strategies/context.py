@@ -28,7 +28,7 @@ from keras_strategies.errors import (
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.backends.base import Communicator
+    from keras_strategies.runtime.base import Communicator
     from keras_strategies.strategies.base import Strategy
 
 

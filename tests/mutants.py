@@ -76,35 +76,35 @@ MUTANTS = [
     # Gradients and what happens to them.
     Mutant(
         "gradient_mean_torch",
-        "backends/torch/spread.py",
+        "engines/torch/spread.py",
         "            total = total + part\n        return total\n",
         "            total = total + part\n        return total / len(present)\n",
         {"torch": f"{EXACTNESS}[size_3-mirrored_2]"},
     ),
     Mutant(
         "gradient_mean_tensorflow",
-        "backends/tensorflow/gradients.py",
+        "engines/tensorflow/gradients.py",
         "    return tf.add_n([tf.convert_to_tensor(gradient) for",
         "    return 0.5 * tf.add_n([tf.convert_to_tensor(gradient) for",
         {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
     ),
     Mutant(
         "gradient_mean_jax",
-        "backends/jax/reductions.py",
+        "engines/jax/reductions.py",
         "    ReduceOp.SUM: lax.psum,",
         "    ReduceOp.SUM: lax.pmean,",
         {"jax": "tests/custom_loops/test_training.py -k portable_loop"},
     ),
     Mutant(
         "wrong_rows_of_gradients_over_workers",
-        "backends/torch/spread.py",
+        "engines/torch/spread.py",
         "return tensor[self.start : self.start + sum(self.sizes)]",
         "return tensor[: sum(self.sizes)]",
         {"torch": "tests/multi_worker/test_exactness.py -k size_3"},
     ),
     Mutant(
         "central_update_with_half_the_gradient",
-        "backends/jax/central.py",
+        "engines/jax/central.py",
         "        self._gradients = list(grads)",
         "        self._gradients = [g / 2 for g in grads]",
         {
@@ -114,7 +114,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies_keep_old_values",
-        "backends/tensorflow/mirrors.py",
+        "engines/tensorflow/mirrors.py",
         "                    done.append(copy.assign(value, read_value=False))",
         "                    done.append(copy.read_value())",
         {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
@@ -154,7 +154,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas_weigh_the_same",
-        "backends/tensorflow/data_parallel.py",
+        "engines/tensorflow/data_parallel.py",
         '        return [tf.cast(size, "float32") / count for size in sizes]',
         "        return [1.0 / len(sizes) for size in sizes]",
         {"tensorflow": f"{EXACTNESS}[penalties-mirrored_2]"},
@@ -181,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         "metric_by_mean",
-        "backends/run_scope.py",
+        "runtime/run_scope.py",
         "        return sum(values[1:], start=values[0])\n"
         '    if variable.aggregation == "mean":',
         "        return sum(values[1:], start=values[0]) / len(values)\n"
@@ -197,7 +197,7 @@ MUTANTS = [
     ),
     Mutant(
         "seeds_equal_in_sharded_programs",
-        "backends/jax/replica_scope.py",
+        "engines/jax/replica_scope.py",
         "    return value.at[0].add(offset)",
         "    return value",
         {"jax": f"{RUN} -k random_layers_draw"},

@@ -83,7 +83,7 @@ def main(timeout: float) -> None:
     import numpy as np
 
     import keras_strategies as ks
-    from keras_strategies.backends import get_backend
+    from keras_strategies.engines import get_backend
 
     options = ks.CommunicationOptions(timeout_seconds=timeout)
     strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)

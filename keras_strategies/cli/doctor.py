@@ -195,7 +195,7 @@ def _devices(around: Surroundings) -> Iterator[Finding]:
             yield Finding(name, repr(os.environ[name]))
     # The first use of Keras and of its framework, which may fail in any way.
     try:
-        from keras_strategies.backends import backend_name, get_backend
+        from keras_strategies.engines import backend_name, get_backend
         from keras_strategies.strategies.devices import default_devices
 
         yield Finding("backend", backend_name())

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.base import Backend, itemsize
 from keras_strategies.collectives.packs import pack_indices
 from keras_strategies.devices import Device, is_device, parse_device
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.runtime.base import Backend, itemsize
 from keras_strategies.values import DistributedValues, PerReplica
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import keras
 
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Backend
 from keras_strategies.collectives.arguments import (
     device_names,
     packs_of_values,
@@ -17,7 +15,9 @@ from keras_strategies.collectives.arguments import (
 from keras_strategies.collectives.options import call_options
 from keras_strategies.collectives.packs import pack, unpack
 from keras_strategies.devices import Device, parse_device
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
+from keras_strategies.runtime.base import Backend
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 

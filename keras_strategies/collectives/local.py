@@ -14,7 +14,7 @@ from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategies.backends.base import Workers
+    from keras_strategies.runtime.base import Workers
     from keras_strategies.strategies.base import Strategy
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.backends.base import itemsize
 from keras_strategies.collectives.packs import pack, pack_indices, unpack
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.runtime.base import itemsize
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -19,8 +19,8 @@ from keras_strategies.types import (
 from keras_strategies.values import flatten, map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.backends.base import Communicator, Workers
     from keras_strategies.devices import Device
+    from keras_strategies.runtime.base import Communicator, Workers
 
 _AT_CONSTRUCTION = (
     "Give it to the strategy, as in "

@@ -12,12 +12,12 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import Applied, StepResult
 from keras_strategies.coordinator.execution import Plan
 from keras_strategies.coordinator.loss_scale import has_dynamic_scale
 from keras_strategies.coordinator.pickling import device_places
 from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.tasks import Task
+from keras_strategies.runtime.parameter_server import Applied, StepResult
 
 if TYPE_CHECKING:
     from keras_strategies.coordinator.worker import Worker

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.backends import get_engine
 from keras_strategies.coordinator import server as server_module
 from keras_strategies.coordinator.beats import start_beating
 from keras_strategies.coordinator.dispatch import Dispatcher
@@ -33,6 +32,7 @@ from keras_strategies.coordinator.snapshots import check_folder
 from keras_strategies.coordinator.states import LocalVariables
 from keras_strategies.coordinator.transport import Connection, Keys, Service
 from keras_strategies.coordinator.worker import Worker
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import SnapshotError, WorkerError
 
 

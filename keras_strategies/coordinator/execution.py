@@ -9,13 +9,6 @@ from typing import Any
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import (
-    Applied,
-    Engine,
-    Program,
-    StepResult,
-    bucket,
-)
 from keras_strategies.coordinator.gradients import judged, prepared, shared_out
 from keras_strategies.coordinator.loss_scale import (
     ScaleReport,
@@ -28,6 +21,13 @@ from keras_strategies.coordinator.server import Pulled, Step
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.store import UpdateId, empty_aligned, pad_rows
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.runtime.parameter_server import (
+    Applied,
+    Engine,
+    Program,
+    StepResult,
+    bucket,
+)
 from keras_strategies.variables.sharded import ShardedVariable
 
 

@@ -13,9 +13,9 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import Applied
 from keras_strategies.coordinator.loss_scale import ScaleReport
 from keras_strategies.coordinator.pickling import Described
+from keras_strategies.runtime.parameter_server import Applied
 
 
 def judged(

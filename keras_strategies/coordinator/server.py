@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.backends import get_engine
 from keras_strategies.coordinator.loss_scale import ScaleReport
 from keras_strategies.coordinator.ray_channel import HANDLER
 from keras_strategies.coordinator.snapshots import Snapshots
@@ -32,6 +31,7 @@ from keras_strategies.coordinator.transport import (
     serve,
 )
 from keras_strategies.coordinator.updates import Updater
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import PeerError, SnapshotError
 
 #: Seconds between looks at whether there is something to do.

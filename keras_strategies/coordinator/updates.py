@@ -17,7 +17,6 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import Engine, bucket
 from keras_strategies.coordinator.packs import Packs, joined, put_apart
 from keras_strategies.coordinator.store import (
     Key,
@@ -27,6 +26,7 @@ from keras_strategies.coordinator.store import (
     take_rows,
 )
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.runtime.parameter_server import Engine, bucket
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,6 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import (
-    OtherLookupsError,
-    Program,
-    StepResult,
-)
 from keras_strategies.coordinator.beats import coordinator_lost
 from keras_strategies.coordinator.closures import (
     Closure,
@@ -44,6 +39,11 @@ from keras_strategies.coordinator.tasks import (
 )
 from keras_strategies.coordinator.transport import Connection
 from keras_strategies.errors import WorkerError
+from keras_strategies.runtime.parameter_server import (
+    OtherLookupsError,
+    Program,
+    StepResult,
+)
 
 #: Seconds between looks at whether the coordinator is there.
 _LOOK_SECONDS = 1.0

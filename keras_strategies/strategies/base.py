@@ -12,8 +12,6 @@ from typing import Any
 import keras
 
 from keras_strategies import context, keras_compat
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Backend, Placement, TrainerAdapter, Workers
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
@@ -22,6 +20,7 @@ from keras_strategies.collectives.cross_device_ops import (
 )
 from keras_strategies.collectives.options import call_options
 from keras_strategies.context import check_results, check_returns
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import (
     ContextError,
     InvalidArgumentError,
@@ -31,6 +30,7 @@ from keras_strategies.input import distribute
 from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.dataset import DistributedDataset
 from keras_strategies.input.workers import Share
+from keras_strategies.runtime.base import Backend, Placement, TrainerAdapter, Workers
 from keras_strategies.strategies import combine, local
 from keras_strategies.strategies.describe import Description, describe
 from keras_strategies.strategies.extended import StrategyExtended

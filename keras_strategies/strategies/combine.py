@@ -10,13 +10,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_strategies.backends.replica_state import HALF
 from keras_strategies.errors import GatherError, InvalidArgumentError
+from keras_strategies.runtime.replica_state import HALF
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.backends.base import Workers
+    from keras_strategies.runtime.base import Workers
     from keras_strategies.strategies.base import Strategy
 
 _ALONG_AXIS = {

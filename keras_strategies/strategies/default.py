@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from keras_strategies import context
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Backend, Communicator, Placement
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
+from keras_strategies.runtime.base import Backend, Communicator, Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import default_devices
 from keras_strategies.types import InputContext, InputOptions, ReduceOp, RunOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Placement
+from keras_strategies.engines import get_backend
+from keras_strategies.runtime.base import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
 

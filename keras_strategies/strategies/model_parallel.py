@@ -8,11 +8,10 @@ from typing import Any
 
 import keras
 
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Backend, Placement, Workers
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.collectives.options import check_implementation
 from keras_strategies.devices import Device, as_devices, parse_device
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError, LayoutError
 from keras_strategies.layouts import (
     BATCH_AXIS,
@@ -26,6 +25,7 @@ from keras_strategies.layouts import (
     VariableMesh,
     mesh_shape,
 )
+from keras_strategies.runtime.base import Backend, Placement, Workers
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
 from keras_strategies.strategies.multi_worker import find_workers

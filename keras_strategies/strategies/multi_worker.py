@@ -11,8 +11,6 @@ from typing import Any
 import keras
 
 from keras_strategies import cluster
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Backend, Placement, Workers
 from keras_strategies.cluster import (
     ClusterResolver,
     LocalClusterResolver,
@@ -28,7 +26,9 @@ from keras_strategies.collectives.cross_device_ops import (
 )
 from keras_strategies.collectives.options import check_implementation
 from keras_strategies.devices import as_devices
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import ClusterError
+from keras_strategies.runtime.base import Backend, Placement, Workers
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices, default_devices
 from keras_strategies.training.seeds import same_random_numbers

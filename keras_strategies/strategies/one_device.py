@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Placement
+from keras_strategies.engines import get_backend
+from keras_strategies.runtime.base import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices
 

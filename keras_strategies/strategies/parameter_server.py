@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras_strategies import context, keras_compat
-from keras_strategies.backends import get_engine
-from keras_strategies.backends.base import Placement, TrainerAdapter, VariableCopy
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.local import LocalClusterResolver
 from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
@@ -27,7 +25,9 @@ from keras_strategies.coordinator.secret import cluster_keys
 from keras_strategies.coordinator.servers import check_channel
 from keras_strategies.coordinator.worker import Worker
 from keras_strategies.devices import Device
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.runtime.base import Placement, TrainerAdapter, VariableCopy
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.default import Alone
 from keras_strategies.strategies.extended import StrategyExtended

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.abstract_scope import AbstractScope
-from keras_strategies.backends.base import StepCost, itemsize
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
+from keras_strategies.runtime.abstract_scope import AbstractScope
+from keras_strategies.runtime.base import StepCost, itemsize
 from keras_strategies.strategies.describe import (
     MESH_HEADER,
     NUMBERS,

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keras_strategies.backends import backend_name
+from keras_strategies.engines import backend_name
 from keras_strategies.errors import ContextError
 from keras_strategies.values import flatten
 

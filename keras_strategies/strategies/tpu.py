@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.base import Backend, Placement
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.cluster.resolver import as_resolver
 from keras_strategies.devices import Device
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import BackendError, InvalidArgumentError
 from keras_strategies.layouts import (
     BATCH_AXIS,
@@ -18,6 +17,7 @@ from keras_strategies.layouts import (
     AutoLayouts,
     VariableMesh,
 )
+from keras_strategies.runtime.base import Backend, Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.devices import choose_devices
 from keras_strategies.strategies.multi_worker import join_workers

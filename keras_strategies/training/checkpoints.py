@@ -20,7 +20,7 @@ import keras
 import numpy as np
 
 from keras_strategies import context, keras_compat
-from keras_strategies.backends import get_backend
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import (
     CheckpointError,
     ContextError,

@@ -10,11 +10,11 @@ from typing import Any
 import keras
 
 from keras_strategies import context, keras_compat
-from keras_strategies.backends import get_backend, run_scope
-from keras_strategies.backends.abstract_scope import AbstractScope
-from keras_strategies.backends.run_scope import RunScope
+from keras_strategies.engines import get_backend, run_scope
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.sharding import check_batch
+from keras_strategies.runtime.abstract_scope import AbstractScope
+from keras_strategies.runtime.run_scope import RunScope
 from keras_strategies.training import workers
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.files import read_seeds, replacing

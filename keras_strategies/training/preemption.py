@@ -18,10 +18,10 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.backends import get_backend
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.cluster.group import WorkerGroup, current_group
 from keras_strategies.cluster.resolver import as_resolver
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import (
     ClusterError,
     ContextError,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.backends.base import Backend
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.runtime.base import Backend
 
 
 def same_random_numbers(backend: Backend, group: WorkerGroup) -> None:

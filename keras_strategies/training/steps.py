@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies import keras_compat
-from keras_strategies.backends import get_backend
 from keras_strategies.context import check_returns
 from keras_strategies.coordinator.pickling import remember_function
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError
 
 

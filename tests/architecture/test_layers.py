@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2] / "keras_strategies"
 LAYERS = (
     ("errors", "types", "tables", "devices", "keras_compat"),
     ("values", "layouts", "cluster", "input.sharding", "input.workers"),
-    ("backends.base",),
-    ("backends", "collectives", "context"),
+    ("runtime.base",),
+    ("runtime", "engines", "collectives", "context"),
     ("variables", "input", "coordinator"),
     ("training",),
     ("strategies",),
@@ -83,12 +83,12 @@ def assert_none(problems: list[str]) -> None:
 
 
 def test_imports_point_up() -> None:
-    # `backends` chooses an engine by its name, so it is the one module that names them.
+    # `engines` chooses an engine by its name, so it is the one module that names them.
     assert_none(
         [
             f"{name_of(path)} imports {target}, which is in a layer below its own"
             for path in modules()
-            if name_of(path) != "backends"
+            if name_of(path) != "engines"
             for target in filter(None, map(own, imports(path, nested=True)))
             if layer_of(target) > layer_of(name_of(path))
         ]
@@ -114,7 +114,7 @@ def test_frameworks_are_imported_by_their_own_room_only() -> None:
             for path in modules()
             for imported in imports(path, nested=False)
             if (framework := FRAMEWORKS.get(imported.split(".")[0])) is not None
-            and not name_of(path).startswith(f"backends.{framework}")
+            and not name_of(path).startswith(f"engines.{framework}")
         ]
     )
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from keras_strategies.backends.gloo_threads import gloo_threads
+from keras_strategies.runtime.gloo_threads import gloo_threads
 
 linux_only = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="scheduling policies are Linux's"

@@ -23,8 +23,8 @@ if keras.backend.backend() != "jax":
 
 import jax
 
-from keras_strategies.backends.jax import program as mesh_program
-from keras_strategies.backends.jax.input import MeshPlacer
+from keras_strategies.engines.jax import program as mesh_program
+from keras_strategies.engines.jax.input import MeshPlacer
 from keras_strategies.types import ReduceOp
 
 ks.set_virtual_cpu_devices(4)
@@ -727,7 +727,7 @@ def test_more_cpu_devices_than_jax_has():
 def test_a_strategy_makes_the_devices_it_names(tmp_path):
     code = """
         import keras_strategies as ks
-        from keras_strategies.backends import get_backend
+        from keras_strategies.engines import get_backend
         from jax._src import xla_bridge
         assert get_backend().cpu_device_count() == 1
         assert not xla_bridge.backends_are_initialized()
@@ -738,7 +738,7 @@ def test_a_strategy_makes_the_devices_it_names(tmp_path):
 
 
 def test_symbols_of_jax_that_are_not_public():
-    from keras_strategies.backends.jax import jax_compat
+    from keras_strategies.engines.jax import jax_compat
 
     jax.devices()
     assert jax_compat.devices_are_fixed()

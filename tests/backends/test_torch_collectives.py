@@ -14,8 +14,8 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_strategies.backends import get_backend
-from keras_strategies.backends.torch.collectives import nccl_all_reduce
+from keras_strategies.engines import get_backend
+from keras_strategies.engines.torch.collectives import nccl_all_reduce
 
 EXPECTED = {"sum": [4, 6], "mean": [2, 3], "min": [1, 2], "max": [3, 4]}
 

@@ -15,13 +15,13 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies import keras_compat
-from keras_strategies.backends.parameter_server import CompiledStep, bucket
-from keras_strategies.backends.torch.parameter_server import ENGINE
-from keras_strategies.backends.torch.recorded import (
+from keras_strategies.engines.torch.parameter_server import ENGINE
+from keras_strategies.engines.torch.recorded import (
     Graph,
     NotRecordableError,
     Recorder,
 )
+from keras_strategies.runtime.parameter_server import CompiledStep, bucket
 from keras_strategies.training.hooks import StrategyHooks
 
 ROWS, IDS = 50, 4
@@ -299,7 +299,7 @@ def test_without_a_compiler_updates_are_the_same(monkeypatch, caplog, tmp_path) 
     monkeypatch.setenv("PATH", str(tmp_path))
     cpp_builder.cpp_compiler_search.cache_clear()
     try:
-        with caplog.at_level("INFO", "keras_strategies.backends.torch.recorded"):
+        with caplog.at_level("INFO", "keras_strategies.engines.torch.recorded"):
             value, kept, recorder = updated(290_000, True)
     finally:
         cpp_builder.cpp_compiler_search.cache_clear()

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies import backends, context
-from keras_strategies.backends.base import (
+from keras_strategies import context, engines
+from keras_strategies.devices import Device
+from keras_strategies.runtime.base import (
     Backend,
     Communicator,
     TrainerAdapter,
     VariableCopy,
 )
-from keras_strategies.devices import Device
 from keras_strategies.strategies import default
 from keras_strategies.types import ReduceOp
 
@@ -168,10 +168,10 @@ class FakeTrainer(TrainerAdapter):
 @contextlib.contextmanager
 def installed(backend: FakeBackend) -> Iterator[FakeBackend]:
     """Makes strategies use a fake backend, whatever Keras runs on."""
-    load = backends._load
-    backends._load = lambda name: backend
+    load = engines._load
+    engines._load = lambda name: backend
     try:
         yield backend
     finally:
-        backends._load = load
+        engines._load = load
         default.DefaultStrategy._singletons.pop(backend, None)

@@ -8,9 +8,9 @@ import pytest
 from keras import optimizers
 
 from keras_strategies import keras_compat
-from keras_strategies.backends import get_engine
 from keras_strategies.coordinator.store import Store
 from keras_strategies.coordinator.updates import OptimizerSpec, Updater
+from keras_strategies.engines import get_engine
 
 SHAPES = [(3, 4), (4,), (4, 1), (), (200, 100)]
 SMALL = range(4)

@@ -1,5 +1,0 @@
-"""JAX: `fit` is the global view, one compiled program over a mesh of devices."""
-
-from keras_strategies.backends.jax.backend import JaxBackend
-
-__all__ = ["JaxBackend"]

@@ -1,5 +1,0 @@
-"""TensorFlow: replicas are branches of one graph, traced in lockstep."""
-
-from keras_strategies.backends.tensorflow.backend import TensorFlowBackend
-
-__all__ = ["TensorFlowBackend"]

@@ -1,5 +1,0 @@
-"""Torch: replicas are threads, each with its own copies of the variables."""
-
-from keras_strategies.backends.torch.backend import TorchBackend
-
-__all__ = ["TorchBackend"]

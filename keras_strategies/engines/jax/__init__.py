@@ -1,0 +1,5 @@
+"""JAX: `fit` is the global view, one compiled program over a mesh of devices."""
+
+from keras_strategies.engines.jax.backend import JaxBackend
+
+__all__ = ["JaxBackend"]

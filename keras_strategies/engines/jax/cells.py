@@ -1,0 +1,124 @@
+"""Cells: places that hold state, which compiled programs read and write."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from keras_strategies import keras_compat
+from keras_strategies.engines import run_scope
+from keras_strategies.engines.jax.placing import put_one
+
+
+class Cell(abc.ABC):
+    """A place that holds one array of state."""
+
+    def __init__(self, variable: Any):
+        self.variable = variable
+
+    @property
+    @abc.abstractmethod
+    def key(self) -> Any:
+        """What equal cells have in common."""
+
+    @abc.abstractmethod
+    def spec(self) -> jax.ShapeDtypeStruct | None:
+        """The array's shape and dtype; None before the variable has a value."""
+
+    @abc.abstractmethod
+    def get(self) -> jax.Array:
+        """The array; not while something is traced, since it may have to be made."""
+
+    @abc.abstractmethod
+    def set(self, value: jax.Array) -> None: ...
+
+
+class VariableCell(Cell):
+    """A variable's value."""
+
+    @property
+    def key(self) -> Any:
+        return id(self.variable)
+
+    def spec(self) -> jax.ShapeDtypeStruct | None:
+        raw = keras_compat.raw_value(self.variable)
+        return None if raw is None else jax.ShapeDtypeStruct(raw.shape, raw.dtype)
+
+    def get(self) -> jax.Array:
+        return keras_compat.raw_value(self.variable)
+
+    def set(self, value: jax.Array) -> None:
+        keras_compat.set_raw_value(self.variable, value)
+
+
+class LocalStacks:
+    """The values of on-read variables on the replicas of one strategy.
+
+    Each is one array of shape `(replicas, ...)`, split over the devices. It is made
+    from the variable's value when it is first needed, and dropped when the variable
+    is assigned outside of `run`.
+
+    Args:
+        count: int, how many replicas there are.
+        split: the sharding of an array whose first axis is split over them.
+    """
+
+    def __init__(self, count: int, split: jax.sharding.Sharding):
+        self.count = count
+        self._split = split
+        self._stacks: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}
+
+    def get(self, variable: Any) -> jax.Array:
+        reference, stack = self._stacks.get(id(variable), (None, None))
+        if stack is not None and reference is not None and reference() is variable:
+            return stack
+        whole = keras_compat.raw_value(variable)
+        self.set(variable, put_one(self.parts(variable, whole), self._split))
+        return self._stacks[id(variable)][1]
+
+    def set(self, variable: Any, stack: jax.Array) -> None:
+        key = id(variable)
+        gone = weakref.ref(variable, lambda _: self._stacks.pop(key, None))
+        self._stacks[key] = (gone, stack)
+
+    def drop(self, variable: Any) -> None:
+        self._stacks.pop(id(variable), None)
+
+    def parts(self, variable: Any, whole: Any) -> jax.Array:
+        return jnp.stack(run_scope.parts(variable, jnp.asarray(whole), self.count))
+
+
+class LocalCell(Cell):
+    """An on-read variable's values on all replicas."""
+
+    def __init__(self, variable: Any, stacks: LocalStacks):
+        super().__init__(variable)
+        self._stacks = stacks
+
+    @property
+    def key(self) -> Any:
+        return (id(self.variable), "local")
+
+    def spec(self) -> jax.ShapeDtypeStruct | None:
+        raw = keras_compat.raw_value(self.variable)
+        if raw is None:
+            return None
+        return jax.ShapeDtypeStruct((self._stacks.count, *raw.shape), raw.dtype)
+
+    def get(self) -> jax.Array:
+        return self._stacks.get(self.variable)
+
+    def set(self, value: jax.Array) -> None:
+        self._stacks.set(self.variable, value)
+
+
+def stacks_of(variable: Any) -> LocalStacks | None:
+    """Where a variable's values on replicas are kept; None where it has but one."""
+    strategy = keras_compat.strategy_of(variable)
+    if strategy is None or not run_scope.is_local(variable):
+        return None
+    return strategy.trainer.local_stacks

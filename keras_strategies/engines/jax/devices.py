@@ -1,0 +1,94 @@
+"""JAX's devices under Keras's names."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import jax
+
+from keras_strategies.devices import Device
+from keras_strategies.engines.jax.jax_compat import devices_are_fixed
+from keras_strategies.errors import BackendInUseError
+
+# XLA_FLAGS="--xla_force_host_platform_device_count=4", the older way.
+_XLA_CPU_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+
+def local_devices() -> tuple[Device, ...]:
+    """The devices of this process: those of the default platform, then CPUs."""
+    found = list(jax.local_devices())
+    if found[0].platform != "cpu":
+        found += _cpu_devices()
+    return tuple(device_of(device) for device in found)
+
+
+def _cpu_devices() -> list[jax.Device]:
+    try:
+        return list(jax.local_devices(backend="cpu"))
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out.
+        return []
+
+
+def jax_device(device: Device, process: int | None = None) -> jax.Device:
+    """The JAX device of a name. Indices count the devices of one process.
+
+    Args:
+        device: the name.
+        process: int, the number of the process; None for this one.
+    """
+    return jax.local_devices(process, backend=device.kind)[device.index]
+
+
+def device_of(device: jax.Device) -> Device:
+    """The name of a JAX device."""
+    siblings = jax.local_devices(backend=device.platform)
+    if device in siblings:
+        return Device(device.platform, siblings.index(device))
+    return Device(device.platform, device.id)  # A device of another process.
+
+
+def default_device() -> jax.Device:
+    """Where JAX puts what nobody places."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+
+
+def cpu_device_count() -> int:
+    """CPU devices that JAX has, or will have when it is first used."""
+    if devices_are_fixed():
+        return len(_cpu_devices())
+    configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
+    if configured > 0:
+        return configured
+    flag = _XLA_CPU_DEVICES.search(os.environ.get("XLA_FLAGS", ""))
+    return int(flag.group(1)) if flag else 1
+
+
+def set_virtual_cpu_devices(count: int) -> None:
+    """Makes `count` CPU devices exist; fewer than there are is no error."""
+    if not devices_are_fixed():
+        jax.config.update("jax_num_cpu_devices", count)
+        _ask_for_threads(count)
+        return
+    existing = cpu_device_count()
+    if existing < count:
+        raise BackendInUseError(
+            f"{count} CPU devices were asked for, but JAX has already been used and "
+            f"has fixed its number of CPU devices, {existing}. Call "
+            f"`keras_strategies.set_virtual_cpu_devices({count})` first in the "
+            "program, before any array or model is made, or set the environment "
+            f"variable JAX_NUM_CPU_DEVICES={count}."
+        )
+
+
+def _ask_for_threads(count: int) -> None:
+    """Lets XLA make enough threads for programs that wait for each other.
+
+    XLA 0.10 runs the programs of all CPU devices on one pool, by default with one
+    thread per core. A program that waits in an all-reduce keeps its thread, and when
+    the next step's programs take the others, the device that everybody waits for
+    gets none: after 40 seconds XLA ends the process. NPROC is where XLA reads the
+    size of the pool, when it makes its client.
+    """
+    os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 2 * count))

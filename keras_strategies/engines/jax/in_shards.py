@@ -1,0 +1,299 @@
+"""Replicas as shards of one program: traced once, and each device runs its part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+from jax import lax
+from jax import numpy as jnp
+
+from keras_strategies import context
+from keras_strategies.engines import run_scope
+from keras_strategies.engines.jax.arguments import Columns
+from keras_strategies.engines.jax.cells import Cell, LocalCell, VariableCell
+from keras_strategies.engines.jax.reductions import (
+    all_reduce_over,
+    check_axis,
+    sums_over,
+)
+from keras_strategies.engines.jax.replica_scope import (
+    MergeScope,
+    Replicas,
+    ReplicaScope,
+    current_replica_scope,
+    one_value,
+    with_seed_offset,
+)
+from keras_strategies.engines.jax.scopes import ProgramScope, TraceScope, is_stacked
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import (
+    PerReplica,
+    map_structure,
+)
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.jax.run import JaxRun
+
+
+class _NeedsOwnTraceError(Exception):
+    """Replicas of this function cannot be one trace."""
+
+
+class _ShardedContext(context.ReplicaContext):
+    """The replica context of a program that all replicas run."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Python on the host, different on each replica: one trace has no value."""
+        raise _NeedsOwnTraceError(
+            "`ReplicaContext.devices` names another device on each replica"
+        )
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext of each replica of {self._strategy!r}>"
+
+
+class Sharded(Replicas):
+    """A function that is traced once and run by each device."""
+
+    def __init__(
+        self, run: JaxRun, fn: Callable[..., Any], columns: Columns, cells: list[Cell]
+    ):
+        self._run = run
+        self._axis = run.axis
+        self._fn = fn
+        self._columns = columns
+        self._cells = cells
+        self._blocks: dict[Any, Any] = {}
+        # Traced values that are the same on all replicas, by identity.
+        self._agreed: dict[int, Any] = {}
+        self._whole_inputs: dict[int, int] = {}
+        self.missing: dict[Any, Cell] = {}
+        self._written: list[Cell] = []
+        self._written_stacks: list[Cell] = []
+        self._result: Any = None
+
+    # Around the trace.
+
+    def program(self) -> Callable[..., Any]:
+        along, whole = jax.P(self._axis), jax.P()
+        return jax.shard_map(
+            self._body,
+            mesh=self._run.mesh,
+            in_specs=(whole, along, whole, along),
+            out_specs=(whole, along, whole, along),
+            axis_names={self._axis},
+            # So that the gradient of an all-reduce is the same all-reduce.
+            check_vma=False,
+        )
+
+    def inputs(self, scope: TraceScope, root: ProgramScope) -> tuple[Any, ...]:
+        state = [c for c in self._cells if isinstance(c, VariableCell)]
+        stacks = [c for c in self._cells if not isinstance(c, VariableCell)]
+        return (
+            [scope.read(cell) for cell in state],
+            [scope.read(cell) for cell in stacks],
+            [jnp.asarray(value) for value in self._columns.whole],
+            [root.joined(parts) for parts in self._columns.parts],
+        )
+
+    def finish(
+        self, scope: TraceScope, root: ProgramScope, results: tuple[Any, ...]
+    ) -> list[Any]:
+        """Writes the new state; one result for each replica."""
+        whole, joined, values, stacks = results
+        for cell, value in zip(self._written, values, strict=True):
+            scope.write(cell, value)
+        for cell, value in zip(self._written_stacks, stacks, strict=True):
+            scope.write(cell, value)
+        count = self._run.count
+        parts = [
+            root.split(array, count, stacked)
+            for array, stacked in zip(joined, self._stacked, strict=True)
+        ]
+
+        def leaf(own: tuple[str, Any], replica_id: int) -> Any:
+            kind, value = own
+            if kind == "static":
+                return value
+            if kind == "input":
+                return self._columns.whole[value]
+            return whole[value] if kind == "whole" else parts[value][replica_id]
+
+        return [
+            map_structure(lambda own, i=i: leaf(own.value, i), self._result)
+            for i in range(count)
+        ]
+
+    # Inside the trace.
+
+    def _body(
+        self, state: list[Any], stacks: list[Any], whole: list[Any], parts: list[Any]
+    ) -> tuple[list[Any], ...]:
+        for cell, value in zip(self._cells_in_order(), [*state, *stacks], strict=True):
+            self._blocks[cell.key] = value
+        self._whole_inputs = {id(value): i for i, value in enumerate(whole)}
+        self._agreed.update({id(value): value for value in whole})
+        self._replica_id = lax.axis_index(self._axis)
+        replica = _ShardedContext(
+            self._run.strategy,
+            self._replica_id,  # type: ignore[arg-type]
+            self,
+        )
+        self._scope = ReplicaScope(replica, self._copy, self._local, self)
+        args, kwargs = self._columns.build(whole, parts)
+        with context.on_replica(replica), self._scope:
+            result = self._fn(*args, **kwargs)
+            outputs = self._sorted_outputs(result)
+        return (*outputs, *self._new_state())
+
+    def _cells_in_order(self) -> list[Cell]:
+        state = [c for c in self._cells if isinstance(c, VariableCell)]
+        return state + [c for c in self._cells if not isinstance(c, VariableCell)]
+
+    def _read(self, cell: Cell) -> Any:
+        value = self._blocks.get(cell.key)
+        if value is None:
+            found = cell.spec()
+            if found is None:
+                return None
+            self.missing[cell.key] = cell
+            shape = found.shape
+            if isinstance(cell, LocalCell):
+                shape = (1, *shape[1:])
+            value = self._blocks[cell.key] = jnp.zeros(shape, found.dtype)
+        return value
+
+    def _copy(self, variable: Any) -> Any:
+        value = self._read(VariableCell(variable))
+        return with_seed_offset(variable, value, self._replica_id)
+
+    def _local(self, variable: Any, replica_id: Any) -> Any:
+        block = self._read(LocalCell(variable, self._run.local_stacks))
+        return None if block is None else block[0]
+
+    def _sorted_outputs(self, result: Any) -> tuple[list[Any], list[Any]]:
+        whole: list[Any] = []
+        joined: list[Any] = []
+        self._stacked: list[bool] = []
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):
+                return _Leaf(("static", leaf))
+            if id(leaf) in self._whole_inputs:
+                return _Leaf(("input", self._whole_inputs[id(leaf)]))
+            if id(leaf) in self._agreed or not isinstance(leaf, jax.core.Tracer):
+                whole.append(leaf)
+                return _Leaf(("whole", len(whole) - 1))
+            self._stacked.append(is_stacked(leaf))
+            joined.append(leaf[None] if is_stacked(leaf) else leaf)
+            return _Leaf(("part", len(joined) - 1))
+
+        self._result = map_structure(place, result)
+        return whole, joined
+
+    def _new_state(self) -> tuple[list[Any], list[Any]]:
+        values, stacks = [], []
+        self._written, self._written_stacks = [], []
+        for variable, value in self._scope.updates.values():
+            if run_scope.is_local(variable):
+                self._written_stacks.append(LocalCell(variable, self._run.local_stacks))
+                stacks.append(value[None])
+            self._written.append(VariableCell(variable))
+            values.append(one_value(variable, self._values_of(self._scope, variable)))
+        return values, stacks
+
+    def _values_of(self, scope: ReplicaScope, variable: Any) -> list[Any]:
+        """A variable's values on the replicas; one if that is the same for all."""
+        value = scope.get_current_value(variable)
+        if value is None or scope.agrees_on(variable):
+            return [value]
+        return self._everywhere(value)
+
+    def _everywhere(self, value: Any) -> list[Any]:
+        gathered = lax.all_gather(value, self._axis)
+        return [gathered[i] for i in range(self._run.count)]
+
+    # Collectives.
+
+    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+        return map_structure(lambda leaf: all_reduce_over(op, leaf, self._axis), value)
+
+    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+        def gather(leaf: Any) -> Any:
+            leaf = keras.ops.convert_to_tensor(leaf)
+            check_axis([leaf.shape], axis)
+            return lax.all_gather(leaf, self._axis, axis=axis % leaf.ndim, tiled=True)
+
+        return map_structure(gather, value)
+
+    def merge_call(
+        self,
+        replica_id: int,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        def gathered(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.core.Tracer) or id(leaf) in self._agreed:
+                return leaf
+            return PerReplica(self._everywhere(leaf))
+
+        args, kwargs = map_structure(gathered, (tuple(args), dict(kwargs)))
+        with self._merged():
+            result = merge_fn(self._run.strategy, *args, **kwargs)
+        return map_structure(self._own, result)
+
+    def _own(self, leaf: Any) -> Any:
+        """This replica's part of what a merged function returned."""
+        if isinstance(leaf, PerReplica):
+            parts = leaf.values
+            if not all(isinstance(part, jax.Array) for part in parts) or (
+                len({(part.shape, part.dtype) for part in parts}) > 1
+            ):
+                raise _NeedsOwnTraceError
+            return jnp.stack(parts)[self._replica_id]
+        if isinstance(leaf, jax.core.Tracer):
+            self._agreed[id(leaf)] = leaf
+        return leaf
+
+    @contextlib.contextmanager
+    def _merged(self) -> Iterator[None]:
+        scope = current_replica_scope()
+
+        def assign(variable: Any, value: Any) -> None:
+            if run_scope.is_local(variable):
+                parts = run_scope.parts(variable, value, self._run.count)
+                scope.keep(variable, jnp.stack(parts)[self._replica_id])
+            else:
+                scope.keep(variable, value, agreed=True)
+
+        merge = MergeScope(lambda v: self._values_of(scope, v), assign)
+        with context.merged_replicas(self._run.strategy), merge:
+            yield
+
+    def apply(
+        self, gradients: list[Any], aggregate: bool, update: Callable[[list[Any]], None]
+    ) -> None:
+        if aggregate:
+            present = [g for g in gradients if g is not None]
+            summed = iter(sums_over(present, self._axis))
+            gradients = [None if g is None else next(summed) for g in gradients]
+        with self._merged():
+            update(gradients)
+
+    def value_and_grad(
+        self, loss_fn: Callable[[list[Any]], Any], values: list[Any]
+    ) -> Any:
+        return jax.value_and_grad(loss_fn, has_aux=True)(values)
+
+
+class _Leaf:
+    """A leaf of a structure, whatever it holds."""
+
+    def __init__(self, value: Any):
+        self.value = value

@@ -1,0 +1,65 @@
+"""What a training step costs, read from its compiled program.
+
+A program is compiled for shapes; nothing of its size is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.jax.messages import sent_bytes
+from keras_strategies.engines.jax.steps import Step
+from keras_strategies.runtime.base import StepCost
+
+Layout = Callable[[Sequence[int]], jax.sharding.Sharding]
+
+
+def step_cost(model: Any, step: Step, batch: Any, layout: Layout) -> StepCost:
+    """The cost of a step.
+
+    Args:
+        model: a built model whose variables have layouts, and need no values.
+        step: the training step, not compiled.
+        batch: structure of what has a shape and a dtype.
+        layout: says where an array of a batch of some shape goes.
+    """
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    state = [[_abstract(variable) for variable in group] for group in groups]
+    given = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            tuple(leaf.shape),
+            jax.dtypes.canonicalize_dtype(str(leaf.dtype)),
+            sharding=layout(leaf.shape),
+        ),
+        batch,
+    )
+    program = jax.jit(
+        lambda *args: step(args[:-1], args[-1]),
+        donate_argnums=(0, 1, 2, 3),
+        out_shardings=(None, tuple([a.sharding for a in group] for group in state)),
+    )
+    compiled = program.lower(*state, given).compile()
+    memory = compiled.memory_analysis()
+    peak = memory and (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    sent = sent_bytes(compiled.as_text() or "")
+    return StepCost(peak, sent, "read from the compiled step")
+
+
+def _abstract(variable: Any) -> jax.ShapeDtypeStruct:
+    layout = keras_compat.layout_of(variable).backend_layout
+    dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
+    return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=layout)

@@ -1,0 +1,191 @@
+"""Scopes of traces: they note which cells a function reads and assigns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+from jax import numpy as jnp
+
+from keras_strategies.engines.jax.cells import Cell, LocalCell, VariableCell, stacks_of
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+# Traces of one call, after which a function is refused. One or two find its state.
+MAX_TRACES = 100
+
+
+class Given:
+    """Values of variables that a scope has in place of those around it.
+
+    Args:
+        variables: sequence of variables.
+        values: their values.
+    """
+
+    def __init__(self, variables: Sequence[Any] = (), values: Sequence[Any] = ()):
+        self._values = {id(v): x for v, x in zip(variables, values, strict=True)}
+        # The variables that were asked for, by id.
+        self.read: set[int] = set()
+
+    def get(self, variable: Any) -> Any:
+        if id(variable) in self._values:
+            self.read.add(id(variable))
+        return self._values.get(id(variable))
+
+
+class TraceScope(keras.StatelessScope):
+    """State inside of a trace, in cross-replica context.
+
+    Args:
+        parent: the scope around this one, which is asked for what this one does not
+            hold; None to read variables themselves.
+        given: what is not to be looked up there.
+    """
+
+    def __init__(self, parent: keras.StatelessScope | None, given: Given | None = None):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._parent = parent
+        self._given = given or Given()
+        self._values: dict[Any, Any] = {}
+        self.reads: dict[Any, Cell] = {}
+        self.written: dict[Any, Cell] = {}
+
+    def read(self, cell: Cell) -> Any:
+        """The value of a cell; None if its variable has none yet."""
+        value = self._values.get(cell.key)
+        if value is None:
+            value = self._read_outside(cell)
+            if value is not None:
+                self._values[cell.key] = value
+                self.reads[cell.key] = cell
+        return value
+
+    def _read_outside(self, cell: Cell) -> Any:
+        if isinstance(cell, VariableCell):
+            given = self._given.get(cell.variable)
+            if given is not None:
+                return given
+        if isinstance(self._parent, TraceScope):
+            return self._parent.read(cell)
+        if self._parent is not None and isinstance(cell, VariableCell):
+            found = self._parent.get_current_value(cell.variable)
+            if found is not None:
+                return found
+        return None if cell.spec() is None else cell.get()
+
+    def write(self, cell: Cell, value: Any) -> None:
+        self._values[cell.key] = value
+        self.written[cell.key] = cell
+
+    def value(self, cell: Cell) -> Any:
+        return self._values[cell.key]
+
+    def get_current_value(self, variable: Any) -> Any:
+        return self.read(VariableCell(variable))
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        self.write(VariableCell(variable), value)
+        stacks = stacks_of(variable)
+        if stacks is not None:
+            self.write(LocalCell(variable, stacks), stacks.parts(variable, value))
+
+    def updated_values(self) -> list[Any]:
+        """The new values, in the order of their first assignment."""
+        return [jnp.asarray(self._values[key]) for key in self.written]
+
+    def commit(self, values: Sequence[Any]) -> None:
+        """Gives the scope around this one, or the variables, the new values."""
+        for cell, value in zip(self.written.values(), values, strict=True):
+            if isinstance(self._parent, TraceScope):
+                self._parent.write(cell, value)
+            elif not isinstance(cell, VariableCell):
+                cell.set(value)
+            elif self._parent is not None:
+                self._parent.add_update((cell.variable, value))
+            else:
+                cell.variable.assign(value)
+
+    @property
+    def root(self) -> ProgramScope | None:
+        """The scope of the program that is being traced."""
+        return self._parent.root if isinstance(self._parent, TraceScope) else None
+
+
+class ProgramScope(TraceScope):
+    """The outermost state of a program that is being traced.
+
+    Args:
+        known: the cells that the program has as inputs, and their values there.
+        sees_all: bool, whether values of replicas have a component for each replica
+            of all workers.
+    """
+
+    def __init__(self, known: Iterable[tuple[Cell, Any]], sees_all: bool = False):
+        super().__init__(None)
+        self.sees_all = sees_all
+        for cell, value in known:
+            self._values[cell.key] = value
+        self.missing: dict[Any, Cell] = {}
+        self.strategies: dict[int, Strategy] = {}
+        self._origins: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
+
+    def _read_outside(self, cell: Cell) -> Any:
+        found = cell.spec()
+        if found is None:
+            return None
+        self.missing[cell.key] = cell
+        return jnp.zeros(found.shape, found.dtype)
+
+    @property
+    def root(self) -> ProgramScope:
+        return self
+
+    def split(self, array: Any, count: int, stacked: bool) -> list[Any]:
+        """The replicas' parts of an array, which `joined` will recognize."""
+        parts = [array[i] for i in range(count)] if stacked else jnp.split(array, count)
+        self._origins[tuple(map(id, parts))] = (parts, array)
+        return parts
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """One array of the replicas' parts, which have one shape."""
+        found = self._origins.get(tuple(map(id, parts)))
+        if found is not None:
+            return found[1]
+        parts = [jnp.asarray(part) for part in parts]
+        return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
+
+
+def is_stacked(part: Any) -> bool:
+    """Whether parts like this one are joined along an axis of their own."""
+    return len(part.shape) == 0 or part.shape[0] == 0
+
+
+class MissingStateError(Exception):
+    """A trace has met state that it did not have as an input."""
+
+    def __init__(self, scope: ProgramScope):
+        super().__init__("state was found while tracing")
+        self.scope = scope
+
+
+class AllReplicasNeededError(BaseException):
+    """A trace without other workers' values has met a strategy that has workers.
+
+    It is traced again with them. A `BaseException`, since the user's code is between
+    here and there.
+    """
+
+    def __init__(self, strategy: Strategy):
+        super().__init__("workers were found while tracing")
+        self.strategy = strategy
+
+
+def check_sees_all(root: ProgramScope, strategy: Strategy) -> None:
+    """Ends a trace that does not have the values of all of a strategy's replicas."""
+    if strategy.workers is not None and not root.sees_all:
+        raise AllReplicasNeededError(strategy)

@@ -1,0 +1,220 @@
+"""Replicas that are traced one by one, side by side in one program."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import keras
+from jax import numpy as jnp
+
+from keras_strategies import context, keras_compat
+from keras_strategies.engines import run_scope
+from keras_strategies.engines.jax.arguments import Columns
+from keras_strategies.engines.jax.cells import LocalCell, VariableCell
+from keras_strategies.engines.jax.lockstep import meet, run_in_lockstep
+from keras_strategies.engines.jax.reductions import check_axis, reduce_parts
+from keras_strategies.engines.jax.replica_scope import (
+    MergeScope,
+    Replicas,
+    ReplicaScope,
+    current_replica_scope,
+    one_value,
+    with_seed_offset,
+)
+from keras_strategies.engines.jax.scopes import TraceScope
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import (
+    flatten,
+    map_structure,
+    regroup,
+    select_replica,
+)
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.jax.run import JaxRun
+
+
+class SideBySide(Replicas):
+    """A function that is traced for each replica, all into one program."""
+
+    def __init__(self, run: JaxRun, scope: TraceScope, fn: Callable[..., Any]):
+        self._run = run
+        self._scope = scope
+        self._fn = fn
+
+    def __call__(self, columns: Columns) -> list[Any]:
+        keras_compat.has_deferred_variables()  # One list for all threads.
+        scopes, tasks = [], []
+        for i in range(self._run.count):
+            replica = context.ReplicaContext(self._run.strategy, i, self)
+            scope = ReplicaScope(replica, self._copier(i), self._local, self)
+            scopes.append(scope)
+            tasks.append(self._task(columns.rows[i], replica, scope))
+        results = run_in_lockstep(tasks)
+        self._commit(scopes)
+        return results
+
+    def _task(
+        self,
+        call: tuple[Any, Any],
+        replica: context.ReplicaContext,
+        scope: ReplicaScope,
+    ) -> Callable[[], Any]:
+        def run() -> Any:
+            with context.on_replica(replica), scope:
+                return self._fn(*call[0], **call[1])
+
+        return run
+
+    def _copier(self, replica_id: int) -> Callable[[Any], Any]:
+        def copy(variable: Any) -> Any:
+            value = self._scope.read(VariableCell(variable))
+            return with_seed_offset(variable, value, replica_id)
+
+        return copy
+
+    def _local(self, variable: Any, replica_id: int) -> Any:
+        stack = self._scope.read(LocalCell(variable, self._run.local_stacks))
+        return None if stack is None else stack[replica_id]
+
+    def _commit(self, scopes: Sequence[ReplicaScope]) -> None:
+        for key in dict.fromkeys(key for scope in scopes for key in scope.updates):
+            having = [scope for scope in scopes if key in scope.updates]
+            variable = having[0].updates[key][0]
+            if run_scope.is_local(variable):
+                values = [scope.get_current_value(variable) for scope in scopes]
+                cell = LocalCell(variable, self._run.local_stacks)
+                self._scope.write(cell, jnp.stack(values))
+            else:
+                values = [scope.updates[key][1] for scope in having]
+                if all(scope.agrees_on(variable) for scope in having):
+                    values = values[:1]
+            self._scope.write(VariableCell(variable), one_value(variable, values))
+
+    # Collectives.
+
+    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+        leaves = [keras.ops.convert_to_tensor(leaf) for leaf in flatten(value)]
+
+        def merge(every: list[list[Any]]) -> list[Any]:
+            reduced = [reduce_parts(op, list(c)) for c in zip(*every, strict=True)]
+            return [reduced] * len(every)
+
+        return _packed(value, meet("all_reduce", leaves, merge))
+
+    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+        leaves = [keras.ops.convert_to_tensor(leaf) for leaf in flatten(value)]
+
+        def merge(every: list[list[Any]]) -> list[Any]:
+            columns = [list(column) for column in zip(*every, strict=True)]
+            for column in columns:
+                check_axis([part.shape for part in column], axis)
+            gathered = [jnp.concatenate(column, axis) for column in columns]
+            return [gathered] * len(every)
+
+        return _packed(value, meet("all_gather", leaves, merge))
+
+    def merge_call(
+        self,
+        replica_id: int,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        strategy = self._run.strategy
+
+        def merge(every: list[Any]) -> list[Any]:
+            merged_args, merged_kwargs = regroup([call for call, _ in every])
+            with self._merged([scope for _, scope in every]):
+                result = merge_fn(strategy, *merged_args, **merged_kwargs)
+            return [select_replica(i, result) for i in range(len(every))]
+
+        call = (tuple(args), dict(kwargs))
+        return meet("merge_call", (call, current_replica_scope()), merge)
+
+    @contextlib.contextmanager
+    def _merged(self, scopes: Sequence[ReplicaScope]) -> Iterator[None]:
+        def values(variable: Any) -> list[Any]:
+            found = [scope.get_current_value(variable) for scope in scopes]
+            agree = all(scope.agrees_on(variable) for scope in scopes)
+            return found[:1] if agree else found
+
+        def assign(variable: Any, value: Any) -> None:
+            if run_scope.is_local(variable):
+                parts = run_scope.parts(variable, value, len(scopes))
+            else:
+                parts = [value] * len(scopes)
+            for scope, part in zip(scopes, parts, strict=True):
+                scope.keep(variable, part, agreed=not run_scope.is_local(variable))
+
+        merge = MergeScope(values, assign)
+        with context.merged_replicas(self._run.strategy), merge:
+            yield
+
+    def apply(
+        self, gradients: list[Any], aggregate: bool, update: Callable[[list[Any]], None]
+    ) -> None:
+        def merge(every: list[Any]) -> list[Any]:
+            columns = zip(*(own for own, _ in every), strict=True)
+            total = [_sum(list(c)) if aggregate else c[0] for c in columns]
+            with self._merged([scope for _, scope in every]):
+                update(total)
+            return [None] * len(every)
+
+        meet("optimizer.apply", (gradients, current_replica_scope()), merge)
+
+    def value_and_grad(
+        self, loss_fn: Callable[[list[Any]], Any], values: list[Any]
+    ) -> Any:
+        """The gradient of all replicas' losses, of which they ask together.
+
+        What replicas exchange while they compute their losses is part of one
+        differentiated function thereby.
+        """
+        replica = context.current_replica()
+        assert replica is not None
+
+        def task(values: list[Any]) -> Any:
+            with context.on_replica(replica):
+                return loss_fn(values)
+
+        state = keras_compat.thread_state()
+
+        def merge(every: list[Any]) -> list[Any]:
+            def total(all_values: list[list[Any]]) -> tuple[Any, Any]:
+                tasks = [
+                    _with_state(state, task, values)
+                    for (task, _, state), values in zip(every, all_values, strict=True)
+                ]
+                results = run_in_lockstep(tasks)
+                losses = [loss for loss, _ in results]
+                return sum(losses[1:], start=losses[0]), results
+
+            differentiated = jax.value_and_grad(total, has_aux=True)
+            (_, results), gradients = differentiated([values for _, values, _ in every])
+            return list(zip(results, gradients, strict=True))
+
+        return meet("value_and_grad", (task, values, state), merge)
+
+
+def _with_state(
+    state: dict[str, Any], task: Callable[[list[Any]], Any], values: list[Any]
+) -> Callable[[], Any]:
+    def run() -> Any:
+        with keras_compat.with_thread_state(state):
+            return task(values)
+
+    return run
+
+
+def _packed(structure: Any, leaves: Sequence[Any]) -> Any:
+    rest = iter(leaves)
+    return map_structure(lambda _: next(rest), structure)
+
+
+def _sum(parts: list[Any]) -> Any:
+    present = [part for part in parts if part is not None]
+    return reduce_parts(ReduceOp.SUM, present) if present else None

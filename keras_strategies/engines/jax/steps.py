@@ -1,0 +1,206 @@
+"""The functions that Keras's loops call, around one step.
+
+# Why state is noted so often
+
+A compiled step donates its state: it writes the new values over the old ones, and
+the arrays that went in are gone. Keras, for its part, takes the values away from
+the variables while a loop runs. An exception between the two, bad data, Ctrl-C,
+would leave a model without weights. So the state is noted before a step asks for
+its batch, and again when the step returns, with no bytecode in between at which
+Python could raise a KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.jax.messages import sent_bytes
+
+# `step(state, batch)` returns `(outputs, state)`.
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def keras_step(model: Any, kind: str) -> Step:
+    """One step as Keras or the user wrote it, a pure function."""
+
+    def predict_step(state: Any, batch: Any) -> tuple[Any, Any]:
+        outputs, non_trainable = model.predict_step(state, batch)
+        return outputs, (state[0], non_trainable)
+
+    original = predict_step if kind == "predict" else getattr(model, f"{kind}_step")
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        # Layers of Keras 3.15 know their losses by `id`, also those of an earlier
+        # trace; when a new loss gets the id of one of them, it is forgotten.
+        keras_compat.clear_losses(model)
+        return original(state, batch)
+
+    return step
+
+
+def compiles(model: Any) -> bool:
+    """Whether the model's steps are compiled."""
+    return bool(model.jit_compile) and not model.run_eagerly
+
+
+# What a program may overwrite: the groups of the state that its loop alone holds.
+# Weights are left alone where they do not change, since after a fit with moving
+# averages the optimizer has the same arrays.
+_DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
+
+
+def compiled(
+    model: Any,
+    kind: str,
+    step: Step,
+    layout: Callable[[Sequence[jax.Array]], Any] | None = None,
+    outputs: jax.sharding.Sharding | None = None,
+    other: Step | None = None,
+) -> Step:
+    """A compiled step, whose new state is noted as soon as it exists.
+
+    Args:
+        model: the model.
+        kind: str, "train", "test" or "predict".
+        step: the step to compile.
+        layout: gives the shardings of a group of arrays that the step overwrites,
+            which the next step then finds as it was compiled for; None leaves them
+            to JAX.
+        outputs: the sharding of the outputs; None leaves it to JAX.
+        other: a step that computes the same with other messages between devices. The
+            first batch says which of the two it is: that whose program sends less.
+    """
+    donated = _DONATED[kind]
+    programs: dict[tuple[int, ...], Callable[..., Any]] = {}
+    chosen = [step] if other is None else []
+
+    def program_for(state: Any, batch: Any) -> Callable[..., Any]:
+        if not chosen:
+            assert other is not None
+            found = [jitted(state, each) for each in (step, other)]
+            # JAX keeps what it has compiled for the call.
+            sent = [_sent(each.lower(*state, batch)) for each in found]
+            best = sent.index(min(sent))
+            chosen.append((step, other)[best])
+            return found[best]
+        return jitted(state, chosen[0])
+
+    def jitted(state: Any, step: Step) -> Any:
+        layouts = [
+            layout(group) if layout is not None and i in donated else None
+            for i, group in enumerate(state)
+        ]
+        return jax.jit(
+            lambda *args: step(args[:-1], args[-1]),
+            donate_argnums=donated,
+            out_shardings=(outputs, tuple(layouts)),
+        )
+
+    def noting(state: Any, batch: Any) -> tuple[Any, Any]:
+        results: list[Any] = []
+        key = tuple(map(len, state))
+        program = programs.get(key)
+        if program is None:
+            program = programs[key] = program_for(state, batch)
+        try:
+            # `extend` and `map` run in C, and so does a compiled program: an
+            # interrupt is raised before the call or when its result is in the list.
+            results.extend(map(program, *zip((*state, batch), strict=True)))
+        finally:
+            if results:
+                keras_compat.record_jax_state(model, kind, results[0][1])
+        return results[0]
+
+    return noting
+
+
+def _sent(lowered: Any) -> int:
+    """The bytes that a device sends when a program runs."""
+    found = sent_bytes(lowered.compile().as_text() or "")
+    return sum(nbytes for _, nbytes in found.values())
+
+
+def with_outputs(step: Step, layout: jax.sharding.Sharding) -> Step:
+    """A step whose outputs, where they are arrays, have a sharding."""
+    moved = jax.jit(lambda outputs: outputs, out_shardings=layout)
+
+    def placing(state: Any, batch: Any) -> tuple[Any, Any]:
+        outputs, state = step(state, batch)
+        return moved(outputs), state
+
+    return placing
+
+
+class Returned(tuple[Any, ...]):
+    """A state that a step returned; Keras hands it to the next one as it is."""
+
+
+def loop_function(
+    model: Any,
+    kind: str,
+    step: Step,
+    prepare: Callable[[Any], Any],
+    count: Callable[[int], None] = lambda steps: None,
+) -> Callable[..., Any]:
+    """What Keras calls for each item of its loop: one step, or several.
+
+    `prepare` is called with a state that comes from the variables; `count` with 1
+    before each batch is read, and with -1 if there was none.
+    """
+    several = model.steps_per_execution
+
+    def read(batches: Iterator[Any]) -> Any:
+        count(1)
+        try:
+            return next(batches)
+        except StopIteration:
+            count(-1)
+            raise
+
+    def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
+        if type(state) is not Returned:
+            state = prepare(state)
+        keras_compat.record_jax_state(model, kind, state)
+        outputs, state = step(state, read(batches))
+        if several == 1:
+            return outputs, Returned(state)
+        every = [outputs]
+        for _ in range(several - 1):
+            try:
+                batch = read(batches)
+            except StopIteration:
+                break
+            outputs, state = step(state, batch)
+            every.append(outputs)
+        return (concatenated(every) if kind == "predict" else outputs), Returned(state)
+
+    return function
+
+
+def unshared(state: Any) -> tuple[Any, ...]:
+    """The state, with a copy of each array but the first that variables share.
+
+    A program cannot overwrite one array with two values. Keras 3.15 makes variables
+    share arrays at the end of a `fit` with `use_ema=True`, and cannot fit again.
+    """
+    seen: set[int] = set()
+
+    def own(array: Any) -> Any:
+        if id(array) in seen:
+            return array.copy()
+        seen.add(id(array))
+        return array
+
+    return tuple([own(array) for array in group] for group in state)
+
+
+def concatenated(outputs: list[Any]) -> Any:
+    """The rows of several batches' outputs."""
+    return keras.tree.map_structure(
+        lambda *parts: jax.numpy.concatenate(parts), *outputs
+    )

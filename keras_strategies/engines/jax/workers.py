@@ -1,0 +1,319 @@
+"""The workers of a cluster on JAX: processes whose devices are one mesh.
+
+JAX's own coordination service tells processes of one another's devices, and XLA's
+collectives, Gloo between CPUs and NCCL between GPUs, move what programs exchange. Both
+are started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.last_resort import LastResort
+from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.devices import Device, parse_device
+from keras_strategies.engines.jax import jax_compat
+from keras_strategies.engines.jax.devices import jax_device
+from keras_strategies.engines.jax.relay import Relay
+from keras_strategies.errors import BackendInUseError, ClusterError
+from keras_strategies.runtime.base import Workers
+from keras_strategies.types import CommunicationOptions, ReduceOp
+
+#: Bytes that travel together where nothing else is said.
+DEFAULT_PACK = 32 * 2**20
+
+_LOOPBACK = "127.0.0.1"
+_WORKER_AXIS = "worker"
+
+_REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: jnp.sum,
+    ReduceOp.MEAN: jnp.mean,
+    ReduceOp.MIN: jnp.min,
+    ReduceOp.MAX: jnp.max,
+}
+
+
+class JaxWorkers(Workers):
+    """JAX's cluster of processes.
+
+    Args:
+        group: the workers, who have met.
+        options: `CommunicationOptions`.
+
+    Raises:
+        RuntimeError: if JAX has been used already.
+    """
+
+    def __init__(self, group: WorkerGroup, options: CommunicationOptions):
+        super().__init__(group, options)
+        _check_unused()
+        self.last_resort = LastResort(group)
+        # The chief's, in front of the service; every worker's, behind its client.
+        self._front: Relay | None = None
+        self._relay: Relay
+        with self.last_resort.waiting():
+            self._start()
+
+    # The engine.
+
+    def _start(self) -> None:
+        group = self.group
+        folder = tempfile.mkdtemp(prefix="keras_strategies-") if group.is_chief else ""
+        try:
+            port = b""
+            if group.is_chief:
+                port = str(self._start_service(os.path.join(folder, "jax"))).encode()
+            chief = str(group.members[0]["host"])
+            found = int(group.broadcast("the address of JAX's service", port))
+            self._relay = Relay(
+                _LOOPBACK,
+                lambda: socket.create_connection((chief, found), group.timeout),
+                keeps=True,
+            )
+            with _no_proxy():
+                jax_compat.start_client(
+                    f"{_LOOPBACK}:{self._relay.port}",
+                    group.count,
+                    group.index,
+                    group.timeout,
+                )
+            jax_compat.use_host_for_collectives(group.own_host)
+            group.barrier("the start of JAX's service")
+        finally:
+            # All are connected, and nobody else is to be.
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _start_service(self, path: str) -> int:
+        """Starts JAX's service; the port where workers reach it."""
+
+        def connect() -> socket.socket:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(path)
+            return connection
+
+        # A socket in a folder of this user's own, so that nothing listens but the
+        # relay, on the interface that the cluster names.
+        jax_compat.start_service(f"unix:{path}", self.group.count)
+        self._front = Relay(self.group.own_host, connect, keeps=False)
+        return self._front.port
+
+    def close(self) -> None:
+        is_whole = self.group.loss() is None
+        if is_whole:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax_compat.stop_client()
+        # Before the service ends, whose last message would end the others.
+        if self._front is not None:
+            self._front.close()
+        self.last_resort.limit_exit()
+        if is_whole:
+            # JAX must not see this one end as long as there is a client.
+            self._relay.close()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax_compat.stop_service()
+
+    # Waiting for the others.
+
+    @contextlib.contextmanager
+    def method(self, name: str) -> Iterator[bool]:
+        with self.last_resort.waiting(), super().method(name) as is_outermost:
+            yield is_outermost
+
+    def cause(self, error: BaseException) -> BaseException:
+        return self.lost(error) if _is_collective(error) else error
+
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Entered around what waits for the other workers.
+
+        Raises:
+            WorkerError: in place of the engine's error when one is lost.
+        """
+        self.group.check()
+        with self.last_resort.waiting():
+            try:
+                yield
+            except (jax.errors.JaxRuntimeError, ValueError) as error:
+                if isinstance(error, ValueError) and not _is_collective(error):
+                    raise
+                raise self.lost(error) from error
+
+    # Devices.
+
+    def devices_of(self, own: Sequence[Device]) -> list[jax.Device]:
+        """The devices of all workers, from the names of this one's, worker by worker.
+
+        Raises:
+            ValueError: if they are not of one kind.
+        """
+        with self.exchange():
+            every = self.group.gather_values("the devices", [str(d) for d in own])
+            named = [[parse_device(name) for name in names] for names in every]
+            kinds = {device.kind for devices in named for device in devices}
+            if len(kinds) > 1:
+                raise ClusterError(
+                    f"Workers use devices of different kinds: {every}. On JAX all of "
+                    "them compute one program; name the devices in "
+                    "`MultiWorkerMirroredStrategy(devices=...)`."
+                )
+            return [
+                jax_device(device, process)
+                for process, devices in enumerate(named)
+                for device in devices
+            ]
+
+    @functools.cached_property
+    def _mesh(self) -> jax.sharding.Mesh:
+        """One device of each process."""
+        kind = jax.local_devices()[0].platform
+        firsts = [jax_device(Device(kind, 0), i) for i in range(self.group.count)]
+        return jax.sharding.Mesh(np.array(firsts), (_WORKER_AXIS,))
+
+    # Collectives of host values.
+
+    def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
+        arrays = [np.asarray(tensor) for tensor in tensors]
+        results: list[Any] = [None] * len(arrays)
+        for indices in self._packs(arrays):
+            flat = np.concatenate([arrays[i].reshape(-1) for i in indices])
+            reduced = self._exchanged(flat, _reduction(op, self._mesh))
+            _unpack(reduced, [arrays[i] for i in indices], indices, results)
+        return results
+
+    def gather_rows(self, tensor: Any, rows: Sequence[int]) -> Any:
+        own = np.asarray(tensor)
+        missing = [(0, max(rows) - own.shape[0])] + [(0, 0)] * (own.ndim - 1)
+        carried = _as_bytes(np.pad(own, missing))
+        every = self._exchanged(carried, _gathering(self._mesh))
+        parts = [
+            np.frombuffer(part.tobytes(), own.dtype).reshape(-1, *own.shape[1:])
+            if part.size
+            else own[:0]
+            for part in every
+        ]
+        whole = [part[:count] for part, count in zip(parts, rows, strict=True)]
+        return jnp.asarray(np.concatenate(whole))
+
+    def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
+        arrays = [np.asarray(tensor) for tensor in tensors]
+        results: list[Any] = [None] * len(arrays)
+        for indices in self._packs(arrays, ["bytes"] * len(arrays)):
+            # Bytes, so that values of any dtype arrive bit by bit.
+            flat = np.concatenate([_as_bytes(arrays[i]) for i in indices])
+            found = self._exchanged(flat, _from_chief(self._mesh)).tobytes()
+            start = 0
+            for i in indices:
+                own = arrays[i]
+                part = np.frombuffer(found, own.dtype, own.size, start)
+                results[i] = part.reshape(own.shape)
+                start += own.nbytes
+        return results
+
+    def _packs(
+        self, arrays: Sequence[Any], kinds: Sequence[str] | None = None
+    ) -> list[list[int]]:
+        return pack_indices(
+            kinds or [str(array.dtype) for array in arrays],
+            [array.nbytes for array in arrays],
+            bytes_per_pack=self.options.bytes_per_pack or DEFAULT_PACK,
+        )
+
+    def _exchanged(self, own: Any, program: Callable[[Any], Any]) -> Any:
+        """What a program makes of the workers' arrays, stacked."""
+        split = jax.NamedSharding(self._mesh, jax.P(_WORKER_AXIS))
+        mine = jax.device_put(own[None], self._mesh.devices[self.group.index])
+        with self.exchange():
+            stacked = jax.make_array_from_single_device_arrays(
+                (self.group.count, *own.shape), split, [mine]
+            )
+            return np.asarray(program(stacked))
+
+
+@functools.cache
+def _reduction(op: ReduceOp, mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
+    reduce = _REDUCTIONS[op]
+    whole = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(lambda rows: reduce(rows, axis=0), out_shardings=whole)
+
+
+@functools.cache
+def _gathering(mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
+    whole = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(lambda rows: rows, out_shardings=whole)
+
+
+@functools.cache
+def _from_chief(mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
+    whole = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(lambda rows: rows[0], out_shardings=whole)
+
+
+def _as_bytes(array: Any) -> Any:
+    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+
+
+def _unpack(
+    flat: Any, like: Sequence[Any], indices: Sequence[int], results: list[Any]
+) -> None:
+    parts = np.split(flat, np.cumsum([array.size for array in like])[:-1])
+    for i, part, array in zip(indices, parts, like, strict=True):
+        results[i] = jnp.asarray(part.reshape(array.shape))
+
+
+def _is_collective(error: BaseException) -> bool:
+    """Whether the engine has failed, and not the program: memory, for example.
+
+    While a program is being started, JAX 0.10 raises a `ValueError` that begins with
+    the name of a status: "UNKNOWN: Gloo all-reduce failed: ...".
+    """
+    text = str(error)
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        is_status = isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", text)
+        if not is_status:
+            return False
+    return any(name in text for name in ("Gloo", "gloo", "NCCL", "nccl", "collective"))
+
+
+def _check_unused() -> None:
+    if jax_compat.runtime_is_started():
+        raise BackendInUseError(
+            "This process belongs to a JAX cluster already: `jax.distributed."
+            "initialize` was called in it. MultiWorkerMirroredStrategy starts JAX's "
+            "cluster itself, from TF_CONFIG or its cluster_resolver; leave that call "
+            "out."
+        )
+    if jax_compat.devices_are_fixed():
+        raise BackendInUseError(
+            "MultiWorkerMirroredStrategy was made after JAX had been used, so that "
+            "its devices are fixed without those of the other workers. Make the "
+            "strategy first in the program, before any array, model or other strategy."
+        )
+
+
+@contextlib.contextmanager
+def _no_proxy() -> Iterator[None]:
+    """Lets gRPC reach this machine directly where a proxy is set for others."""
+    name = "no_grpc_proxy"
+    before = os.environ.get(name)
+    os.environ[name] = _LOOPBACK
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

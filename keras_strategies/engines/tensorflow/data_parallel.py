@@ -1,0 +1,677 @@
+"""The data-parallel call on TensorFlow: one tape per replica, one boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.ops import gradients_util
+
+from keras_strategies import context, keras_compat
+from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.engines.tensorflow.assignments import assigned_value
+from keras_strategies.engines.tensorflow.custom_gradient import custom_gradient
+from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.gradients import (
+    in_dtype_of,
+    sums_of,
+    widened,
+)
+from keras_strategies.engines.tensorflow.mirrors import MirroredVariable
+from keras_strategies.engines.tensorflow.probing import probing, stand_in
+from keras_strategies.engines.tensorflow.replicas import (
+    LockstepCommunicator,
+    NestedCollectiveError,
+    ReplicaEngine,
+)
+from keras_strategies.engines.tensorflow.team import Spread
+from keras_strategies.engines.tensorflow.workers import workers_of
+from keras_strategies.errors import ContextError
+from keras_strategies.input.sharding import split_sizes
+from keras_strategies.runtime.data_parallel import (
+    Channel,
+    DataParallelCall,
+    ReplicaResult,
+)
+from keras_strategies.runtime.row_probes import Randomness
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TensorFlowDataParallelCall(DataParallelCall):
+    """Calls a layer on the replicas of a strategy."""
+
+    def __init__(self, strategy: Strategy, engine: ReplicaEngine):
+        super().__init__(strategy)
+        self._engine = engine
+        self._devices = [tf_device(d) for d in self.placement.replicas]
+        self._lead = tf_device(self.placement.variables)
+        self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._workers = workers_of(self.placement)
+        #: The strategy's `CrossDeviceOps`, None for TensorFlow's own sums.
+        self.reduction = LocalReduction.of(strategy)
+        self._share = self.placement.share
+        # While a step is traced: its batch's tensors, and their first values.
+        self._values: dict[int, tuple[Any, Any]] = {}
+        # Calls do not nest: none is routed while one is under way.
+        self._job = _Job(self, Spread.local([]))
+
+    def __call__(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        try:
+            return super().__call__(layer, call, args, kwargs)
+        except NestedCollectiveError:
+            warnings.warn(
+                f"Layer {layer.name!r} ({type(layer).__name__}) needs all replicas "
+                "together in a loop or a branch, for batch normalization for example, "
+                "which TensorFlow cannot do there. It is called on one device with "
+                "the whole batch instead, which is exact but not parallel. Call the "
+                "normalization outside of the loop to run it on all replicas.",
+                stacklevel=4,
+            )
+            self._not_by_rows.add(layer)
+        with keras_compat.layer_calls_through(None):
+            return call(*args, **kwargs)
+
+    def sizes(
+        self,
+        layer: Any,
+        rows: Any,
+        call_few: Callable[[], int],
+        tensors: Sequence[Any],
+    ) -> list[Any] | None:
+        if self._has_foreign_variables(layer):
+            return None
+        if any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in tensors):
+            return None
+        total = self._share.total
+        every: list[Any]
+        if isinstance(rows, int):
+            every = split_sizes(rows, total)
+        else:
+            if _cannot_take_no_rows(layer):
+                rows = self._at_least_one_each(layer, rows)
+            base, larger = rows // total, rows % total
+            every = [base + tf.cast(i < larger, base.dtype) for i in range(total)]
+        # Replicas without rows do not take part, where that is known: they would add
+        # nothing.
+        if self._workers is None:
+            spread = Spread.local(every)
+            is_alone = len(spread.sizes) == 1 and self._devices[0] == self._lead
+            if not spread.sizes or (is_alone and self.reduction is None):
+                return None
+        else:
+            found = Spread.over(every, self._workers)
+            if found is None:
+                # Too few for all workers: each computes all of them.
+                return None
+            spread = found
+        self._job = _Job(self, spread)
+        return spread.sizes
+
+    def _at_least_one_each(self, layer: Any, rows: Any) -> Any:
+        count = self._share.total
+        check = tf.debugging.assert_greater_equal(
+            rows,
+            tf.cast(count, rows.dtype),
+            f"Layer {layer.name!r} was called on fewer rows than the {count} replicas, "
+            "in a program for any number of rows. It contains convolutions or max "
+            "pooling, of which TensorFlow's kernels fail on the replicas that have "
+            "none. Call it on more rows, or use ks.OneDeviceStrategy.",
+        )
+        with tf.control_dependencies([check] if check is not None else []):
+            return tf.identity(rows)
+
+    def _has_foreign_variables(self, layer: Any) -> bool:
+        """Whether a layer computes with variables that are not Keras's."""
+        known = self._foreign.get(layer)
+        if known is None:
+            known = self._foreign[layer] = keras_compat.holds_tf_variables(layer)
+            if known:
+                warnings.warn(
+                    f"Layer {layer.name!r} contains variables or modules of "
+                    "TensorFlow. They cannot be replaced by a replica's copies, so "
+                    "the layer is called on one device with the whole batch, which "
+                    "is exact but not parallel. Use `add_weight` and Keras layers to "
+                    "run it on all replicas.",
+                    stacklevel=6,
+                )
+        return known
+
+    def split(self, tensor: Any, sizes: Sequence[Any]) -> list[Any]:
+        parts = []
+        tensor = self._job.spread.own(tensor)
+        pieces = tf.split(tensor, list(sizes)) if len(sizes) > 1 else [tensor]
+        for i, part in enumerate(pieces):
+            with tf.device(self._devices[i]):
+                # Behind the gradient's boundary, which begins with the slices.
+                parts.append(tf.identity(tf.stop_gradient(part)))
+            self._job.slices[i].append(parts[-1])
+        return parts
+
+    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        self._job.open_tapes()
+        return self._run_tasks(self._job, tasks)
+
+    def _run_tasks(self, job: _Job, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        team = job.spread.team
+
+        def in_context(replica_id: int) -> Callable[[], Any]:
+            replica = context.ReplicaContext(
+                self.strategy, team.first + replica_id, job.communicator, team.total
+            )
+
+            def run() -> Any:
+                with context.on_replica(replica):
+                    tape = job.tapes[replica_id]
+                    if tape is None or not job.is_forward:
+                        return tasks[replica_id]()
+                    with tape:
+                        tape.watch([s for s in job.slices[replica_id] if _is_float(s)])
+                        return tasks[replica_id]()
+
+            return run
+
+        return self._engine.run(
+            [in_context(i) for i in range(len(tasks))], job.communicator
+        )
+
+    def copy_variable(self, replica_id: int, variable: Any) -> Any:
+        raw = keras_compat.raw_value(variable)
+        if raw is None:
+            return None
+        job = self._job
+        tape = job.tapes[replica_id]
+        with job.outside_control_flow():
+            if tape is None:
+                return self._local(replica_id, variable, raw)
+            with tape.stop_recording():
+                local = self._local(replica_id, variable, raw)
+            if self._is_trained(variable, raw):
+                tape.watch(local)
+                job.watched[replica_id].add(id(local))
+            return local
+
+    def cast_copy(self, replica_id: int, value: Any, dtype: str) -> Any:
+        job = self._job
+        tape = job.tapes[replica_id]
+        # In a loop, each turn casts: it is the sum over turns that is float32.
+        if (
+            tape is None
+            or id(value) not in job.watched[replica_id]
+            or not job.is_current_graph
+        ):
+            return None
+        with tape.stop_recording(), tf.device(self._devices[replica_id]):
+            cast = tf.cast(value, dtype)
+        tape.watch(cast)
+        job.watched[replica_id].add(id(cast))
+        return cast
+
+    def _is_trained(self, variable: Any, raw: Any) -> bool:
+        """Whether somebody can ask for the gradient of a variable.
+
+        A tape asks for those of frozen ones too, as far as TensorFlow knows, and drops
+        them. They would cost nothing, did they not travel between workers.
+        """
+        if self._workers is not None and not variable.trainable:
+            return False
+        return bool(raw.trainable) and _is_float(raw)
+
+    def _local(self, replica_id: int, variable: Any, raw: Any) -> Any:
+        device = self._devices[replica_id]
+        own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
+        value = self._job.read(raw) if own is None else own.read_value()
+        with tf.device(device):
+            everywhere = self._job.spread.team.first + replica_id
+            offset = keras_compat.seed_offset(variable, everywhere)
+            if offset:
+                return value + tf.constant([offset, 0], dtype=value.dtype)
+            return tf.identity(tf.stop_gradient(value))
+
+    def assigned_value(self, variable: Any, read: Callable[[], Any], value: Any) -> Any:
+        if not self._is_trained(variable, keras_compat.raw_value(variable)):
+            return tf.stop_gradient(value)
+        return assigned_value(read(), value)
+
+    def connect(
+        self,
+        inputs: Sequence[tuple[Any, list[Any]]],
+        results: Sequence[ReplicaResult],
+        channels: Sequence[Channel],
+    ) -> list[Any]:
+        job = self._job
+        job.layer_call = self._layer_call
+        job.check_rows(channels)
+        if job.tapes[0] is None:
+            return [job.combine(channel) for channel in channels]
+        sources = job.sources(inputs, results)
+        differentiable = [c for c in channels if _is_float(c.parts[0])]
+        if not sources or not differentiable:
+            return [job.combine(channel) for channel in channels]
+        connected = iter(_boundary(job, sources, differentiable))
+        job.close_tapes()
+        return [
+            next(connected) if _is_float(c.parts[0]) else job.combine(c)
+            for c in channels
+        ]
+
+    def fractions(self, sizes: list[Any], rows: Any) -> list[Any]:
+        if isinstance(rows, int):
+            return super().fractions(sizes, rows)
+        count = tf.cast(tf.maximum(rows, 1), "float32")
+        return [tf.cast(size, "float32") / count for size in sizes]
+
+    def to_lead(self, tensor: Any) -> Any:
+        with tf.device(self._lead):
+            return tf.identity(tf.stop_gradient(tensor))
+
+    def joined(self, parts: list[Any]) -> Any:
+        with tf.device(self._lead):
+            return self._job.spread.joined(super().joined(parts))
+
+    def all_fractions(self, sizes: list[Any], rows: Any) -> list[Any]:
+        return self.fractions(self._job.spread.every, rows)
+
+    def on_all_workers(self, columns: list[list[Any]]) -> list[list[Any]]:
+        with tf.device(self._lead):
+            return self._job.spread.team.everywhere(columns)
+
+    @contextlib.contextmanager
+    def tracing(self, traced: Any, batch: Any) -> Iterator[None]:
+        """Entered around the tracing of a step.
+
+        Args:
+            traced: the batch in the program, a structure of tensors without values.
+            batch: the first batch that it will run on.
+        """
+        if tf.executing_eagerly() or batch is None:
+            yield
+            return
+        pairs = zip(tf.nest.flatten(traced), tf.nest.flatten(batch), strict=True)
+        self._values = {
+            id(tensor): (tensor, value)
+            for tensor, value in pairs
+            if isinstance(value, tf.Tensor)
+        }
+        try:
+            yield
+        finally:
+            self._values = {}
+
+    def values_of(self, tensor: Any) -> Any | None:
+        if hasattr(tensor, "numpy"):
+            return tensor
+        _, value = self._values.get(id(tensor), (tensor, None))
+        return value
+
+    def probe_input(self, tensor: Any, rows: int | None) -> Any:
+        values = self.values_of(tensor)
+        if values is None:
+            return stand_in(tensor, rows)
+        with tf.device(self._lead):
+            return tf.identity(values[:rows] if tensor.shape.rank else values)
+
+    def probing(self, quantile: float) -> contextlib.AbstractContextManager[Randomness]:
+        return probing(self._lead, quantile)
+
+
+@dataclass
+class _Source:
+    """A tensor outside the replicas that gradients go to.
+
+    Args:
+        tensor: the variable's value, or an input of the layer.
+        locals: what the replicas computed with instead: their copies of the
+            variable (None where a replica did not read it) or their slices.
+        by_rows: bool, whether gradients are concatenated, as for an input, or
+            summed, as for a variable.
+        variable: the Keras variable, None for an input.
+    """
+
+    tensor: Any
+    locals: list[Any]
+    by_rows: bool
+    variable: Any = None
+
+
+@dataclass
+class _Job:
+    """One data-parallel call, from its first slice to its backward pass."""
+
+    call: TensorFlowDataParallelCall
+    spread: Spread
+    slices: list[list[Any]] = field(init=False)
+    tapes: list[Any] = field(init=False)
+    # By replica: ids of the copies of variables that the tape watches.
+    watched: list[set[int]] = field(init=False)
+    reads: dict[int, Any] = field(default_factory=dict)
+    # The replicas whose tapes have been asked for gradients.
+    asked: set[int] = field(default_factory=set)
+    is_forward: bool = True
+    # What is recomputed for gradients of gradients.
+    layer_call: Any = None
+
+    def __post_init__(self) -> None:
+        self.sizes = self.spread.sizes
+        count = len(self.sizes)
+        self.slices = [[] for _ in range(count)]
+        self.tapes = [None] * count
+        self.watched = [set() for _ in range(count)]
+        self.lead = self.call._lead
+        placement = self.call.placement
+        self.communicator = LockstepCommunicator(
+            placement.replicas[:count],
+            placement.variables,
+            self.spread.team,
+            self.call.reduction,
+        )
+        self.graph = tf.compat.v1.get_default_graph()
+
+    @property
+    def is_static(self) -> bool:
+        return all(isinstance(size, int) for size in self.sizes)
+
+    def open_tapes(self) -> None:
+        """Prepares to record the replicas, unless nobody can ask for a gradient."""
+        if tf.executing_eagerly() and not record.could_possibly_record():
+            return
+        # Under a persistent tape TensorFlow traces the gradient of a loop three times
+        # over when the loop is made. In a graph, `_gradients` does without one.
+        self.tapes = [
+            tf.GradientTape(
+                persistent=tf.executing_eagerly(), watch_accessed_variables=False
+            )
+            for _ in self.sizes
+        ]
+
+    def close_tapes(self) -> None:
+        """Drops the tapes of a graph in which no outer tape asks for gradients.
+
+        A tape refers to tensors and so to the graph, whose boundary refers to this job,
+        and the garbage collector does not see what a tape refers to. Gradients that are
+        asked for later, as by a tape around the graph's function, come from the graph.
+        """
+        if not tf.executing_eagerly() and not record.could_possibly_record():
+            self.tapes = [None] * len(self.sizes)
+
+    def _gradients(
+        self, i: int, targets: list[Any], sources: list[Any], given: list[Any]
+    ) -> list[Any]:
+        """From a replica's tape; those that it has given already, from its graph."""
+        tape = self.tapes[i]
+        if tape is None or (i in self.asked and not tape._persistent):
+            found = gradients_util._GradientsHelper(
+                targets, sources, given, src_graph=self.graph
+            )
+        else:
+            found = tape.gradient(targets, sources, output_gradients=given)
+        self.asked.add(i)
+        return list(found)
+
+    def outside_control_flow(self) -> Any:
+        """A copy that is first needed in a loop is made before the loop."""
+        if tf.executing_eagerly():
+            return tf.name_scope("")
+        return self.graph.as_default()
+
+    @property
+    def is_current_graph(self) -> bool:
+        """Whether no loop, branch or program was entered since the call began."""
+        return tf.executing_eagerly() or (
+            tf.compat.v1.get_default_graph() is self.graph
+        )
+
+    def read(self, raw: Any) -> Any:
+        """The value of a variable, read once for all replicas."""
+        if id(raw) not in self.reads:
+            with tf.device(self.lead):
+                self.reads[id(raw)] = tf.convert_to_tensor(raw)
+        return self.reads[id(raw)]
+
+    def check_rows(self, channels: Sequence[Channel]) -> None:
+        """In a program for any number of rows, outputs are checked as it runs."""
+        if self.is_static:
+            return
+        for channel in channels:
+            if channel.weights is None:
+                for part, size in zip(channel.parts, self.sizes, strict=True):
+                    tf.debugging.assert_equal(
+                        tf.shape(part)[0],
+                        size,
+                        "A layer that is called on several replicas returned another "
+                        "number of rows than it got, so that its outputs cannot be "
+                        "joined. Return one row per sample.",
+                    )
+
+    def combine(self, channel: Channel) -> Any:
+        with tf.device(self.lead):
+            parts = [tf.stop_gradient(part) for part in channel.parts]
+            if channel.weights is None:
+                own = tf.concat(parts, 0) if len(parts) > 1 else tf.identity(parts[0])
+                return self.spread.joined(own)
+            terms = [
+                _nothing_if_empty(part, size) * tf.cast(weight, part.dtype)
+                for part, weight, size in zip(
+                    map(widened, parts), channel.weights, self.sizes, strict=True
+                )
+            ]
+            [total] = self.spread.summed([tf.add_n(terms)])
+            return tf.cast(total, parts[0].dtype)
+
+    def sources(
+        self,
+        inputs: Sequence[tuple[Any, list[Any]]],
+        results: Sequence[ReplicaResult],
+    ) -> list[_Source]:
+        found: dict[Any, _Source] = {}
+        for replica_id, result in enumerate(results):
+            for key, (variable, local) in result.scope.reads.items():
+                if id(local) not in self.watched[replica_id]:
+                    continue
+                if key not in found:
+                    raw = keras_compat.raw_value(variable)
+                    with tf.device(self.lead):
+                        value = tf.convert_to_tensor(raw)
+                        if value.dtype != local.dtype:
+                            value = tf.cast(value, local.dtype)
+                    found[key] = _Source(value, [None] * len(results), False, variable)
+                found[key].locals[replica_id] = local
+        sources = list(found.values())
+        for tensor, slices in inputs:
+            if _is_float(tensor):
+                with tf.device(self.lead):
+                    own = self.spread.own_source(tensor)
+                sources.append(_Source(own, list(slices), by_rows=True))
+        return sources
+
+    def backward(
+        self,
+        sources: Sequence[_Source],
+        channels: Sequence[Channel],
+        gradients: Sequence[Any],
+    ) -> list[Any]:
+        """Gradients of the sources, from those of the combined channels."""
+        if record.should_record_backprop(
+            [*gradients, *(source.tensor for source in sources)]
+        ):
+            return self._differentiable_gradients(sources, gradients)
+        shares = [
+            self._shares(channel, gradient)
+            for channel, gradient in zip(channels, gradients, strict=True)
+        ]
+
+        def task(i: int) -> Callable[[], list[Any]]:
+            def run() -> list[Any]:
+                own = [source.locals[i] for source in sources]
+                found = iter(
+                    self._gradients(
+                        i,
+                        [channel.parts[i] for channel in channels],
+                        [local for local in own if local is not None],
+                        [share[i] for share in shares],
+                    )
+                )
+                return [None if local is None else next(found) for local in own]
+
+            return run
+
+        self.is_forward = False
+        tasks = [task(i) for i in range(len(self.sizes))]
+        per_replica = self.call._run_tasks(self, tasks)
+        with tf.device(self.lead):
+            found = self._together(sources, list(zip(*per_replica, strict=True)))
+            shared = [i for i, source in enumerate(sources) if not source.by_rows]
+            totals = self.spread.team.sum_gradients([found[i] for i in shared])
+            for i, total in zip(shared, totals, strict=True):
+                found[i] = in_dtype_of(total, sources[i].tensor)
+            return found
+
+    def _differentiable_gradients(
+        self, sources: Sequence[_Source], gradients: Sequence[Any]
+    ) -> list[Any]:
+        """The same gradients, of operations that an outer tape can record."""
+        if self.spread.workers is not None:
+            raise ContextError(
+                "A gradient that goes through a layer called on several workers was "
+                "asked for while another `tf.GradientTape` records it; gradients of "
+                "gradients do not cross workers. Leave the tape first, compute the "
+                "penalty inside a layer's `call`, or use ks.MirroredStrategy."
+            )
+        values: dict[int, Any] = {}
+        inputs = [source.tensor for source in sources if source.by_rows]
+        trained = {id(s.variable) for s in sources if s.variable is not None}
+        with (
+            tf.device(self.lead),
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            tape.watch(inputs)
+
+            def value_of(variable: Any) -> Any:
+                raw = keras_compat.raw_value(variable)
+                if id(variable) not in trained:
+                    return raw
+                values[id(variable)] = tf.convert_to_tensor(raw)
+                tape.watch(values[id(variable)])
+                return values[id(variable)]
+
+            found = self.call.recompute(self.layer_call, value_of)
+            outputs = [output for output in found if _is_float(output)]
+        with tf.device(self.lead):
+            wanted = [*values.values(), *inputs]
+            results = tape.gradient(outputs, wanted, output_gradients=list(gradients))
+            # A variable is several sources where each of its reads has a gradient.
+            of_variables = dict(zip(values, results, strict=False))
+            of_inputs = iter(results[len(values) :])
+            returned = []
+            for source in sources:
+                if source.by_rows:
+                    gradient = next(of_inputs)
+                else:
+                    gradient = of_variables.pop(id(source.variable), None)
+                if gradient is not None and gradient.dtype != source.tensor.dtype:
+                    gradient = tf.cast(gradient, source.tensor.dtype)
+                returned.append(gradient)
+            return returned
+
+    def _shares(self, channel: Channel, gradient: Any) -> list[Any]:
+        """The parts' gradients, from that of the concatenation or weighted sum."""
+        with tf.device(self.lead):
+            if channel.weights is not None:
+                wide = widened(gradient)
+                return [
+                    tf.cast(wide * tf.cast(w, wide.dtype), gradient.dtype)
+                    for w in channel.weights
+                ]
+            gradient = self.spread.own(gradient)
+            if len(channel.parts) == 1:
+                return [gradient]
+            sizes = [
+                part.shape[0] if part.shape[0] is not None else tf.shape(part)[0]
+                for part in channel.parts
+            ]
+            return tf.split(gradient, sizes)
+
+    def _together(
+        self, sources: Sequence[_Source], columns: Sequence[Sequence[Any]]
+    ) -> list[Any]:
+        """The gradient of each source, from those of the local replicas."""
+        pairs = list(zip(sources, columns, strict=True))
+        shared = [self._counted(parts) for source, parts in pairs if not source.by_rows]
+        sums = iter(sums_of(shared, self.call.reduction))
+        return [
+            _rows_together(source, parts) if source.by_rows else next(sums)
+            for source, parts in pairs
+        ]
+
+    def _counted(self, parts: Sequence[Any]) -> list[Any]:
+        """A variable's gradients, zeros on replicas without rows."""
+        if self.is_static:
+            return list(parts)
+        return [
+            None if part is None else _nothing_if_empty(part, size)
+            for part, size in zip(parts, self.sizes, strict=True)
+        ]
+
+
+def _boundary(
+    job: _Job, sources: Sequence[_Source], channels: Sequence[Channel]
+) -> list[Any]:
+    """The edge between the global batch and the replicas, for outer tapes."""
+
+    @custom_gradient
+    def connected(*tensors: Any) -> Any:
+        def grad(*gradients: Any) -> list[Any]:
+            return job.backward(sources, channels, gradients)
+
+        return [job.combine(channel) for channel in channels], grad
+
+    return list(connected(*(source.tensor for source in sources)))
+
+
+def _cannot_take_no_rows(layer: Any) -> bool:
+    """Whether TensorFlow 2.21 fails on no rows, by an error, a wrong shape or a crash.
+
+    Without rows, its convolutions for CPUs have the channels of their input, and the
+    gradient of max pooling ends the process.
+    """
+    names = (type(sub).__name__ for sub in layer._flatten_layers())
+    return any("Conv" in name or "MaxPool" in name for name in names)
+
+
+def _nothing_if_empty(tensor: Any, size: Any) -> Any:
+    """Zeros in place of what a replica without rows computed: means of nothing."""
+    if isinstance(size, int) or isinstance(tensor, tf.IndexedSlices):
+        return tensor
+    return tf.where(size > 0, tensor, tf.zeros_like(tensor))
+
+
+def _rows_together(source: _Source, parts: Sequence[Any]) -> Any:
+    """The gradient of an input, from those of its slices."""
+    if all(part is None for part in parts):
+        return None
+    return tf.concat(
+        [
+            tf.zeros_like(local) if part is None else tf.convert_to_tensor(part)
+            for part, local in zip(parts, source.locals, strict=True)
+        ],
+        0,
+    )
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)

@@ -1,0 +1,133 @@
+"""Gradients and compiled steps of portable loops, on TensorFlow."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import config as autograph_config
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.tensorflow.workers import (
+    TensorFlowWorkers,
+    joined_workers,
+)
+from keras_strategies.errors import ReplicaError
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+) -> Callable[..., Any]:
+    """See `ks.value_and_grad`."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # What they are now: the function may assign them.
+        sources = [_source(variable) for variable in variables]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            result = fn(*args, **kwargs)
+        loss = result[0] if has_aux else result
+        gradients = tape.gradient(loss, sources)
+        return ((loss, result[1]) if has_aux else loss), gradients
+
+    return wrapped
+
+
+def _source(variable: Any) -> Any:
+    """What reading a variable depends on: itself, or its value on a replica."""
+    if isinstance(variable, tf.Variable):
+        return variable
+    scope = keras_compat.current_stateless_scope()
+    value = None if scope is None else scope.get_current_value(variable)
+    return keras_compat.raw_value(variable) if value is None else value
+
+
+class _Compiling(threading.local):
+    # Whether this thread traces a program for XLA, and whether it was refused.
+    xla = False
+    refused = False
+
+
+_compiling = _Compiling()
+
+
+class XlaRefusedError(ReplicaError):
+    """XLA compiles programs for one device."""
+
+
+def refuse_xla() -> None:
+    """Called where several replicas begin: gives up an XLA program under way."""
+    if _compiling.xla:
+        _compiling.refused = True
+        raise XlaRefusedError("XLA compiles programs for one device.")
+
+
+def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., Any]:
+    """See `ks.function`."""
+    plain = tf.function(fn, reduce_retracing=True)
+    workers = joined_workers()
+    if workers is not None:
+        plain = _watched(plain, workers)
+    if not jit_compile:
+        return plain
+    whole = tf.function(fn, reduce_retracing=True, jit_compile=True)
+    has_replicas = False
+
+    @functools.wraps(fn)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_replicas
+        if has_replicas:
+            return plain(*args, **kwargs)
+        # Which strategy the function uses, its tracing shows.
+        before = _compiling.xla
+        _compiling.xla, _compiling.refused = True, False
+        try:
+            return whole(*args, **kwargs)
+        except Exception:
+            if not _compiling.refused:
+                raise
+        finally:
+            _compiling.xla = before
+        has_replicas = True
+        warnings.warn(
+            "`ks.function(..., jit_compile=True)` was called with a function that "
+            "runs several replicas. XLA compiles programs for one device on "
+            "TensorFlow, so the function runs without XLA; its results are the same. "
+            "Use ks.OneDeviceStrategy for an XLA program.",
+            stacklevel=2,
+        )
+        return plain(*args, **kwargs)
+
+    return step
+
+
+def _watched(program: Any, workers: TensorFlowWorkers) -> Callable[..., Any]:
+    """A program that names the worker that was lost, where it fails of it."""
+
+    @functools.wraps(program.python_function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with workers.watched():
+            return program(*args, **kwargs)
+
+    step.program = program  # type: ignore[attr-defined]
+    return step
+
+
+def program_of(fn: Any) -> Any:
+    """The `tf.function` that `function` has made; other functions as they are."""
+    return getattr(fn, "program", fn)
+
+
+def leave_to_python() -> None:
+    """Lets `tf.function` rewrite the code of people, and not that of this package.
+
+    As TensorFlow does with Keras, whose rules these are.
+    """
+    rule = autograph_config.DoNotConvert("keras_strategies")
+    if not any(str(rule) == str(r) for r in autograph_config.CONVERSION_RULES):
+        autograph_config.CONVERSION_RULES = (rule, *autograph_config.CONVERSION_RULES)

@@ -1,0 +1,405 @@
+"""Variables that keep a copy on the device of every replica.
+
+A mirrored variable is a `tf.Variable` on the strategy's first device, which knows its
+copies on the other devices. Whatever changes it changes them in the same breath, in
+eager code and in programs, so that a copy is never older than the variable. They get
+the values, or the rows, that the variable has afterwards, and do not repeat the
+operation: copies that each do their own sums would drift apart where an accelerator
+adds in no fixed order.
+
+TensorFlow ends every assignment with `BaseResourceVariable._lazy_read`, also those of
+slices, of rows, and those that functions of `tf.compat.v1` make, so that one method
+sees them all. What it does not end there is overridden beside it: assignments that
+read nothing back, and restored checkpoints. Operations of `tf.raw_ops` take a handle
+and not a variable; an assignment by one of them is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.framework import ops as graph_ops
+from tensorflow.python.ops import control_flow_util, resource_variable_ops
+
+from keras_strategies.engines.tensorflow.function import refuse_xla
+from keras_strategies.errors import ContextError
+
+
+class _Changing(threading.local):
+    # The rows that the assignment under way changes; None if it may be all of them.
+    rows: Any = None
+
+
+_changing = _Changing()
+
+
+@contextlib.contextmanager
+def _changing_rows(sparse_delta: Any) -> Iterator[None]:
+    previous = _changing.rows
+    _changing.rows = getattr(sparse_delta, "indices", None)
+    try:
+        yield
+    finally:
+        _changing.rows = previous
+
+
+class _Reading(threading.local):
+    # The device whose copies this thread reads, and the graph that its replica
+    # builds; None where it reads the variables themselves, and in eager code.
+    device: str | None = None
+    graph: Any = None
+
+
+_reading = _Reading()
+
+
+@contextlib.contextmanager
+def reading_copies_on(device: str) -> Iterator[None]:
+    """In this thread, variables that have a copy on the device are read there.
+
+    Args:
+        device: as TensorFlow names it, `/device:KIND:INDEX`.
+    """
+    previous = _reading.device, _reading.graph
+    _reading.device, _reading.graph = device, _current_graph()
+    try:
+        yield
+    finally:
+        _reading.device, _reading.graph = previous
+
+
+class _Copies:
+    """The copies of one variable, and how they are brought up to date.
+
+    Args:
+        home: the device of the variable, as TensorFlow names it.
+        copies: `tf.Variable`s on the other devices.
+    """
+
+    def __init__(self, home: str, copies: Sequence[tf.Variable]):
+        self.home = home
+        self.all = tuple(copies)
+        self._of_device = {_short(copy.device): copy for copy in copies}
+        # Of two threads that assign at once, the last one here copies both.
+        self._one_at_a_time = threading.Lock()
+
+    def on(self, device: str) -> tf.Variable | None:
+        """The copy on `/device:KIND:INDEX`, None where there is none."""
+        return self._of_device.get(device)
+
+    def renew(self, variable: Any, after: Any) -> Any:
+        """Gives all copies what the variable has, after an operation.
+
+        Args:
+            variable: the variable, or what stands for it after an assignment.
+            after: the operation that has assigned it; None if it is done.
+
+        Returns:
+            An operation that ends when all copies are renewed; None in eager code.
+        """
+        if tf.executing_eagerly():
+            with self._one_at_a_time, record.stop_recording():
+                self._renew(variable)
+            return None
+        self._check_program(variable)
+        waiting = [] if after is None else [after]
+        with (
+            graph_ops.colocate_with(None, ignore_existing=True),
+            tf.control_dependencies(waiting),
+            record.stop_recording(),
+        ):
+            return tf.group(*waiting, *self._renew(variable))
+
+    def _renew(self, variable: Any) -> list[Any]:
+        rows = _changing.rows
+        raw, handle, dtype = tf.raw_ops, variable.handle, variable.dtype
+        done = []
+        with tf.device(self.home):
+            if rows is None:
+                value = raw.ReadVariableOp(resource=handle, dtype=dtype)
+            else:
+                value = raw.ResourceGather(resource=handle, indices=rows, dtype=dtype)
+        for copy in self.all:
+            with tf.device(copy.device):
+                if rows is None:
+                    done.append(copy.assign(value, read_value=False))
+                else:
+                    done.append(
+                        raw.ResourceScatterUpdate(
+                            resource=copy.handle, indices=rows, updates=value
+                        )
+                    )
+        return done
+
+    def _check_program(self, variable: Any) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        if not control_flow_util.GraphOrParentsInXlaContext(graph):
+            return
+        refuse_xla()
+        devices = ", ".join([_short(self.home), *self._of_device])
+        raise ContextError(
+            f"Variable {variable.name!r} is mirrored on {devices} and is assigned in "
+            "a function that XLA compiles (`jit_compile=True`); an XLA program reaches "
+            "one device only. Compile the function with `ks.function`, which does "
+            "without XLA here, or with `jit_compile=False`; or return the value from "
+            "it and assign the variable outside."
+        )
+
+
+class _Assigned:
+    """What `tf.Variable`s do when they are assigned, and then for their copies."""
+
+    _copies: _Copies
+    # Of `BaseResourceVariable`.
+    handle: Any
+    dtype: Any
+    _shape: Any
+    _in_graph_mode: bool
+    _unique_id: str
+
+    def _lazy_read(self, op: Any) -> Any:
+        self._copies.renew(self, op)
+        resource_variable_ops.variable_accessed(self)
+        return _Unread(self, op)
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        done = super()._restore_from_tensors(restored_tensors)  # type: ignore[misc]
+        return self._copies.renew(self, done)
+
+    def count_up_to(self, limit: int) -> Any:
+        before = super().count_up_to(limit)  # type: ignore[misc]
+        self._copies.renew(self, getattr(before, "op", None) and before)
+        return before
+
+
+def _without_reading(name: str) -> Callable[..., Any]:
+    def method(
+        self: Any,
+        value: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        original = getattr(super(_Assigned, self), method.__name__)
+        done = original(value, use_locking, name, read_value)
+        return done if read_value else self._copies.renew(self, done)
+
+    method.__name__ = name
+    return method
+
+
+def _by_rows(name: str) -> Callable[..., Any]:
+    def method(
+        self: Any, sparse_delta: Any, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        original = getattr(super(_Assigned, self), method.__name__)
+        with _changing_rows(sparse_delta):
+            return original(sparse_delta, use_locking, name)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("assign", "assign_add", "assign_sub"):
+    setattr(_Assigned, _name, _without_reading(_name))
+for _name in ("add", "sub", "mul", "div", "min", "max", "update"):
+    setattr(_Assigned, f"scatter_{_name}", _by_rows(f"scatter_{_name}"))
+
+
+class _Unread(_Assigned, resource_variable_ops._UnreadVariable):  # type: ignore[misc]
+    """What an assignment returns: the variable, which can be assigned again."""
+
+    def __init__(self, variable: Any, op: Any):
+        self._copies = variable._copies
+        super().__init__(
+            handle=variable.handle,
+            dtype=variable.dtype,
+            shape=variable._shape,
+            in_graph_mode=variable._in_graph_mode,
+            parent_op=op,
+            unique_id=variable._unique_id,
+        )
+
+
+class MirroredVariable(  # type: ignore[misc]
+    _Assigned, resource_variable_ops.BaseResourceVariable
+):
+    """A variable that keeps a copy on each of several devices.
+
+    Plain variables of TensorFlow are composite tensors, which `tf.nest` and
+    `tf.function` take apart into a handle and put together again, as variables
+    without copies. This one stays in one piece; programs capture it.
+    """
+
+    def copy_on(self, device: str) -> tf.Variable | None:
+        """The copy on `/device:KIND:INDEX`; None where there is none."""
+        return self._copies.on(device)
+
+    @property
+    def copies(self) -> tuple[tf.Variable, ...]:
+        """tuple of `tf.Variable`, the copies on other devices than its own."""
+        return self._copies.all
+
+    def _own(self) -> tf.Variable | None:
+        """The copy that this thread is to read; None for the variable itself."""
+        if _reading.device is None:
+            return None
+        if _reading.graph is None and not tf.executing_eagerly():
+            # In a program that all replicas may call, it cannot be one replica's.
+            return None
+        return self._copies.on(_reading.device)
+
+    def _read_variable_op(self, no_copy: bool = False) -> Any:
+        own = self._own()
+        if own is None:
+            return super()._read_variable_op(no_copy)
+        resource_variable_ops.variable_accessed(self)
+        with _beside_tapes(own.device):
+            value = own.read_value()
+        _say_it_was_read(self, value, lambda gradient: gradient)
+        return value
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        own = self._own()
+        if own is None or _current_graph() is not _reading.graph:
+            # In a loop or a branch the rows may be chosen there.
+            return super().sparse_read(indices, name)
+        resource_variable_ops.variable_accessed(self)
+        with _beside_tapes(own.device):
+            indices = tf.identity(indices)
+            rows = own.sparse_read(indices, name)
+
+        def gradient_of(rows_gradient: Any) -> tf.IndexedSlices:
+            shape = self.shape.as_list()
+            return tf.IndexedSlices(
+                tf.reshape(rows_gradient, [-1, *shape[1:]]),
+                tf.reshape(indices, [-1]),
+                tf.constant(shape, tf.int32),
+            )
+
+        _say_it_was_read(self, rows, gradient_of)
+        return rows
+
+    def __tf_tracing_type__(self, context: Any) -> _Itself:
+        return _Itself(self, context.alias_global_id(self.handle._id))
+
+    def _export_to_saved_model_graph(
+        self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
+    ) -> list[Any]:
+        handles = super()._export_to_saved_model_graph(
+            object_map=object_map, tensor_map=tensor_map, options=options, **kwargs
+        )
+        # Where it is loaded it has no copies: what assigns them assigns it again.
+        for copy in self.copies:
+            tensor_map[copy.handle] = tensor_map[self.handle]
+            handles.append(copy.handle)
+        return list(handles)
+
+
+@contextlib.contextmanager
+def _beside_tapes(device: str) -> Iterator[None]:
+    """Operations on a device, in the graph of the replica, that no tape records.
+
+    A read in a loop or a branch is made before it: gradients in there follow
+    operations, and would end at the handle of the copy.
+    """
+    graph = _reading.graph
+    with (
+        contextlib.nullcontext() if graph is None else graph.as_default(),
+        record.stop_recording(),
+        tf.device(device),
+    ):
+        yield
+
+
+def _say_it_was_read(
+    variable: Any, value: Any, gradient_of: Callable[[Any], Any]
+) -> None:
+    """Lets tapes take a value that was read from a copy for the variable's."""
+    record.record_operation(
+        "ReadVariableOp",
+        [value],
+        [variable.handle],
+        backward_function=lambda gradient: [gradient_of(gradient)],
+    )
+
+
+class _Itself(tf.types.experimental.TraceType):  # type: ignore[misc]
+    """As an argument of a `tf.function`, a mirrored variable is itself and no other."""
+
+    def __init__(self, variable: MirroredVariable, alias: Any):
+        self._variable = weakref.ref(variable)
+        self._id = id(variable)
+        # The same for all arguments of a call that are the variable: they are one.
+        self._alias = alias
+
+    def is_subtype_of(self, other: Any) -> bool:
+        return self == other
+
+    def most_specific_common_supertype(self, others: Sequence[Any]) -> _Itself | None:
+        return self if all(self == other for other in others) else None
+
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        variable = self._variable()
+        assert variable is not None
+        if not placeholder_context.unnest_only:
+            # TensorFlow looks for the handle of an argument among the captures.
+            placeholder_context.context_graph.capture(variable.handle)
+        return variable
+
+    def to_tensors(self, value: Any) -> list[Any]:
+        return [value.handle]
+
+    def flatten(self) -> list[Any]:
+        spec = resource_variable_ops.VariableSpec([], alias_id=self._alias)
+        return list(spec._component_specs)
+
+    def cast(self, value: Any, cast_context: Any) -> Any:
+        return value
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Itself)
+            and self._variable() is other._variable()
+            and self._alias == other._alias
+        )
+
+
+def mirror(
+    variable: tf.Variable,
+    devices: Sequence[str],
+    creating: Callable[[str], contextlib.AbstractContextManager[Any]],
+) -> None:
+    """Makes a plain variable that nobody has used yet a mirrored one.
+
+    Args:
+        variable: `tf.Variable` that has a value, outside of programs.
+        devices: the devices of the copies, as TensorFlow names them.
+        creating: a context in which variables are made on a device.
+    """
+    copies = []
+    name = variable.name.split(":")[0]
+    for device in devices:
+        with creating(device):
+            value = variable.read_value()
+            copies.append(tf.Variable(value, trainable=False, name=f"{name}_copy"))
+    variable._copies = _Copies(variable.device, copies)
+    variable.__class__ = MirroredVariable
+
+
+def _current_graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def _short(device: str) -> str:
+    """`/device:CPU:1` of `/job:localhost/replica:0/task:0/device:CPU:1`."""
+    return device[device.index("/device:") :]

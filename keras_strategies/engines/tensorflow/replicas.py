@@ -1,0 +1,263 @@
+"""Replicas as `tf.distribute` runs them, and the collectives between them.
+
+`tf.distribute.MirroredStrategy.run` gives each replica a thread in which it builds
+its part of the graph, or runs eagerly, on its own device. The threads take turns:
+each goes on until it ends or comes to a `merge_call`, so that the program is
+always traced in the same order. The parts run in parallel when the graph does.
+
+It is used for this alone: Keras never sees a `tf.distribute` strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_strategies import context, keras_compat
+from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.devices import Device
+from keras_strategies.engines.tensorflow.custom_gradient import custom_gradient
+from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.team import Team
+from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
+from keras_strategies.runtime.base import Communicator
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import regroup, select_replica
+
+
+class NestedCollectiveError(ReplicaError):
+    """A collective was called inside a loop or branch of the graph."""
+
+
+class ReplicaEngine:
+    """Runs tasks on replicas.
+
+    Args:
+        devices: the device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[Device]):
+        self._devices = tuple(devices)
+        self._strategies: dict[int, tf.distribute.Strategy] = {}
+
+    def run(
+        self, tasks: Sequence[Callable[[], Any]], communicator: LockstepCommunicator
+    ) -> list[Any]:
+        """Runs one task on each of the first replicas; the results in order.
+
+        An exception in one of them stops the others and is raised.
+        """
+        results: list[Any] = [None] * len(tasks)
+        state = keras_compat.thread_state()
+
+        def replica() -> None:
+            replica_id = _replica_id()
+            with keras_compat.with_thread_state(state):
+                results[replica_id] = tasks[replica_id]()
+
+        communicator.begin()
+        try:
+            self._strategy(len(tasks)).run(replica)
+        except RuntimeError as error:
+            if "different number of replica_context().merge_call()" in str(error):
+                raise ReplicaMismatchError(
+                    "A replica has ended while others wait for it in a collective "
+                    "call. All replicas must make the same collective calls in the "
+                    "same order; check for a branch on the replica or on its data."
+                ) from error
+            raise
+        return results
+
+    def _strategy(self, count: int) -> tf.distribute.Strategy:
+        if count not in self._strategies:
+            with _quiet():
+                # CPU collectives stay aborted after an exception in a replica;
+                # this reduction does not.
+                self._strategies[count] = tf.distribute.MirroredStrategy(
+                    [tf_device(device) for device in self._devices[:count]],
+                    cross_device_ops=tf.distribute.ReductionToOneDevice(),
+                )
+        return self._strategies[count]
+
+
+def _replica_id() -> int:
+    replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return int(tf.get_static_value(replica_id))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the line that TensorFlow logs for each of its strategies."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class LockstepCommunicator(Communicator):
+    """Collectives between the replicas of one run.
+
+    Args:
+        devices: the device of each replica that takes part.
+        lead: the device that values are combined on.
+        team: the replicas of other processes too, None where there are none.
+        reduction: the strategy's `CrossDeviceOps`; None for TensorFlow's own sums.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        lead: Device,
+        team: Team | None = None,
+        reduction: LocalReduction | None = None,
+    ):
+        self.reduction = reduction
+        self.team = team or Team(None, (len(devices),), 0)
+        self._devices = [tf_device(device) for device in devices]
+        self._lead = tf_device(lead)
+        self._arrived: list[Any] = [None] * len(devices)
+        self._results: list[Any] = [None] * len(devices)
+        self._graph: Any = None
+
+    def begin(self) -> None:
+        """Notes where the replicas run: forward, backward, or in another graph."""
+        self._graph = _current_graph()
+
+    def exchange(
+        self,
+        replica_id: int,
+        kind: str,
+        value: Any,
+        combine: Callable[[list[Any]], Sequence[Any]],
+    ) -> Any:
+        """Meets the other replicas; `combine` makes one result for each.
+
+        `combine` is called once, in the thread that runs the replicas, with what
+        all of them left, in their order.
+        """
+        if _current_graph() is not self._graph:
+            raise NestedCollectiveError(
+                f"`{kind}` was called in a loop, a branch or a `tf.function` inside "
+                "the function that the replicas run. TensorFlow cannot bring "
+                "replicas together there; call it outside."
+            )
+        self._arrived[replica_id] = (kind, value)
+
+        def meet(_: Any) -> None:
+            kinds = [kind for kind, _ in self._arrived]
+            if len(set(kinds)) > 1:
+                raise ReplicaMismatchError(
+                    f"Replicas called different collectives: {', '.join(kinds)}, in "
+                    "the order of replicas. All replicas must make the same "
+                    "collective calls in the same order."
+                )
+            with tf.device(self._lead):
+                self._results = list(combine([value for _, value in self._arrived]))
+
+        tf.distribute.get_replica_context().merge_call(meet)
+        result, self._results[replica_id] = self._results[replica_id], None
+        return result
+
+    def _here(self, replica_id: int, tensor: Any) -> Any:
+        # Nothing before this belongs to the gradient: collectives define their own.
+        with tf.device(self._devices[replica_id]):
+            return tf.stop_gradient(tensor)
+
+    # Collectives.
+
+    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+        replica_id -= self.team.first
+        leaves = [
+            keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)
+        ]
+        count = len(self._devices)
+
+        def reduce(tensors: Sequence[Any]) -> list[Any]:
+            def combine(values: list[Any]) -> list[Any]:
+                if self.reduction is None:
+                    return [self.team.reduce(op, values)] * count
+                workers, total = self.team.workers, self.team.total
+                return self.reduction.all_reduce(op, values, workers, total)
+
+            found = self.exchange(replica_id, f"all_reduce {op.name}", tensors, combine)
+            return [self._here(replica_id, tensor) for tensor in found]
+
+        @custom_gradient
+        def reduced(*tensors: Any) -> Any:
+            def grad(*gradients: Any) -> list[Any]:
+                if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+                    raise GatherError(
+                        f"`all_reduce` with {op.name} has no gradient. Use SUM or "
+                        "MEAN, or stop the gradient of its argument."
+                    )
+                return reduce(gradients)
+
+            return reduce(tensors), grad
+
+        return keras.tree.pack_sequence_as(value, list(reduced(*leaves)))
+
+    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+        replica_id -= self.team.first
+        leaves = [
+            keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)
+        ]
+        count = len(self._devices)
+
+        def gather(values: list[Any]) -> list[Any]:
+            return [self.team.gather(values, axis)] * count
+
+        @custom_gradient
+        def gathered(*tensors: Any) -> Any:
+            found, lengths = self.exchange(replica_id, "all_gather", tensors, gather)
+
+            def scatter(values: list[Any]) -> list[Any]:
+                first = self.team.first
+                totals = self.team.reduce(ReduceOp.SUM, values)
+                parts = [
+                    tf.split(total, sizes, axis)[first : first + count]
+                    for total, sizes in zip(totals, lengths, strict=True)
+                ]
+                return [list(own) for own in zip(*parts, strict=True)]
+
+            def grad(*gradients: Any) -> list[Any]:
+                own = self.exchange(
+                    replica_id, "gradient of all_gather", gradients, scatter
+                )
+                return [self._here(replica_id, part) for part in own]
+
+            return [self._here(replica_id, tensor) for tensor in found], grad
+
+        return keras.tree.pack_sequence_as(value, list(gathered(*leaves)))
+
+    def merge_call(
+        self,
+        replica_id: int,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        replica_id -= self.team.first
+        replica = context.current_replica()
+        assert replica is not None
+        strategy = replica.strategy
+
+        def merge(calls: list[tuple[Any, Any]]) -> list[Any]:
+            merged_args, merged_kwargs = regroup(calls)
+            with context.merged_replicas(strategy):
+                result = merge_fn(strategy, *merged_args, **merged_kwargs)
+            return [select_replica(i, result) for i in range(len(calls))]
+
+        call = (tuple(args), dict(kwargs))
+        return self.exchange(replica_id, "merge_call", call, merge)
+
+
+def _current_graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -1,0 +1,360 @@
+"""`Strategy.run` on TensorFlow.
+
+The replicas are those of `replicas.py`, eagerly and inside `tf.function`. Variables
+stay what they are everywhere else; of mirrored ones, a replica reads its copy:
+
+- trainable ones are read themselves, so that a `tf.GradientTape` in the function
+  sees them, and are replaced only on a replica that has assigned them;
+- the value of all others is kept from the first read on;
+- on-read ones have a variable for each replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.framework import ops as graph_ops
+
+from keras_strategies import context, keras_compat
+from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.engines import run_scope
+from keras_strategies.engines.tensorflow.assignments import assigned_value
+from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.function import (
+    leave_to_python,
+    program_of,
+    refuse_xla,
+)
+from keras_strategies.engines.tensorflow.gradients import sums_of
+from keras_strategies.engines.tensorflow.mirrors import reading_copies_on
+from keras_strategies.engines.tensorflow.no_rows import call_with_a_row
+from keras_strategies.engines.tensorflow.replicas import (
+    LockstepCommunicator,
+    ReplicaEngine,
+)
+from keras_strategies.engines.tensorflow.team import Team
+from keras_strategies.engines.tensorflow.workers import workers_of
+from keras_strategies.runtime.run_scope import LocalValues, MadeVariables, RunScope
+from keras_strategies.values import DistributedValues
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+@contextlib.contextmanager
+def outside_engine() -> Iterator[None]:
+    """As if `tf.distribute` ran nothing: Keras sees TensorFlow's default strategy.
+
+    Keras's optimizers ask for the current strategy and would reduce gradients once
+    more; variables would be created once per replica.
+    """
+    graph = graph_ops.get_default_graph()
+    creators = graph._variable_creator_stack
+    graph._variable_creator_stack = []
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+        graph._variable_creator_stack = creators
+
+
+@contextlib.contextmanager
+def creating_variables(device: str) -> Iterator[None]:
+    """Variables made inside are plain and outlive the program that is being traced."""
+    with tf.init_scope(), outside_engine(), tf.device(device):
+        yield
+
+
+def _leave_out_warning() -> None:
+    """Keeps back TensorFlow's advice about a strategy that nobody here has made."""
+    logger = tf.get_logger()
+    if _is_no_advice not in logger.filters:
+        logger.addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "eagerly has significant overhead" not in str(record.msg)
+
+
+class TensorFlowLocalValues(LocalValues):
+    """On-read values: a `tf.Variable` for each replica, on its device."""
+
+    def __init__(self, devices: Sequence[str], team: Team):
+        self._devices = tuple(devices)
+        self._team = team
+        # By the id of the Keras variable, for as long as that lives.
+        self._variables: dict[int, list[tf.Variable]] = {}
+
+    def _all(self, variable: Any) -> list[tf.Variable]:
+        key = id(variable)
+        if key not in self._variables:
+            self._variables[key] = self._make(variable)
+            weakref.finalize(variable, self._variables.pop, key, None)
+        return self._variables[key]
+
+    def _make(self, variable: Any) -> list[tf.Variable]:
+        raw = keras_compat.raw_value(variable)
+        with tf.init_scope():
+            parts = self._parts(variable, raw.read_value())
+        made = []
+        for i, (part, device) in enumerate(zip(parts, self._devices, strict=True)):
+            with creating_variables(device):
+                name = f"{variable.name}_replica_{i}"
+                made.append(tf.Variable(part, trainable=False, name=name))
+        return made
+
+    def _parts(self, variable: Any, value: Any) -> list[Any]:
+        first = self._team.first
+        parts = run_scope.parts(variable, value, self._team.total)
+        return parts[first : first + len(self._devices)]
+
+    def get(self, variable: Any, replica_id: int) -> Any:
+        own = self._all(variable)[replica_id - self._team.first]
+        with tf.device(own.device):
+            return own.read_value()
+
+    def commit(self, variable: Any, values: Sequence[Any]) -> None:
+        for own, value in zip(self._all(variable), values, strict=True):
+            own.assign(value)
+        raw = keras_compat.raw_value(variable)
+        with tf.device(raw.device):
+            [everywhere] = self._team.everywhere([values])
+            raw.assign(run_scope.together(variable, everywhere))
+
+    def assigned(self, variable: Any, value: Any) -> None:
+        if id(variable) not in self._variables:
+            return
+        whole = tf.cast(value, keras_compat.raw_value(variable).dtype)
+        parts = self._parts(variable, whole)
+        for own, part in zip(self._variables[id(variable)], parts, strict=True):
+            own.assign(part)
+
+
+class TensorFlowRun:
+    """Runs functions on the replicas of one strategy."""
+
+    def __init__(self, strategy: Strategy, engine: ReplicaEngine):
+        leave_to_python()
+        _leave_out_warning()
+        self.strategy = strategy
+        self.placement = strategy.placement
+        self._engine = engine
+        self._devices = [tf_device(device) for device in self.placement.replicas]
+        self.lead = tf_device(self.placement.variables)
+        workers, share = workers_of(self.placement), self.placement.share
+        counts = (share.count,) if workers is None else workers.replicas
+        self.team = Team(workers, counts, share.first)
+        self.reduction = LocalReduction.of(strategy)
+        self.local_values = TensorFlowLocalValues(self._devices, self.team)
+        # Functions that are `tf.function`s themselves, as programs of all replicas.
+        self._programs: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        fn = program_of(fn)
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):
+            if self.team.total > 1:
+                program = self._program(fn)
+                with self._watched():
+                    return program(list(args), list(kwargs))  # type: ignore[no-any-return]
+        elif not tf.executing_eagerly():
+            # Python's `if` and `for` on tensors work where they did outside.
+            fn = tf.__internal__.autograph.tf_convert(
+                fn, tf.__internal__.autograph.control_status_ctx()
+            )
+        with self._watched():
+            return self._run(fn, args, kwargs)
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Names the worker that was lost, where a collective fails of it."""
+        workers = self.team.workers
+        return contextlib.nullcontext() if workers is None else workers.watched()
+
+    def _program(self, fn: Any) -> Any:
+        """Replicas cannot meet inside a program of their own, so it goes around them.
+
+        `tf.distribute` does the same.
+        """
+        if fn not in self._programs:
+            python_function = fn.python_function
+
+            def program(args: list[Any], kwargs: list[Any]) -> list[Any]:
+                return self(python_function, args, kwargs)
+
+            # A partial function has no code object, by which retracing is counted.
+            own = functools.partial(program)
+            self._programs[fn] = tf.function(own, reduce_retracing=True)
+        return self._programs[fn]
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        communicator = _RunCommunicator(self)
+        tasks = []
+        made = MadeVariables()
+        for i in range(len(args)):
+            replica = context.ReplicaContext(
+                self.strategy, self.team.first + i, communicator
+            )
+            scope = RunScope(
+                replica, self._copier(i), self.local_values, made, _assigned
+            )
+            communicator.scopes.append(scope)
+            device = self._devices[i]
+            tasks.append(_task(fn, args[i], kwargs[i], replica, scope, device))
+        if self.team.total > 1:
+            refuse_xla()
+        if len(tasks) == 1:
+            communicator.begin()
+            with tf.device(self._devices[0]):
+                results = [tasks[0]()]
+        else:
+            results = self._engine.run(tasks, communicator)
+        self.commit(communicator.scopes)
+        return results
+
+    def _copier(self, replica_id: int) -> Callable[[Any], Any]:
+        device = self._devices[replica_id]
+        graph = None if tf.executing_eagerly() else graph_ops.get_default_graph()
+
+        def copy(variable: Any) -> Any:
+            raw = keras_compat.raw_value(variable)
+            if raw is None or raw.trainable:
+                # Read as it is, which tapes see. Keras computes regularization losses
+                # from the value that the scope gives.
+                return raw
+            # A copy that is first needed in a loop is made before the loop.
+            base = graph.as_default() if graph else contextlib.nullcontext()
+            with base, tf.device(device):
+                value = tf.stop_gradient(raw.read_value())
+                offset = keras_compat.seed_offset(
+                    variable, self.team.first + replica_id
+                )
+                if offset:
+                    value += tf.constant([offset, 0], dtype=value.dtype)
+                return value
+
+        return copy
+
+    def commit(self, scopes: Sequence[RunScope]) -> None:
+        """Gives variables the values that the replicas left, and forgets those."""
+        keys = dict.fromkeys(key for scope in scopes for key in scope.updates)
+        for key in keys:
+            having = [scope for scope in scopes if key in scope.updates]
+            variable = having[0].updates[key][0]
+            if run_scope.is_local(variable):
+                self.local_values.commit(
+                    variable, [scope.get_current_value(variable) for scope in scopes]
+                )
+            else:
+                values = [scope.updates[key][1] for scope in having]
+                with tf.device(self.lead):
+                    if self.team.workers is not None:
+                        # All of them, as the other workers' are.
+                        own = [
+                            scope.updates[key][1]
+                            if key in scope.updates
+                            else keras_compat.raw_value(variable).read_value()
+                            for scope in scopes
+                        ]
+                        [values] = self.team.everywhere([own])
+                    merged = run_scope.merged(variable, values)
+                    keras_compat.raw_value(variable).assign(merged)
+            for scope in scopes:
+                scope.forget([variable])
+
+
+def _assigned(variable: Any, value: Any) -> Any:
+    raw = keras_compat.raw_value(variable)
+    if raw is None or not raw.trainable or not raw.dtype.is_floating:
+        return value
+    return assigned_value(raw.read_value(), value)
+
+
+def _task(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    replica: context.ReplicaContext,
+    scope: RunScope,
+    device: str,
+) -> Callable[[], Any]:
+    guard = call_with_a_row if "CPU" in device else None
+
+    def run() -> Any:
+        with (
+            context.on_replica(replica),
+            scope,
+            reading_copies_on(device),
+            keras_compat.layer_calls_through(guard),
+        ):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+class _RunCommunicator(LockstepCommunicator):
+    """Collectives of a run; merged functions see and change the variables."""
+
+    def __init__(self, run: TensorFlowRun):
+        placement = run.placement
+        super().__init__(
+            placement.replicas, placement.variables, run.team, run.reduction
+        )
+        self._run = run
+        self.scopes: list[RunScope] = []
+
+    def merge_call(
+        self,
+        replica_id: int,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        def merged(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+            with keras_compat.outside_stateless_scopes(), outside_engine():
+                self._run.commit(self.scopes)
+                try:
+                    return merge_fn(strategy, *args, **kwargs)
+                finally:
+                    # Which of them it has assigned, a graph does not say.
+                    for scope in self.scopes:
+                        scope.forget(scope.variables_read())
+
+        return super().merge_call(replica_id, merged, args, kwargs)
+
+
+def sum_gradients(
+    gradients: Sequence[Any], count: int, reduction: LocalReduction | None
+) -> list[Any]:
+    """Sums each gradient over replicas, on the current device; None adds nothing.
+
+    Args:
+        gradients: for each variable a `PerReplica`, or what all replicas have.
+        count: int, the local replicas.
+        reduction: the strategy's `CrossDeviceOps`, None for TensorFlow's own sum.
+    """
+    columns = [
+        gradient.values
+        if isinstance(gradient, DistributedValues)
+        else [gradient] * count
+        for gradient in gradients
+    ]
+    return sums_of(columns, reduction)

@@ -1,0 +1,214 @@
+"""The steps of `fit`, `evaluate` and `predict` as TensorFlow programs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.tensorflow.workers import workers_of
+from keras_strategies.input.sharding import check_batch
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.tensorflow.data_parallel import (
+        TensorFlowDataParallelCall,
+    )
+
+
+class StepFunction:
+    """`model.train_function`, `test_function` or `predict_function`.
+
+    Keras takes batches out of the iterator inside the program. Here they are taken
+    before it, because the number of rows decides which program is right:
+
+    - as many rows as replicas, or more: layers are called on all replicas. It is
+      traced for the first batch's shape, and once more for any number of rows when
+      a batch of another size comes;
+    - fewer rows, as a last batch may have: the step as it is, on one device. A
+      replica without rows would have to compute means of nothing. With
+      `cross_device_ops` the rows are split for a program of their own shape, in which
+      gradients are reduced as in every other step.
+
+    Args:
+        model: a compiled `keras.Model`.
+        kind: str, `"train"`, `"test"` or `"predict"`.
+        call: what calls layers on all replicas.
+    """
+
+    def __init__(self, model: Any, kind: str, call: TensorFlowDataParallelCall):
+        self._model = model
+        self._kind = kind
+        self._replicas = call.placement.share.total
+        self._workers = workers_of(call.placement)
+        self._steps = model.steps_per_execution
+        if model.jit_compile:
+            _warn_of_jit_compile(model)
+        step = getattr(model, f"{kind}_step")
+
+        def routed(data: Any) -> Any:
+            with (
+                keras_compat.layer_calls_through(call),
+                call.tracing(data, self._batch),
+            ):
+                return step(data)
+
+        self._parallel = self._program(routed)
+        self._whole = self._program(lambda data: step(data))
+        self._few = None
+        if call.reduction is not None:
+            self._few = self._program(routed, reduce_retracing=False)
+        self._seen_model = False
+        # The batch of the step that is being traced.
+        self._batch: Any = None
+        self._traced: dict[Any, Callable[[Any], Any]] = {}
+
+    def _program(
+        self, step: Callable[[Any], Any], reduce_retracing: bool = True
+    ) -> Callable[[Any], Any]:
+        if self._model.run_eagerly:
+            return step
+        # TensorFlow counts retracing by code object, which the programs of all models
+        # share; partial functions have none and are counted one by one.
+        own = functools.partial(tf.autograph.experimental.do_not_convert(step))
+        return tf.function(own, reduce_retracing=reduce_retracing)
+
+    def __call__(self, batches: Iterable[Any]) -> Any:
+        """Runs `steps_per_execution` steps.
+
+        Args:
+            batches: for `"predict"` a list of batches, else an iterator of them.
+
+        Returns:
+            The logs of the last step, or the outputs of all.
+        """
+        if self._kind == "predict":
+            outputs = [self._one_step(batch) for batch in batches]
+            return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
+        logs = None
+        spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
+        for batch in itertools.islice(batches, self._steps):
+            logs = self._one_step(batch, spec)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    def _one_step(self, batch: Any, spec: Any = None) -> Any:
+        """Runs a step on a batch, of which a data set says that it is like `spec`.
+
+        A program is traced for the specification and not for the batch, as Keras's
+        own is: what is not known there, Keras leaves out, such as the rows by which
+        it weights the losses of several outputs.
+        """
+        batch = keras.tree.map_structure(_none_if_optional, batch)
+        check_batch(batch)
+        if self._workers is None:
+            return self._step_on(batch, spec)
+        self._workers.begin_steps()
+        self._workers.check_batch(batch)
+        with self._workers.watched():
+            return self._step_on(batch, spec)
+
+    def _step_on(self, batch: Any, spec: Any) -> Any:
+        if not self._seen_model:
+            self._seen_model = True
+            if not self._build(batch):
+                return self._whole(batch)
+        rows = _rows(batch)
+        if rows is not None and rows < self._replicas:
+            if self._few is not None:
+                return self._few(batch)
+            return self._run(self._whole, batch, spec)
+        return self._run(self._parallel, batch, spec)
+
+    def _run(self, program: Any, batch: Any, spec: Any) -> Any:
+        self._batch = batch
+        try:
+            return self._run_on(program, batch, spec)
+        finally:
+            self._batch = None
+
+    def _run_on(self, program: Any, batch: Any, spec: Any) -> Any:
+        if spec is None or self._model.run_eagerly or _has_optionals(spec):
+            return program(batch)
+        key = (program, tuple(keras.tree.flatten(spec)))
+        if key not in self._traced:
+            self._traced[key] = program.get_concrete_function(spec)
+        return self._traced[key](batch)
+
+    def _build(self, batch: Any) -> bool:
+        """Whether the model has its variables, which replicas cannot create.
+
+        Where they cannot be made from the shapes of a batch, because the model has
+        its own way to call its layers, the first step on one device makes them.
+        """
+        if keras_compat.is_built(self._model) and not self._creates_state(batch):
+            return True
+        if self._kind == "predict":
+            return False
+        try:
+            keras_compat.symbolic_build(self._model, batch)
+        except Exception:
+            # The step itself shows what is wrong, if anything is.
+            return keras_compat.is_built(self._model)
+        return True
+
+    def _creates_state(self, batch: Any) -> bool:
+        """Whether Keras's own training step would create variables when traced.
+
+        `tf.function` traces a program twice whose first trace creates variables, such
+        as the slots of the optimizer, and tracing is most of a first step.
+        """
+        model = self._model
+        if self._kind != "train" or model.run_eagerly:
+            return False
+        if type(model).train_step is not keras.Model.train_step:
+            # A step of the user's may train other variables or use other metrics.
+            return False
+        dense = (tf.Tensor, np.ndarray)
+        if not all(isinstance(leaf, dense) for leaf in keras.tree.flatten(batch)):
+            return False
+        optimizer = model.optimizer
+        is_new = optimizer is not None and not optimizer.built
+        return is_new or keras_compat.is_unbuilt(model)
+
+
+def _warn_of_jit_compile(model: Any) -> None:
+    warnings.warn(
+        f"Model {model.name!r} was compiled with `jit_compile=True`. XLA compiles "
+        "programs for one device and this one is for several, so it runs without "
+        "XLA; its results are the same. Use ks.OneDeviceStrategy for an XLA program.",
+        stacklevel=11,  # The line that calls `fit`, `evaluate` or `predict`.
+    )
+
+
+def _has_optionals(spec: Any) -> bool:
+    return any(isinstance(leaf, tf.OptionalSpec) for leaf in keras.tree.flatten(spec))
+
+
+def _none_if_optional(leaf: Any) -> Any:
+    # Data sets hand over None as an empty optional.
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+
+def _rows(batch: Any) -> int | None:
+    """The rows of the first leaf that has any; None where that is not known."""
+    for leaf in keras.tree.flatten(batch):
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and len(shape) > 0:
+            return None if shape[0] is None else int(shape[0])
+    return None
+
+
+def _concat(parts: Any) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, parts)
+    return tf.stack(parts) if len(parts[0].shape) == 0 else tf.concat(parts, 0)

@@ -1,0 +1,224 @@
+"""`Model.fit` and its siblings on TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from keras_strategies import context, keras_compat
+from keras_strategies.devices import Device
+from keras_strategies.engines.tensorflow.data_parallel import (
+    TensorFlowDataParallelCall,
+)
+from keras_strategies.engines.tensorflow.devices import device_of, tf_device
+from keras_strategies.engines.tensorflow.gradients import in_dtype_of
+from keras_strategies.engines.tensorflow.input import AheadPlacer
+from keras_strategies.engines.tensorflow.mirrors import MirroredVariable, mirror
+from keras_strategies.engines.tensorflow.plain_variables import (
+    made_by_keras,
+    warning_of_plain_variables,
+)
+from keras_strategies.engines.tensorflow.replicas import ReplicaEngine
+from keras_strategies.engines.tensorflow.run import (
+    TensorFlowRun,
+    creating_variables,
+    outside_engine,
+    sum_gradients,
+)
+from keras_strategies.engines.tensorflow.steps import StepFunction
+from keras_strategies.engines.tensorflow.workers import workers_of
+from keras_strategies.runtime.base import TrainerAdapter, VariableCopy
+from keras_strategies.runtime.colocation import colocation_reference
+from keras_strategies.runtime.run_scope import is_local
+from keras_strategies.values import select_replica
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TensorFlowTrainer(TrainerAdapter):
+    """Steps on the device of the variables; layers on all replicas."""
+
+    def __init__(self, strategy: Strategy):
+        super().__init__(strategy)
+        workers = workers_of(self.placement)
+        if workers is not None:
+            workers.use_device(tf_device(self.placement.variables))
+        self.engine = ReplicaEngine(self.placement.replicas)
+        self._others = [
+            tf_device(device)
+            for device in self.placement.replicas
+            if device != self.placement.variables
+        ]
+        self._call: TensorFlowDataParallelCall | None = None
+        if not self.placement.is_single:
+            self._call = TensorFlowDataParallelCall(strategy, self.engine)
+            keras_compat.hook_tensorflow(
+                _on_replica,
+                _has_several_devices,
+                _initialize,
+                outside_engine,
+                context.has_strategy,
+            )
+        self.run = TensorFlowRun(strategy, self.engine)
+        home = self.placement.variables
+        # Several replicas get their rows from the step, each its own.
+        self.placer = (
+            AheadPlacer(tf_device(home))
+            if self.placement.is_single and home.kind != "cpu"
+            else None
+        )
+        keras_compat.hook_tensorflow_input()
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with (
+            keras_compat.batches_placed_by(self.placer),
+            keras.device(str(self.placement.variables)),
+            contextlib.nullcontext()
+            if self.placement.is_single
+            else warning_of_plain_variables(self.placement.share.total),
+        ):
+            yield
+
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> None:
+        name = f"{kind}_function"
+        if getattr(model, name) is not None and not force:
+            return
+        if self._call is None:
+            make(force)
+        else:
+            setattr(model, name, StepFunction(model, kind, self._call))
+
+    def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
+        # Mirrored is what replicas read.
+        return self.placement.keepers if is_weight else (self.placement.variables,)
+
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        raw = keras_compat.raw_value(variable)
+        nbytes = raw.dtype.size * raw.shape.num_elements()
+        places = [raw, *(raw.copies if isinstance(raw, MirroredVariable) else ())]
+        return [
+            VariableCopy(str(device_of(place)), nbytes, "variable", place)
+            for place in places
+        ]
+
+    def initialize(
+        self, variable: Any, original: Callable[[Any], None], value: Any
+    ) -> None:
+        """Makes the `tf.Variable` of a Keras variable, with copies where it is due.
+
+        Optimizers read their state on one device only, and on-read variables have a
+        value of each replica's own; neither needs copies. A `tf.Variable` that
+        somebody else has made may be assigned in programs that know of no copies.
+        """
+        if (
+            not self.placement.mirrored
+            or not self._others
+            or is_local(variable)
+            or not _wants_copies()
+            or isinstance(value, tf.Variable)
+            or not (tf.executing_eagerly() or callable(value))
+        ):
+            original(value)
+            return
+        if tf.executing_eagerly():
+            original(value)
+        else:
+            # A layer is built while a program is traced: it has its variables before.
+            with creating_variables(self.run.lead):
+                original(value)
+        raw = keras_compat.raw_value(variable)
+        if type(raw) is ResourceVariable:
+            mirror(raw, self._others, creating_variables)
+
+    def local_values(self, variable: Any) -> list[Any]:
+        if not is_local(variable):
+            return super().local_values(variable)
+        own, first = self.run.local_values, self.placement.share.first
+        replicas = range(len(self.placement.replicas))
+        return [own.get(variable, first + i) for i in replicas]
+
+    def same_variables(self, model: Any, all_of_them: bool) -> None:
+        # Keras builds optimizers in the first step on TensorFlow. One that has
+        # restored a backup is built, and would have variables that others lack.
+        optimizer = getattr(model, "optimizer", None)
+        if (
+            self.placement.workers is not None
+            and optimizer is not None
+            and not optimizer.built
+            and keras_compat.is_built(model)
+        ):
+            optimizer.build(model.trainable_variables)
+        super().same_variables(model, all_of_them)
+
+    @contextlib.contextmanager
+    def creating_variable(self) -> Iterator[None]:
+        # The first replica makes what all of them use, before the others have begun.
+        with (
+            keras_compat.outside_stateless_scopes(),
+            creating_variables(self.run.lead),
+        ):
+            yield
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        self.run.local_values.assigned(variable, value)
+
+    def apply_gradients(
+        self,
+        optimizer: Any,
+        apply: Callable[..., Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> Any:
+        replica = context.current_replica()
+        assert replica is not None
+
+        def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
+            if aggregate:
+                count = len(self.placement.replicas)
+                own = sum_gradients(gradients, count, self.run.reduction)
+                total = self.run.team.sum_gradients(own)
+                total = list(map(in_dtype_of, total, gradients))
+            else:
+                total = [select_replica(0, gradient) for gradient in gradients]
+            apply(total, variables)
+
+        replica.merge_call(update, args=(list(gradients),))
+        return optimizer.iterations
+
+
+def _wants_copies() -> bool:
+    """Whether a variable that is being made has copies, as what it is placed with."""
+    reference = colocation_reference()
+    if reference is not None:
+        return isinstance(keras_compat.raw_value(reference), MirroredVariable)
+    return not keras_compat.is_in_optimizer()
+
+
+def _on_replica() -> bool:
+    return context.current_replica() is not None
+
+
+def _has_several_devices(model: Any) -> bool:
+    strategy = keras_compat.strategy_of(model)
+    return strategy is not None and not strategy.placement.is_single
+
+
+def _initialize(variable: Any, original: Callable[[Any], None], value: Any) -> None:
+    strategy = keras_compat.strategy_of(variable)
+    if strategy is None:
+        strategy = context.current_strategy()
+    with made_by_keras():
+        if strategy is None:
+            original(value)
+        else:
+            strategy.trainer.initialize(variable, original, value)

@@ -1,0 +1,483 @@
+"""Collectives between workers on TensorFlow: its own, over gRPC or NCCL.
+
+TensorFlow's runtime of one process can join those of others, if that is said before
+it is first used. Then `CollectiveReduceV2` and its siblings are operations like all
+others, eagerly and in a program, in which they run as soon as their inputs are there.
+
+# Keys
+
+Workers recognise what belongs together by an instance key, and the first use of a key
+fixes the shape. A key therefore stands for a kind, a dtype and a shape and is used
+again whenever these meet again. That is safe since a worker makes one collective
+after another: each takes the same resource, so that a program orders them. Where a
+shape is known only as a program runs, a table in that program gives the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import math
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python.eager import context as eager_context
+
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.worker_group import Loss
+from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.errors import BackendInUseError, ClusterError, GatherError
+from keras_strategies.runtime.base import Placement, Workers
+from keras_strategies.types import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
+
+#: Bytes that travel together where nothing else is said.
+DEFAULT_PACK = 25 * 2**20
+
+# Seconds that a collective waits longer than the control plane, which knows why.
+_GRACE = 3.0
+# Keys from here on are given by the table of shapes.
+_FIRST_DYNAMIC_KEY = 2**30
+_MERGE = {
+    ReduceOp.SUM: "Add",
+    ReduceOp.MEAN: "Add",
+    ReduceOp.MIN: "Min",
+    ReduceOp.MAX: "Max",
+}
+_HINTS = {
+    CommunicationImplementation.AUTO: "auto",
+    CommunicationImplementation.RING: "ring",
+    CommunicationImplementation.NCCL: "nccl",
+}
+_MOVABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_REDUCIBLE = (*_MOVABLE, tf.bfloat16)
+# What TensorFlow can neither reduce nor move: by what is equivalent, or larger.
+_CAST = {
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+}
+_SAME_BITS = {
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.bfloat16: tf.float16,
+    tf.complex64: tf.int64,
+}
+_MOVED_AS = {**_CAST, **_SAME_BITS}
+_REDUCED_AS = {**_CAST, tf.uint32: tf.int64, tf.uint64: tf.int64}
+_ENDED = (
+    tf.errors.UnavailableError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.CancelledError,
+    tf.errors.AbortedError,
+    tf.errors.InternalError,
+    # Other shapes on other workers.
+    tf.errors.InvalidArgumentError,
+)
+
+
+@dataclass
+class _Runtime:
+    """TensorFlow's runtime of this process, for all strategies with its workers.
+
+    Args:
+        is_started: bool, whether it has met those of the other workers.
+        shapes: the table of shapes that have keys.
+    """
+
+    is_started: bool = False
+    shapes: Any = None
+
+
+class TensorFlowWorkers(Workers):
+    """TensorFlow's runtimes of all workers, joined for collectives.
+
+    The runtime starts with the first strategy, when its devices are known.
+    """
+
+    def __init__(self, group: WorkerGroup, options: CommunicationOptions):
+        super().__init__(group, options)
+        _configure(group)
+        global _joined
+        _joined = self
+        self._runtime = _Runtime()
+        # By local device: the group of it and its like on the other workers, and
+        # what orders its collectives.
+        self._groups: dict[str, tuple[int, tf.Variable]] = {}
+        self._keys: dict[tuple[Any, ...], int] = {}
+        self._device = "/device:CPU:0"
+        group.on_loss(self._abort)
+
+    def set_replicas(self, count: int, span: int = 1) -> None:
+        super().set_replicas(count, span)
+        if not self._runtime.is_started:
+            _start(self.group)
+            self._runtime.is_started = True
+
+    def use_device(self, device: str) -> None:
+        """Says on which local device collectives run from now on."""
+        self._device = device
+        if device not in self._groups:
+            with tf.init_scope(), tf.device(device):
+                # Whatever uses it keeps its order in a program.
+                order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
+            self._groups[device] = (len(self._groups) + 1, order)
+        if self._runtime.shapes is None:
+            with tf.init_scope(), tf.device("/device:CPU:0"):
+                self._runtime.shapes = tf.lookup.experimental.MutableHashTable(
+                    tf.int64, tf.int32, -1
+                )
+
+    def _abort(self, loss: Loss) -> None:
+        """Ends the wait for a worker that does not answer."""
+        if self._runtime.is_started:
+            eager_context.context().abort_collective_ops(
+                tf.errors.UNAVAILABLE, self.group.describe(loss)
+            )
+
+    def close(self) -> None:
+        self._groups.clear()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raises `WorkerError` for what a collective inside has failed of.
+
+        Raises:
+            WorkerError: that names the worker that was lost.
+        """
+        try:
+            yield
+        except _ENDED as error:
+            reason = _of_collective(error)
+            if reason is None:
+                raise
+            raise self.lost(type(error)(None, None, reason)) from error
+
+    # Collectives.
+
+    def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
+        given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        results: list[Any] = [None] * len(given)
+        with self.watched(), tf.device(self._device):
+            for indices in self._packs(given):
+                parts = [_to_carrier(given[i], _REDUCED_AS) for i in indices]
+                reduced = self._reduce(op, _flat(parts))
+                for i, part in zip(indices, _like(reduced, parts), strict=True):
+                    results[i] = _from_carrier(part, given[i].dtype, _REDUCED_AS)
+        if op is ReduceOp.MEAN:
+            return [result / self.group.count for result in results]
+        return results
+
+    def gather_rows(self, tensor: Any, rows: Sequence[Any]) -> Any:
+        """Concatenates the workers' tensors along axis 0.
+
+        Args:
+            tensor: this worker's; of shape `(rows[index], ...)`.
+            rows: the rows of each worker's: ints; tensors, known when a program
+                runs; or None, for workers to tell one another then.
+        """
+        with self.watched(), tf.device(self._device):
+            given = tf.convert_to_tensor(tensor)
+            own = _to_carrier(given, _MOVED_AS)
+            if any(count is None for count in rows):
+                counts = self._gather_static(tf.shape(own)[:1], [1] * self.group.count)
+                rows = tf.unstack(counts, self.group.count)
+            if all(isinstance(count, int) for count in rows):
+                joined = self._gather_static(own, list(rows))
+            else:
+                joined = self._gather_dynamic(own, rows)
+            joined = _from_carrier(joined, given.dtype, _MOVED_AS)
+            joined.set_shape([joined.shape[0], *given.shape[1:]])
+            return joined
+
+    def _gather_static(self, own: Any, rows: list[int]) -> Any:
+        most = max(rows)
+        own = _padded(own, most - rows[self.group.index])
+        own.set_shape([most, *own.shape[1:]])
+        joined = self._gather(own)
+        if min(rows) == most:
+            return joined
+        parts = tf.split(joined, self.group.count)
+        return tf.concat(
+            [part[:count] for part, count in zip(parts, rows, strict=True)], 0
+        )
+
+    def _gather_dynamic(self, own: Any, rows: Sequence[Any]) -> Any:
+        counts = tf.stack([tf.cast(count, tf.int32) for count in rows])
+        # Nothing cannot be gathered.
+        most = tf.maximum(tf.reduce_max(counts), 1)
+        missing = most - counts[self.group.index]
+        joined = self._gather(_padded(own, missing))
+        return tf.concat(
+            [joined[i * most : i * most + counts[i]] for i in range(self.group.count)],
+            0,
+        )
+
+    def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
+        given = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        results: list[Any] = list(given)
+        # Others would wait for what never comes.
+        self.group.agree(
+            "the model's variables (shapes and dtypes)",
+            [[list(tensor.shape), tensor.dtype.name] for tensor in given],
+        )
+        with self.watched(), tf.device(self._device):
+            for indices in self._packs(given):
+                parts = [_to_carrier(given[i], _MOVED_AS) for i in indices]
+                sent = self._send(_flat(parts))
+                for i, part in zip(indices, _like(sent, parts), strict=True):
+                    results[i] = _from_carrier(part, given[i].dtype, _MOVED_AS)
+        return results
+
+    def _packs(self, tensors: Sequence[Any]) -> list[list[int]]:
+        """Indices of tensors that travel together, in their order."""
+        limit = self.options.bytes_per_pack or DEFAULT_PACK
+        packs: list[list[int]] = []
+        known = [i for i, t in enumerate(tensors) if t.shape.is_fully_defined()]
+        indices = pack_indices(
+            [tensors[i].dtype.name for i in known],
+            [tensors[i].dtype.size * math.prod(tensors[i].shape) for i in known],
+            bytes_per_pack=limit,
+        )
+        packs.extend([known[i] for i in pack] for pack in indices)
+        packs.extend([i] for i in range(len(tensors)) if i not in set(known))
+        return packs
+
+    # One operation on one tensor.
+
+    def _reduce(self, op: ReduceOp, tensor: Any) -> Any:
+        merge = _MERGE[op]
+        return tf.raw_ops.CollectiveReduceV2(
+            input=tensor,
+            merge_op=merge,
+            final_op="Id",
+            **self._call("reduce " + merge, tensor),
+        )
+
+    def _gather(self, tensor: Any) -> Any:
+        joined = tf.raw_ops.CollectiveGatherV2(
+            input=tensor, **self._call("gather", tensor)
+        )
+        first = tensor.shape[0]
+        joined.set_shape([first and first * self.group.count, *tensor.shape[1:]])
+        return joined
+
+    def _send(self, tensor: Any) -> Any:
+        call = self._call("broadcast", tensor)
+        del call["ordering_token"]
+        if self.group.is_chief:
+            return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **call)
+        return tf.raw_ops.CollectiveBcastRecvV2(
+            T=tensor.dtype, shape=tensor.shape, **call
+        )
+
+    def _call(self, kind: str, tensor: Any) -> dict[str, Any]:
+        """The arguments that all collectives have."""
+        number, order = self._groups[self._device]
+        implementation = CommunicationImplementation(self.options.implementation)
+        return {
+            "group_size": self.group.count,
+            "group_key": number,
+            "instance_key": self._key(f"{kind} {tensor.dtype.name} {number}", tensor),
+            "ordering_token": [order.handle],
+            "communication_hint": _HINTS[implementation],
+            "timeout_seconds": self.group.timeout + _GRACE,
+        }
+
+    def _key(self, kind: str, tensor: Any) -> Any:
+        """The instance key, see at the top."""
+        if not tensor.shape.is_fully_defined():
+            return self._key_in_program(kind, tensor)
+        signature = (kind, *tensor.shape)
+        if signature not in self._keys:
+            # Not by a counter: a program that one worker alone traces is no harm.
+            key = 1 + _number_of(repr(signature)) % (_FIRST_DYNAMIC_KEY - 1)
+            while key in self._keys.values():
+                key += 1
+            self._keys[signature] = key
+        return self._keys[signature]
+
+    def _key_in_program(self, kind: str, tensor: Any) -> Any:
+        with tf.device("/device:CPU:0"):
+            sizes = tf.shape(tensor, out_type=tf.int64)
+            factors = [_number_of(f"axis {i}") for i in range(tensor.shape.rank)]
+            signature = tf.reduce_sum(sizes * tf.constant(factors, tf.int64))
+            signature += tf.constant(_number_of(kind), tf.int64)
+            table = self._runtime.shapes
+            new = _FIRST_DYNAMIC_KEY + tf.cast(table.size(), tf.int32)
+            key = tf.raw_ops.LookupTableFindV2(
+                table_handle=table.resource_handle, keys=signature, default_value=new
+            )
+            table.insert(signature, key)
+            return key
+
+
+def workers_of(placement: Placement) -> TensorFlowWorkers | None:
+    """The engine between workers; None where there is one worker."""
+    workers = placement.workers
+    assert workers is None or isinstance(workers, TensorFlowWorkers)
+    return workers
+
+
+# A process belongs to one cluster.
+_joined: TensorFlowWorkers | None = None
+
+
+def joined_workers() -> TensorFlowWorkers | None:
+    """The engine that this process has joined; None without one."""
+    return _joined
+
+
+def _configure(group: WorkerGroup) -> None:
+    """Says that there will be other workers, while it can be said."""
+    own = f"/job:worker/replica:0/task:{group.index}"
+    try:
+        eager_context.context().configure_collective_ops(
+            collective_leader="/job:worker/replica:0/task:0", device_filters=(own,)
+        )
+    except RuntimeError as error:
+        raise BackendInUseError(
+            "MultiWorkerMirroredStrategy has to be made before TensorFlow is first "
+            "used, and it has been used in this process: a tensor, a variable, a model "
+            "or a data set was made, or its devices were listed. Make the strategy "
+            "right after the imports."
+        ) from error
+
+
+def _start(group: WorkerGroup) -> None:
+    """Starts this worker's server, and waits for those of the others."""
+    context = eager_context.context()
+    host = group.own_host
+    port = _free_port(host)
+    named = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    found = group.gather_values("the address of TensorFlow's server", named)
+    server = tensorflow_server_pb2.ServerDef(
+        cluster=tf.train.ClusterSpec({"worker": found}).as_cluster_def(),
+        # With the virtual devices that there are by now.
+        default_session_config=context.config,
+        job_name="worker",
+        task_index=group.index,
+        protocol="grpc",
+    )
+    try:
+        context.enable_collective_ops(server)
+        context.ensure_initialized()
+    except tf.errors.OpError as error:
+        raise ClusterError(
+            f"TensorFlow's server of worker {group.index} could not listen at {named}: "
+            f"{error.message}. Something else has taken the port in this moment; start "
+            "all workers again."
+        ) from error
+    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        _accept_from_this_machine_only(port)
+    group.barrier("TensorFlow's servers")
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _accept_from_this_machine_only(port: int) -> None:
+    """Closes a server at every address but loopback ones, where Linux can do that.
+
+    TensorFlow's server listens at all addresses of the machine, and has no option
+    that names one.
+    """
+    option = getattr(socket, "SO_BINDTODEVICE", None)
+    if option is None or not os.path.isdir("/proc/self/fd"):
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            number = os.dup(int(name))
+            stack.callback(os.close, number)
+            found = socket.socket(fileno=number)
+            stack.callback(found.detach)
+            if (
+                found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                and found.getsockname()[1] == port
+            ):
+                found.setsockopt(socket.SOL_SOCKET, option, b"lo\0")
+
+
+def _of_collective(error: Any) -> str | None:
+    """What a collective says in an error; None if it is another's."""
+    text = str(error.message or error)
+    signs = ("ollective", "RecvBuf", "CompleteGroup", "CompleteInstance")
+    lines = [line for line in text.splitlines() if any(s in line for s in signs)]
+    told = [line for line in lines if "ollective ops is aborted" in line]
+    told += [line for line in lines if "timed out" in line]
+    if isinstance(error, tf.errors.InvalidArgumentError) and not told:
+        return None
+    return (told or lines)[0].strip() if lines else None
+
+
+def _number_of(text: str) -> int:
+    """A number of 62 bits, the same in all processes."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2
+
+
+# Tensors as TensorFlow's collectives take them.
+
+
+def _to_carrier(tensor: Any, carriers: dict[Any, Any]) -> Any:
+    kind = carriers.get(tensor.dtype, tensor.dtype)
+    can_travel = _REDUCIBLE if carriers is _REDUCED_AS else _MOVABLE
+    if kind not in can_travel:
+        raise GatherError(
+            f"A tensor of dtype {tensor.dtype.name} cannot travel between workers on "
+            "TensorFlow. What replicas of several workers compute together are "
+            "numbers; convert it first."
+        )
+    if kind == tensor.dtype:
+        return tensor
+    if carriers is _MOVED_AS and tensor.dtype in _SAME_BITS:
+        return tf.bitcast(tensor, kind)
+    return tf.cast(tensor, kind)
+
+
+def _from_carrier(tensor: Any, kind: Any, carriers: dict[Any, Any]) -> Any:
+    if tensor.dtype == kind:
+        return tensor
+    if carriers is _MOVED_AS and kind in _SAME_BITS:
+        return tf.bitcast(tensor, kind)
+    return tf.cast(tensor, kind)
+
+
+def _flat(tensors: Sequence[Any]) -> Any:
+    if len(tensors) == 1:
+        return tensors[0]
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+
+
+def _like(flat: Any, tensors: Sequence[Any]) -> list[Any]:
+    if len(tensors) == 1:
+        flat.set_shape(tensors[0].shape)
+        return [flat]
+    parts = tf.split(flat, [math.prod(tensor.shape) for tensor in tensors])
+    return [
+        tf.reshape(part, tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def _padded(tensor: Any, missing: Any) -> Any:
+    """A tensor with more rows, of zeros."""
+    if isinstance(missing, int) and missing == 0:
+        return tf.identity(tensor)
+    widths = [[0, missing], *([[0, 0]] * (len(tensor.shape) - 1))]
+    return tf.pad(tensor, widths)

@@ -1,0 +1,446 @@
+"""The data-parallel call on Torch: threads forward, threads backward."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keras_strategies import context, keras_compat
+from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.probing import probing
+from keras_strategies.engines.torch.random import NoRandom, RandomCalls, ReplicaRandom
+from keras_strategies.engines.torch.replicas import (
+    ThreadCommunicator,
+)
+from keras_strategies.engines.torch.spread import (
+    Source,
+    Spread,
+    WorkerSums,
+    local_gradients,
+    widened,
+)
+from keras_strategies.engines.torch.threads import ReplicaThreads
+from keras_strategies.engines.torch.variables import ReplicaVariables
+from keras_strategies.engines.torch.work import Work, measure
+from keras_strategies.errors import ContextError
+from keras_strategies.input.sharding import split_sizes
+from keras_strategies.runtime.data_parallel import (
+    Channel,
+    DataParallelCall,
+    ReplicaResult,
+)
+from keras_strategies.runtime.row_probes import Randomness, flags
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TorchDataParallelCall(DataParallelCall):
+    """Runs a layer on the threads of a strategy."""
+
+    def __init__(
+        self, strategy: Strategy, threads: ReplicaThreads, variables: ReplicaVariables
+    ):
+        super().__init__(strategy)
+        self._devices = [torch_device(d) for d in self.placement.replicas]
+        self._lead = torch_device(self.placement.variables)
+        self._threads = threads
+        self._variables = variables
+        self._workers = self.placement.workers
+        self._share = self.placement.share
+        #: The strategy's `CrossDeviceOps`, None for torch's own sums.
+        self.reduction = LocalReduction.of(strategy)
+        self._communicator: ThreadCommunicator | None = None
+        # How the rows of the call under way are spread.
+        self._spread = Spread.local([1])
+        self._random_calls = RandomCalls()
+        self._random: ReplicaRandom = NoRandom()
+        # On one physical device a small call is faster whole; what it computes is the
+        # same, unless replicas are to have batch statistics of their own.
+        self._may_call_whole = (
+            set(self._devices) == {self._lead}
+            and strategy.sync_batch_norm
+            and not strategy.always_split
+            and self._workers is None
+            and self.reduction is None
+        )
+        self._work: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
+        # How the calls of the current step were made.
+        self._were_small: list[bool] = []
+        self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @contextlib.contextmanager
+    def step(self, is_small: bool) -> Iterator[Callable[[], bool]]:
+        """Entered around a step.
+
+        Where all calls are so small that they are made whole, two kernel threads take
+        longer than one: they would meet more often than they work.
+
+        Args:
+            is_small: bool, whether the step before this one was.
+
+        Returns:
+            A callable that says whether this one is.
+        """
+        self._were_small = []
+        threads = torch.get_num_threads()
+        if is_small:
+            torch.set_num_threads(1)
+        try:
+            with keras_compat.layer_calls_through(self):
+                yield lambda: bool(self._were_small) and all(self._were_small)
+        finally:
+            if is_small:
+                torch.set_num_threads(threads)
+
+    # Dynamo cannot follow threads; a compiled step runs around this call.
+    @torch.compiler.disable
+    def __call__(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        with self._random_calls.call(layer, flags(args, kwargs)) as self._random:
+            return super().__call__(layer, call, args, kwargs)
+
+    def sizes(
+        self,
+        layer: Any,
+        rows: int,
+        call_few: Callable[[], int],
+        tensors: Sequence[Any],
+    ) -> list[int] | None:
+        if self._has_foreign_modules(layer):
+            return None
+        every = split_sizes(rows, self._share.total)
+        if self._workers is None:
+            spread = Spread.local(every)
+        else:
+            spread = Spread.over(every, self._workers)
+            if not all(spread.worker_rows):
+                # Too few for all workers: each computes all of them.
+                return None
+        # Replicas without rows do not take part: they would add nothing.
+        sizes = spread.sizes
+        is_alone = len(spread.every) == 1 and self._devices[0] == self._lead
+        if not sizes or (is_alone and self.reduction is None):
+            return None
+        self._spread = spread
+        if self._may_call_whole:
+            try:
+                work = self._work_of(layer, call_few)
+            except Exception:
+                # Whatever a layer raises on some of its rows: the check of rows, which
+                # follows, calls it so too, reports the error and leaves it unsplit.
+                return sizes
+            self._were_small.append(not work.worth_splitting(rows, len(sizes)))
+            if self._were_small[-1]:
+                return None
+        return sizes
+
+    def _work_of(self, layer: Any, call_few: Callable[[], int]) -> Work:
+        work = self._work.get(layer)
+        if work is None:
+            work = self._work[layer] = measure(call_few)
+        return work
+
+    def _has_foreign_modules(self, layer: Any) -> bool:
+        """Whether a layer computes with torch modules that Keras does not run."""
+        known = self._foreign.get(layer)
+        if known is None:
+            known = self._foreign[layer] = keras_compat.wraps_torch_modules(layer)
+            if known:
+                warnings.warn(
+                    f"Layer {layer.name!r} contains torch modules. Their parameters "
+                    "cannot be replaced by a replica's copies, so the layer is called "
+                    "on one device with the whole batch, which is exact but not "
+                    "parallel. Write it with Keras layers to run it on all replicas.",
+                    stacklevel=6,
+                )
+        return known
+
+    def split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        parts = torch.split(self._spread.own(tensor.detach()), list(sizes))
+        local = [
+            part.to(device, non_blocking=True)
+            for part, device in zip(parts, self._devices, strict=False)
+        ]
+        if tensor.requires_grad and torch.is_grad_enabled():
+            local = [part.detach().requires_grad_() for part in local]
+        return local
+
+    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        # The backward pass of these tasks meets in the same communicator. Calls do
+        # not nest: none is routed while one is under way.
+        self._communicator = ThreadCommunicator(
+            self.placement.replicas[: len(tasks)],
+            team=self._spread.team,
+            reduction=self.reduction,
+        )
+        return self._run(tasks, self._communicator, self._random)
+
+    def _run(
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        communicator: ThreadCommunicator,
+        random: ReplicaRandom,
+    ) -> list[Any]:
+        team = communicator.team
+
+        def in_context(replica_id: int, task: Callable[[], Any]) -> Callable[[], Any]:
+            replica = context.ReplicaContext(
+                self.strategy, team.first + replica_id, communicator, team.total
+            )
+
+            def run() -> Any:
+                with context.on_replica(replica):
+                    return task()
+
+            return run
+
+        return self._threads.run(
+            [in_context(i, task) for i, task in enumerate(tasks)], communicator, random
+        )
+
+    def copy_variable(self, replica_id: int, variable: Any) -> torch.Tensor | None:
+        return self._variables.copy(replica_id, variable)
+
+    def assigned_value(
+        self, variable: Any, read: Callable[[], torch.Tensor], value: torch.Tensor
+    ) -> torch.Tensor:
+        current = read()
+        if torch.is_grad_enabled() and current.requires_grad:
+            assigned: torch.Tensor = _Assigned.apply(current, value.detach())
+            return assigned
+        value = value.detach()
+        # The variable's own memory changes when the assignments are merged, before
+        # the backward pass.
+        return value.clone() if value.data_ptr() == current.data_ptr() else value
+
+    def cast_copy(
+        self, replica_id: int, value: torch.Tensor, dtype: str
+    ) -> torch.Tensor | None:
+        if not value.requires_grad:
+            return None
+        return value.detach().to(getattr(torch, dtype)).requires_grad_()
+
+    def connect(
+        self,
+        inputs: Sequence[tuple[Any, list[Any]]],
+        results: Sequence[ReplicaResult],
+        channels: Sequence[Channel],
+    ) -> list[torch.Tensor]:
+        assert self._communicator is not None
+        sources = _sources(inputs, results) if torch.is_grad_enabled() else []
+        job = _Job(
+            self, channels, sources, len(results), self._communicator, self._spread
+        )
+        if not sources:
+            return job.combine()
+        return list(_Boundary.apply(job, *(source.tensor for source in sources)))
+
+    def to_lead(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._lead)
+
+    def joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return self._spread.joined(torch.cat([self.to_lead(part) for part in parts]))
+
+    def all_fractions(self, sizes: list[int], rows: int) -> list[float]:
+        return self.fractions(self._spread.every, rows)
+
+    def on_all_workers(
+        self, columns: list[list[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
+        return self._spread.team.everywhere(columns)
+
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def probe_input(self, tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
+        return tensor[:rows].detach().to(self._lead)
+
+    def probing(self, quantile: float) -> contextlib.AbstractContextManager[Randomness]:
+        return probing(self._lead, quantile)
+
+
+def _sources(
+    inputs: Sequence[tuple[Any, list[Any]]], results: Sequence[ReplicaResult]
+) -> list[Source]:
+    found: dict[Any, Source] = {}
+    for replica_id, result in enumerate(results):
+        for key, (variable, local) in result.scope.reads.items():
+            if local.requires_grad:
+                if key not in found:
+                    raw = keras_compat.raw_value(variable)
+                    found[key] = Source(raw, [None] * len(results), by_rows=False)
+                found[key].locals[replica_id] = local
+    sources = list(found.values())
+    for tensor, slices in inputs:
+        if slices[0].requires_grad:
+            sources.append(Source(tensor, list(slices), by_rows=True))
+    return sources
+
+
+class _Job:
+    """One data-parallel call, between its forward and its backward pass."""
+
+    def __init__(
+        self,
+        call: TorchDataParallelCall,
+        channels: Sequence[Channel],
+        sources: Sequence[Source],
+        count: int,
+        communicator: ThreadCommunicator,
+        spread: Spread,
+    ):
+        self.call = call
+        self.spread = spread
+        self.channels = channels
+        self.sources = sources
+        self.count = count
+        self.communicator = communicator
+        self.lead = call._lead
+        assert call._layer_call is not None
+        self.layer_call = call._layer_call
+        self.state = keras_compat.thread_state()
+        self.versions = [source.tensor._version for source in sources]
+
+    def combine(self) -> list[torch.Tensor]:
+        combined = []
+        for channel in self.channels:
+            parts = [part.detach().to(self.lead) for part in channel.parts]
+            if channel.weights is None:
+                combined.append(self.spread.joined(torch.cat(parts)))
+            else:
+                pairs = zip(parts, channel.weights, strict=True)
+                own = torch.stack([widened(p) * w for p, w in pairs]).sum(0)
+                [total] = self.spread.summed([own])
+                combined.append(total.to(parts[0].dtype))
+        return combined
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Gradients of the sources, from those of the combined channels."""
+        if torch.is_grad_enabled():
+            return self._differentiable_gradients(gradients)
+        outputs: list[list[torch.Tensor]] = [[] for _ in range(self.count)]
+        given: list[list[torch.Tensor]] = [[] for _ in range(self.count)]
+        for channel, gradient in zip(self.channels, gradients, strict=True):
+            if gradient is None:
+                continue
+            if channel.weights is None:
+                gradient = self.spread.own(gradient)
+            shares = _share(channel, gradient)
+            for i, (part, share) in enumerate(zip(channel.parts, shares, strict=True)):
+                if part.requires_grad:
+                    outputs[i].append(part)
+                    given[i].append(share.to(part.device, non_blocking=True))
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        def task(replica_id: int) -> Callable[[], list[torch.Tensor | None]]:
+            own = [source.locals[replica_id] for source in self.sources]
+            wanted = [tensor for tensor in own if tensor is not None]
+
+            def run() -> list[torch.Tensor | None]:
+                if not outputs[replica_id] or not wanted:
+                    return [None] * len(own)
+                found = iter(
+                    torch.autograd.grad(
+                        outputs[replica_id],
+                        wanted,
+                        given[replica_id],
+                        allow_unused=True,
+                        retain_graph=keep,
+                    )
+                )
+                return [None if tensor is None else next(found) for tensor in own]
+
+            return run
+
+        self.communicator.restart()
+        sums = None
+        if self.spread.workers is not None:
+            sums = WorkerSums(
+                self.sources, self.spread, self.count, self.call.reduction
+            )
+        with sums or contextlib.nullcontext():
+            per_replica = self.call._run(
+                [task(i) for i in range(self.count)], self.communicator, NoRandom()
+            )
+        columns = list(zip(*per_replica, strict=True))
+        if sums is not None:
+            return sums.gradients(columns)
+        found = local_gradients(self.sources, columns, self.call.reduction)
+        return list(map(Source.rounded, self.sources, found))
+
+    def _differentiable_gradients(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> list[Any]:
+        """The same gradients with a graph, for `create_graph=True`."""
+        for source, version in zip(self.sources, self.versions, strict=True):
+            if source.tensor._version != version:
+                raise ContextError(
+                    "`create_graph=True` was asked of a backward pass after a variable "
+                    "of the layer has been updated. Compute gradients of gradients "
+                    "before the optimizer's step."
+                )
+        with keras_compat.with_thread_state(self.state):
+            found = self.call.recompute(self.layer_call, keras_compat.raw_value)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(found, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        # A variable is several sources where each of its reads has a gradient.
+        wanted = {id(source.tensor): source.tensor for source in self.sources}
+        results = torch.autograd.grad(
+            [output for output, _ in pairs],
+            list(wanted.values()),
+            [gradient for _, gradient in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+        remaining = dict(zip(wanted, results, strict=True))
+        return [remaining.pop(id(source.tensor), None) for source in self.sources]
+
+
+def _share(channel: Channel, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """The parts' gradients, from that of the concatenation or weighted sum."""
+    if channel.weights is None:
+        return list(torch.split(gradient, [part.shape[0] for part in channel.parts]))
+    return [gradient * weight for weight in channel.weights]
+
+
+class _Assigned(torch.autograd.Function):
+    """A trained variable's new value; its gradient is the variable's."""
+
+    @staticmethod
+    def forward(ctx, current, value):  # type: ignore[no-untyped-def]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, None
+
+
+class _Boundary(torch.autograd.Function):
+    """The edge between the global batch and the replicas in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, job, *sources):  # type: ignore[no-untyped-def]
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return tuple(job.combine())
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        return (None, *ctx.job.backward(gradients))

@@ -1,0 +1,68 @@
+"""Batches on their way to a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import torch
+
+from keras_strategies.runtime.ahead import one_ahead
+
+# Begins to move a batch; what it returns gives the batch to the thread that uses it.
+Mover = Callable[[Any], Callable[[], Any]]
+
+
+class CudaMover:
+    """Moves structures of tensors to a CUDA device on a stream of its own.
+
+    The host does not wait: tensors go through pinned memory, and the stream that
+    computes waits for them when they are asked for.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, batch: Any) -> Callable[[], Any]:
+        leaves = keras.tree.flatten(batch)
+        with torch.cuda.stream(self._stream):
+            moved = [self._begin(leaf) for leaf in leaves]
+            arrived = self._stream.record_event()
+
+        def arrive() -> Any:
+            computing = torch.cuda.current_stream(self._device)
+            computing.wait_event(arrived)
+            for leaf in moved:
+                if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                    # Its memory is of the other stream, which could use it again.
+                    leaf.record_stream(computing)
+            return keras.tree.pack_sequence_as(batch, moved)
+
+        return arrive
+
+    def _begin(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device == self._device:
+            return leaf
+        if leaf.device.type == "cpu" and leaf.layout is torch.strided:
+            # Torch keeps pinned memory until what was copied from it has arrived.
+            leaf = leaf.pin_memory()
+        return leaf.to(self._device, non_blocking=True)
+
+
+class AheadPlacer:
+    """Puts the batches of `fit` and its siblings on a device, one ahead of the step.
+
+    Args:
+        move: begins to move a batch.
+    """
+
+    def __init__(self, move: Mover):
+        self._move = move
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        return one_ahead(batches, self._move)

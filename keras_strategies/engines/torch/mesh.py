@@ -1,0 +1,213 @@
+"""A mesh of processes for torch's DTensors, and what Keras asks about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras.distribution import DeviceMesh, TensorLayout
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.torch.workers import TorchWorkers
+from keras_strategies.errors import BackendError
+from keras_strategies.layouts import Axes, VariableMesh
+from keras_strategies.runtime.base import itemsize
+from keras_strategies.runtime.colocation import colocation_reference
+
+
+def start_default_group(workers: TorchWorkers | None) -> None:
+    """Makes torch's default process group, through which DTensors are exchanged.
+
+    Args:
+        workers: the processes of the mesh; None where this one is alone.
+
+    Raises:
+        BackendError: if this process is alone.
+        ClusterError: if there is a default group of other processes.
+    """
+    if workers is None:
+        raise BackendError(
+            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch' in a process "
+            "that has no cluster around it, while each device of the grid is that of a "
+            "process of its own. Start the script with `keras-strategies launch "
+            "--workers N --devices-per-worker 1 script.py` or torchrun; for one device "
+            "use ks.OneDeviceStrategy."
+        )
+    workers.start_default_group()
+
+
+_Distribution: Any = keras_compat.distribution_class()
+
+
+class ShardedDistribution(_Distribution):  # type: ignore[misc]
+    """Variables cut as a `VariableMesh` says.
+
+    Keras makes DTensors of the variables that are cut, and leaves those that are whole
+    as they are. It is no `keras.distribution.ModelParallel`, for which Keras takes the
+    batch of a process for its share of the global one.
+
+    Args:
+        mesh: the grid of devices, one of each process.
+        kind: str, what torch calls their kind.
+    """
+
+    def __init__(self, mesh: VariableMesh, kind: str):
+        # "cpu:1" is the device of process 1.
+        names = [f"{kind}:{rank}" for rank in range(len(mesh.devices))]
+        grid = np.array(names).reshape(mesh.shape)
+        super().__init__(
+            DeviceMesh(mesh.shape, list(mesh.axes), grid),
+            mesh.batch_axis,
+            auto_shard_dataset=False,
+        )
+        self._mesh = mesh
+        #: The axes that outputs of layers may be cut along; none outside of a call.
+        self.output_axes: Sequence[str] = ()
+
+    @property
+    def num_model_replicas(self) -> int:
+        """int, the parts of a batch."""
+        return self._mesh.shape[0]
+
+    def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
+        """Batches are the global ones; calls of layers split them."""
+        return TensorLayout([None] * len(data_shape), self.device_mesh)
+
+    def get_variable_layout(self, variable: Any) -> Any:
+        own = getattr(variable, "_layout", None)
+        if own is not None:
+            return own
+        reference = colocation_reference()
+        if reference is None:
+            return self.own_layout(variable)
+        # On the same devices: sharded alike, where the shapes are the same.
+        if tuple(reference.shape) == tuple(variable.shape):
+            found = keras_compat.layout_of(reference)
+            if found is not None:
+                return found
+        return TensorLayout([None] * len(variable.shape), self.device_mesh)
+
+    def own_layout(self, variable: Any) -> TensorLayout:
+        """How this strategy cuts a variable, whatever layout it has."""
+        is_float = keras.backend.is_float_dtype(variable.dtype)
+        axes = self._mesh.layout(
+            variable.path, variable.shape, itemsize(variable.dtype), is_float
+        )
+        full = [*axes, *[None] * (len(variable.shape) - len(axes))]
+        return TensorLayout(full, self.device_mesh)
+
+    def get_tensor_layout(self, path: str) -> TensorLayout | None:
+        if self._mesh.outputs is None or not self.output_axes:
+            return None
+        axes = self._mesh.outputs.find(path)
+        if axes is None:
+            return None
+        kept = [axis if axis in self.output_axes else None for axis in axes]
+        return TensorLayout(kept, self.device_mesh)
+
+
+def axes_of(mesh: VariableMesh, variable: Any) -> Axes:
+    """The mesh's axes that a variable is cut along."""
+    layout = keras_compat.layout_of(variable)
+    if layout is None:
+        return ()
+    if isinstance(layout, TensorLayout):
+        axes = list(layout.axes)
+    else:
+        axes = [None] * len(variable.shape)
+        for name, placement in zip(mesh.axes, layout.placements, strict=True):
+            if isinstance(placement, Shard):
+                axes[placement.dim] = name
+    while axes and axes[-1] is None:
+        axes.pop()
+    return tuple(axes)
+
+
+class Placements:
+    """How tensors lie on a mesh while a layer is called.
+
+    Args:
+        mesh: torch's `DeviceMesh`, whose first dimension is the data axis.
+    """
+
+    def __init__(self, mesh: Any):
+        self.mesh = mesh
+        self.parts = int(mesh.size(0))
+        self._whole = [Replicate()] * mesh.ndim
+        self._by_rows = [Shard(0), *self._whole[1:]]
+
+    def splits(self, tensor: torch.Tensor) -> bool:
+        """Whether the rows of a tensor divide over the data axis."""
+        if tensor.ndim == 0 or self.parts == 1:
+            return False
+        return tensor.shape[0] > 0 and tensor.shape[0] % self.parts == 0
+
+    def spread(self, tensor: torch.Tensor, by_rows: bool) -> DTensor:
+        """A DTensor of a tensor that every process has; differentiable.
+
+        Args:
+            tensor: of shape `(rows, ...)`.
+            by_rows: bool, whether a process computes with its share of the rows.
+        """
+        if isinstance(tensor, DTensor):
+            return tensor
+        spread = DTensor.from_local(tensor, self.mesh, self._whole, run_check=False)
+        if by_rows:
+            spread = spread.redistribute(self.mesh, self._by_rows)
+        return spread
+
+    def used(self, raw: torch.Tensor) -> torch.Tensor:
+        """A variable's value as layers use it: whole along the data axis.
+
+        Its gradient is cut as the variable is, or summed where that is whole.
+        """
+        if isinstance(raw, DTensor):
+            placements = [Replicate(), *raw.placements[1:]]
+            return raw.redistribute(self.mesh, placements)
+        if not raw.is_floating_point():
+            return raw
+        return self.spread(raw, by_rows=False)
+
+
+def alike(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> tuple[Any, ...]:
+    """Arguments of attention, such that a process has what belongs together.
+
+    Query, key and value are `(batch, length, heads, size)`; bias and mask are
+    `(batch or 1, heads or 1, queries, keys)`. What is cut otherwise than by rows
+    or between heads is gathered.
+    """
+    given = (query, key, value, bias, mask)
+    if not any(isinstance(tensor, DTensor) for tensor in given):
+        return given
+    mesh = next(t.device_mesh for t in given if isinstance(t, DTensor))
+    on = Placements(mesh)
+    query, key, value = (on.spread(t, False) for t in (query, key, value))
+    same_heads = query.shape[2] == key.shape[2] == value.shape[2]
+    placements: list[Any] = []
+    for placement in query.placements:
+        by_rows = placement == Shard(0)
+        between_heads = placement == Shard(2) and same_heads
+        placements.append(placement if by_rows or between_heads else Replicate())
+    query, key, value = (t.redistribute(mesh, placements) for t in (query, key, value))
+
+    def beside(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        tensor = on.spread(keras.ops.convert_to_tensor(tensor), False)
+        axis = {Shard(0): 0, Shard(2): 1}
+        own = [
+            Shard(axis[p]) if p in axis and tensor.shape[axis[p]] > 1 else Replicate()
+            for p in placements
+        ]
+        return tensor.redistribute(mesh, own)
+
+    return query, key, value, beside(bias), beside(mask)
+
+
+def whole(value: Any) -> Any:
+    """The tensor that a DTensor is part of, in every process; others as they are."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

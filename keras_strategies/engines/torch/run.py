@@ -1,0 +1,281 @@
+"""`Strategy.run` on Torch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from keras_strategies import context, keras_compat
+from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.engines import run_scope
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.random import RandomCalls
+from keras_strategies.engines.torch.replicas import (
+    Team,
+    ThreadCommunicator,
+)
+from keras_strategies.engines.torch.spread import widened
+from keras_strategies.engines.torch.threads import ReplicaThreads
+from keras_strategies.engines.torch.variables import ReplicaVariables
+from keras_strategies.errors import ContextError
+from keras_strategies.runtime.run_scope import (
+    LocalValues,
+    MadeVariables,
+    RunScope,
+    TurnsNeededError,
+)
+from keras_strategies.values import DistributedValues
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TorchLocalValues(LocalValues):
+    """On-read values: tensors on the replicas' devices."""
+
+    def __init__(self, devices: Sequence[torch.device], team: Team):
+        self._devices = tuple(devices)
+        self._team = team
+        self._values = WeakTensorKeyDictionary()
+
+    def _all(self, variable: Any) -> list[torch.Tensor]:
+        raw = keras_compat.raw_value(variable)
+        if raw not in self._values:
+            self._distribute(variable, raw.detach().clone())
+        return self._values[raw]
+
+    def _distribute(self, variable: Any, value: torch.Tensor) -> None:
+        first = self._team.first
+        parts = run_scope.parts(variable, value, self._team.total)
+        parts = parts[first : first + len(self._devices)]
+        self._values[keras_compat.raw_value(variable)] = [
+            part.to(device) for part, device in zip(parts, self._devices, strict=True)
+        ]
+
+    def get(self, variable: Any, replica_id: int) -> torch.Tensor:
+        return self._all(variable)[replica_id - self._team.first]
+
+    def commit(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
+        raw = keras_compat.raw_value(variable)
+        kept = [value.detach() for value in values]
+        [lead] = self._team.everywhere([[value.to(raw.device) for value in kept]])
+        with torch.no_grad():
+            raw.copy_(run_scope.together(variable, lead))
+        self._values[raw] = kept
+
+    def assigned(self, variable: Any, value: Any) -> None:
+        if keras_compat.raw_value(variable) in self._values:
+            self._distribute(
+                variable, keras_compat.raw_value(variable).detach().clone()
+            )
+
+
+class TorchRun:
+    """Runs functions on the replicas of one strategy."""
+
+    def __init__(
+        self, strategy: Strategy, threads: ReplicaThreads, variables: ReplicaVariables
+    ):
+        self.strategy = strategy
+        self._threads = threads
+        self._variables = variables
+        self.placement = strategy.placement
+        self._devices = [torch_device(d) for d in self.placement.replicas]
+        workers, share = self.placement.workers, self.placement.share
+        counts = (share.count,) if workers is None else workers.replicas
+        self.team = Team(workers, counts, share.first)
+        self.reduction = LocalReduction.of(strategy)
+        self.local_values = TorchLocalValues(self._devices, self.team)
+        self._random_calls = RandomCalls()
+        self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    # Dynamo cannot follow threads: a compiled step runs around this call.
+    @torch.compiler.disable
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        owner = _owner(fn)
+        # In its first run a function may build models: once, and not in a race.
+        in_turns = owner not in self._has_run or len(args) == 1
+        communicator = _RunCommunicator(self, in_turns)
+        try:
+            results = self._run(fn, args, kwargs, owner, communicator)
+        except TurnsNeededError:
+            # It makes a variable in a later run: this one is begun again, in turns.
+            self._has_run.discard(owner)
+            communicator.check_restart(getattr(fn, "__qualname__", repr(fn)))
+            communicator = _RunCommunicator(self, takes_turns=True)
+            results = self._run(fn, args, kwargs, owner, communicator)
+        self._has_run.add(owner)
+        return results
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        owner: Any,
+        communicator: _RunCommunicator,
+    ) -> list[Any]:
+        scopes: list[RunScope] = []
+        tasks = []
+        made = MadeVariables(communicator.takes_turns)
+        for i in range(len(args)):
+            replica = context.ReplicaContext(
+                self.strategy, self.team.first + i, communicator
+            )
+            scope = RunScope(
+                replica, self._copier(i), self.local_values, made, _assigned
+            )
+            scopes.append(scope)
+            tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
+        communicator.scopes = scopes
+        with self._random_calls.call(owner, None) as random:
+            results = self._threads.run(tasks, communicator, random)
+        self.commit(scopes)
+        return results
+
+    def _copier(self, replica_id: int) -> Callable[[Any], Any]:
+        return lambda variable: self._variables.copy(replica_id, variable)
+
+    def commit(self, scopes: Sequence[RunScope]) -> None:
+        """Gives variables the values that the replicas left, and forgets those."""
+        keys = dict.fromkeys(key for scope in scopes for key in scope.updates)
+        for key in keys:
+            having = [scope for scope in scopes if key in scope.updates]
+            variable = having[0].updates[key][0]
+            if run_scope.is_local(variable):
+                self.local_values.commit(
+                    variable, [scope.get_current_value(variable) for scope in scopes]
+                )
+            else:
+                raw = keras_compat.raw_value(variable)
+                found = [scope.updates[key][1] for scope in having]
+                if self.team.workers is not None:
+                    # All of them, as the other workers' are.
+                    found = [scope.get_current_value(variable) for scope in scopes]
+                [values] = self.team.everywhere(
+                    [[value.detach().to(raw.device) for value in found]]
+                )
+                variable.assign(run_scope.merged(variable, values))
+            for scope in scopes:
+                scope.forget([variable])
+
+
+def _assigned(variable: Any, value: torch.Tensor) -> torch.Tensor:
+    """A leaf of the autograd graph, as variables are: assigning has no gradient."""
+    leaf = value.detach()
+    if keras_compat.raw_value(variable).requires_grad and torch.is_grad_enabled():
+        # A copy: the value may be another variable's memory.
+        leaf = leaf.clone().requires_grad_()
+    return leaf
+
+
+def _owner(fn: Callable[..., Any]) -> Any:
+    """What stands for a function that is made anew each time: methods, lambdas."""
+    if getattr(fn, "__name__", "") == "<lambda>":
+        return fn.__code__
+    function = getattr(fn, "__func__", fn)
+    try:
+        weakref.ref(function)
+        hash(function)
+    except TypeError:
+        return type(function)
+    return function
+
+
+def _task(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    replica: context.ReplicaContext,
+    scope: RunScope,
+) -> Callable[[], Any]:
+    def run() -> Any:
+        with context.on_replica(replica), scope:
+            return fn(*args, **kwargs)
+
+    return run
+
+
+class _RunCommunicator(ThreadCommunicator):
+    """Collectives of a run; merged functions see and change the variables."""
+
+    def __init__(self, run: TorchRun, takes_turns: bool):
+        super().__init__(run.placement.replicas, takes_turns, run.team, run.reduction)
+        self._run = run
+        self.takes_turns = takes_turns
+        self.scopes: list[RunScope] = []
+        self._has_merged = False
+
+    def check_restart(self, name: str) -> None:
+        """Raises unless all that the run has done so far can be done once more."""
+        met_workers = self.team.workers is not None and self.has_exchanged
+        if self._has_merged or met_workers:
+            raise ContextError(
+                f"{name!r} made a variable in a run that was not its first, after a "
+                "`merge_call` or `optimizer.apply`. On Torch replicas run side by side "
+                f"then. {run_scope.MAKE_ONCE}"
+            )
+
+    def merged(self, merge_fn: Callable[[], Any]) -> Any:
+        self._has_merged = True
+        placement = self._run.placement
+        lead = str(torch_device(placement.variables))
+        with keras_compat.outside_stateless_scopes(), keras.device(lead):
+            self._run.commit(self.scopes)
+            before = {id(v): v for scope in self.scopes for v in scope.variables_read()}
+            versions = {key: _version(v) for key, v in before.items()}
+            try:
+                return merge_fn()
+            finally:
+                changed = [v for k, v in before.items() if _version(v) != versions[k]]
+                for scope in self.scopes:
+                    scope.forget(changed)
+
+
+def _version(variable: Any) -> tuple[int, int]:
+    raw = keras_compat.raw_value(variable)
+    return id(raw), raw._version
+
+
+def sum_gradients(
+    gradients: Sequence[Any],
+    lead: torch.device,
+    count: int,
+    reduction: LocalReduction | None,
+) -> list[torch.Tensor | None]:
+    """Sums each gradient over replicas, on the lead device; None adds nothing.
+
+    Those of half precision are summed in float32, which is returned.
+
+    Args:
+        gradients: for each variable a `PerReplica`, or what all replicas have.
+        lead: where the sums are needed.
+        count: int, the local replicas.
+        reduction: the strategy's `CrossDeviceOps`, None for torch's own sum.
+    """
+    columns = [
+        [None if part is None else widened(part.detach()) for part in parts]
+        for parts in (
+            gradient.values
+            if isinstance(gradient, DistributedValues)
+            else [gradient] * count
+            for gradient in gradients
+        )
+    ]
+    if reduction is not None:
+        return reduction.sums(columns)
+    total: list[torch.Tensor | None] = []
+    for parts in columns:
+        present = [part.to(lead) for part in parts if part is not None]
+        total.append(sum(present[1:], start=present[0]) if present else None)
+    return total

@@ -1,0 +1,279 @@
+"""Model parallelism on Torch: variables that are DTensors, a process for each device.
+
+As with data parallelism, it is the outermost call of a layer that is parallel. Every
+process has the global batch and steps through all of Keras's code; in the call, rows
+are split along the data axis where they divide, variables are what their layouts say,
+and torch propagates both. Outputs are gathered, so that losses, metrics and a
+`train_step` of the user's see what they see on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+from torch.distributed.tensor import DTensor
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.torch.devices import device_of, torch_device
+from keras_strategies.engines.torch.mesh import (
+    Placements,
+    ShardedDistribution,
+    alike,
+    axes_of,
+    start_default_group,
+    whole,
+)
+from keras_strategies.engines.torch.trainer import check_steps, keras_function
+from keras_strategies.engines.torch.whole_ops import WholeOps
+from keras_strategies.engines.torch.workers import TorchWorkers
+from keras_strategies.errors import ContextError
+from keras_strategies.layouts import Axes
+from keras_strategies.runtime.base import (
+    StepCost,
+    TrainerAdapter,
+    VariableCopy,
+    itemsize,
+)
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+# What has been gathered, by variable and by tensor, while a model is being saved.
+_gathered: dict[int, Any] = {}
+
+
+def _read(value: Any) -> Any:
+    return _gathered.get(id(value))
+
+
+class _CallScope(keras.StatelessScope):
+    """Variables as layers use them; what is assigned is assigned at once."""
+
+    def __init__(self, placements: Placements):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self._placements = placements
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = self.state_mapping.get(id(variable))
+        if value is None:
+            raw = keras_compat.raw_value(variable)
+            if raw is None:
+                return None
+            # Kept, so that a variable that is used twice is gathered once.
+            value = self.state_mapping[id(variable)] = self._placements.used(raw)
+        return value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        self.state_mapping.pop(id(variable), None)
+        with keras_compat.outside_stateless_scopes(), torch.no_grad():
+            if not isinstance(keras_compat.raw_value(variable), DTensor):
+                value = whole(value)
+            variable.assign(value)
+
+
+class ShardedCall:
+    """Calls a layer on the mesh."""
+
+    def __init__(self, placements: Placements, distribution: ShardedDistribution):
+        self._placements = placements
+        self._distribution = distribution
+
+    @torch.compiler.disable
+    def __call__(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        leaves = keras.tree.flatten((args, kwargs))
+        with keras_compat.layer_calls_through(None):
+            if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
+                return call(*args, **kwargs)
+            if not keras_compat.is_built(layer):
+                return keras.tree.map_structure(whole, call(*args, **kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            by_rows = bool(tensors) and all(
+                self._placements.splits(tensor) for tensor in tensors if tensor.ndim
+            )
+            args, kwargs = keras.tree.map_structure(
+                lambda leaf: self._spread(leaf, by_rows), (args, kwargs)
+            )
+            scope = _CallScope(self._placements)
+            with scope, self._cutting_outputs(by_rows):
+                outputs = call(*args, **kwargs)
+            keras_compat.clear_losses(layer)
+            if scope.losses:
+                # Functional models refuse `add_loss` on themselves.
+                losses = [whole(loss) for loss in scope.losses]
+                keras.layers.Layer.add_loss(layer, losses)
+            return keras.tree.map_structure(self._gathered, outputs)
+
+    @contextlib.contextmanager
+    def _cutting_outputs(self, by_rows: bool) -> Iterator[None]:
+        axes = self._distribution.device_mesh.axis_names
+        self._distribution.output_axes = axes if by_rows else axes[1:]
+        try:
+            yield
+        finally:
+            self._distribution.output_axes = ()
+
+    def _spread(self, leaf: Any, by_rows: bool) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        spread = self._placements.spread(leaf, by_rows and leaf.ndim > 0)
+        mask = keras_compat.get_mask(leaf)
+        if mask is not None:
+            keras_compat.set_mask(spread, self._placements.spread(mask, by_rows))
+        return spread
+
+    def _gathered(self, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        gathered = whole(leaf)
+        mask = keras_compat.get_mask(leaf)
+        if mask is not None:
+            keras_compat.set_mask(gathered, whole(mask))
+        return gathered
+
+
+class ShardedTrainer(TrainerAdapter):
+    """Variables cut over processes, batches split along the first axis of the mesh."""
+
+    def __init__(self, strategy: Strategy):
+        super().__init__(strategy)
+        mesh = self.placement.mesh
+        assert mesh is not None
+        self._mesh = mesh
+        workers = self.placement.workers
+        assert workers is None or isinstance(workers, TorchWorkers)
+        self._device = torch_device(self.placement.variables)
+        start_default_group(workers)
+        self._distribution = ShardedDistribution(mesh, self._device.type)
+        placements = Placements(self._distribution.device_mesh.backend_mesh)
+        self._call = ShardedCall(placements, self._distribution)
+        self._whole_ops = WholeOps()
+        keras_compat.hook_torch_input()
+        keras_compat.hook_torch_dtensors(whole, alike, _read)
+
+    def distribution(self) -> ShardedDistribution:
+        return self._distribution
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with (
+            keras_compat.batches_placed_by(None),
+            keras.device(str(self._device)),
+            self._distribution.scope(),
+            self._whole_ops.entered(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
+        if self._device.type != "cpu":
+            # Workers have the same numbers on the host, of which these are made.
+            state = torch.get_rng_state().numpy().tobytes()
+            torch.get_device_module(self._device).manual_seed(zlib.crc32(state))
+        with super().method(model, name):
+            yield
+        # Models that are built from their first batch in `predict`.
+        if name != "compile":
+            self.check_layouts(model)
+
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> None:
+        self.check_layouts(model)
+        name = f"{kind}_function"
+        if getattr(model, name) is not None and not force:
+            return
+        function = keras_function(model, kind, make, force)
+        workers = self.placement.workers
+
+        def step(data: Any) -> Any:
+            check_steps(data, workers)
+            with keras_compat.layer_calls_through(self._call):
+                return function(data)
+
+        setattr(model, name, step)
+
+    def share_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
+        # Parts of cut variables come from the chief whenever values are given to them.
+        values = [
+            v for v in variables if not isinstance(keras_compat.raw_value(v), DTensor)
+        ]
+        super().share_variables(values, all_of_them)
+
+    @contextlib.contextmanager
+    def reading(self, model: Any) -> Iterator[None]:
+        workers = self.placement.workers
+        try:
+            with self.scope(), torch.no_grad():
+                for variable in keras_compat.all_variables(model):
+                    raw = keras_compat.raw_value(variable)
+                    if isinstance(raw, DTensor):
+                        found = keras.ops.convert_to_numpy(raw)
+                        if workers is None or workers.group.is_chief:
+                            _gathered[id(variable)] = _gathered[id(raw)] = found
+            yield
+        finally:
+            _gathered.clear()
+
+    def run(self, *args: Any) -> list[Any]:
+        raise ContextError(
+            f"`run` was called under {self.strategy!r}, whose variables are cut over "
+            "processes, which KERAS_BACKEND='torch' does in `fit`, `evaluate`, "
+            "`predict` and `*_on_batch` alone. Use `fit` with a `train_step` of your "
+            "own, or KERAS_BACKEND=jax."
+        )
+
+    def axes(self, variable: Any) -> Axes:
+        return axes_of(self._mesh, variable)
+
+    def lay_out(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            layout = self._distribution.own_layout(variable)
+            keras_compat.set_layout(variable, layout)
+
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        gathered = reduced = 0
+        counts = [0, 0]
+        parts = self._mesh.shape[0]
+        for variable in model.trainable_variables:
+            axes = self.axes(variable)
+            own = self._mesh.shard_shape(tuple(variable.shape), axes)
+            nbytes = torch.Size(own).numel() * itemsize(variable.dtype)
+            if self._mesh.is_split_over_batch(axes):
+                counts[0] += 1
+                gathered += (parts - 1) * nbytes
+            elif parts > 1:
+                counts[1] += 1
+                reduced += 2 * (parts - 1) * nbytes // parts
+        sent = {}
+        if counts[0]:
+            sent["all-gather of weights"] = (counts[0], gathered)
+            sent["reduce-scatter of gradients"] = (counts[0], gathered)
+        if counts[1]:
+            sent["all-reduce of gradients"] = (counts[1], reduced)
+        source = "estimated from the sizes of the variables, without activations"
+        return StepCost(None, sent, source)
+
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        raw = keras_compat.raw_value(variable)
+        cut = isinstance(raw, DTensor)
+        local = raw.to_local() if cut else raw
+        nbytes = local.numel() * local.element_size()
+        device = device_of(local)
+        if device.kind == "cpu":
+            device = self.placement.variables
+        return [
+            VariableCopy(str(device), nbytes, "shard" if cut else "variable", local)
+        ]

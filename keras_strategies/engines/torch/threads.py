@@ -1,0 +1,154 @@
+"""The threads that replicas run on, shared by all strategies of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keras_strategies import keras_compat
+from keras_strategies.devices import Device
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.random import ReplicaRandom
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.torch.replicas import ThreadCommunicator
+
+
+class _SharedThreads:
+    """Idle threads; a computation takes one for each replica and returns them.
+
+    A thread has kernel threads and workspaces of its own, tens of megabytes, until it
+    ends. In a notebook every run of a cell makes a strategy, and the previous one
+    waits for the garbage collector: threads of each strategy would add up.
+
+    The methods need no lock, which a finalizer could find locked by its own thread:
+    operations on lists and sets are atomic.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[ThreadPoolExecutor] = []
+        self._users: set[int] = set()
+        self._numbers = itertools.count()
+
+    def register(self, user: Any) -> None:
+        """Keeps idle threads until every user has been garbage-collected."""
+        number = next(self._numbers)
+        self._users.add(number)
+        weakref.finalize(user, self._unregister, number)
+
+    def _unregister(self, number: int) -> None:
+        self._users.discard(number)
+        if not self._users:
+            while self._idle:
+                self._idle.pop().shutdown(wait=False)
+
+    @contextlib.contextmanager
+    def taken(self, count: int) -> Iterator[list[ThreadPoolExecutor]]:
+        """Threads for one computation, in the same order each time."""
+        found = [self._one() for _ in range(count)]
+        try:
+            yield found
+        finally:
+            self._idle.extend(reversed(found))
+
+    def _one(self) -> ThreadPoolExecutor:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return ThreadPoolExecutor(1, f"replica-{next(self._numbers)}")
+
+    def forget(self) -> None:
+        """In a forked process, where the threads do not run."""
+        self._idle.clear()
+
+
+_shared = _SharedThreads()
+os.register_at_fork(after_in_child=_shared.forget)
+
+
+class _Kernels(threading.local):
+    # For how many kernel threads this thread was last set up.
+    count = 0
+
+
+_kernels = _Kernels()
+
+
+class ReplicaThreads:
+    """A thread for each replica while a computation lasts.
+
+    The only replica of a process runs on the thread of the caller.
+
+    Args:
+        devices: the device of each replica. CPU replicas share the cores that
+            torch may use, so that their kernels do not compete.
+    """
+
+    def __init__(self, devices: Sequence[Device]):
+        self._devices = tuple(devices)
+        cpus = sum(device.kind == "cpu" for device in devices)
+        self._kernels = max(1, torch.get_num_threads() // cpus) if cpus else 0
+        _shared.register(self)
+
+    def run(
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        communicator: ThreadCommunicator,
+        random: ReplicaRandom,
+    ) -> list[Any]:
+        """Runs one task on each thread and returns the results in order.
+
+        The first exception stops the other replicas where they wait for it, and
+        is raised when all have ended; so is an interrupt of this thread.
+        """
+        state = keras_compat.thread_state()
+        grad = torch.is_grad_enabled()
+
+        def replica(task: Callable[[], Any], replica_id: int) -> Any:
+            device = str(torch_device(self._devices[replica_id]))
+            own = {**state, "torch_device": device}
+            try:
+                communicator.start(replica_id)
+                with (
+                    keras_compat.with_thread_state(own),
+                    torch.set_grad_enabled(grad),
+                    random.numbers(communicator.team.first + replica_id),
+                ):
+                    return task()
+            except BaseException as error:
+                communicator.fail(error)
+                raise
+            finally:
+                communicator.finish(replica_id)
+
+        def on_thread(task: Callable[[], Any], replica_id: int) -> Any:
+            if self._kernels and _kernels.count != self._kernels:
+                torch.set_num_threads(self._kernels)
+                _kernels.count = self._kernels
+            return replica(task, replica_id)
+
+        if len(self._devices) == 1:
+            # A thread of its own would only be waited for.
+            return [replica(task, i) for i, task in enumerate(tasks)]
+        with _shared.taken(len(tasks)) as threads:
+            futures: list[Future[Any]] = [
+                thread.submit(on_thread, task, i)
+                for i, (thread, task) in enumerate(zip(threads, tasks, strict=True))
+            ]
+            try:
+                wait(futures)
+            except BaseException as error:
+                communicator.fail(error)
+                wait(futures)
+                raise
+        if communicator.error is not None:
+            raise communicator.error
+        return [future.result() for future in futures]

@@ -1,0 +1,199 @@
+"""`Model.fit` and its siblings on Torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+
+from keras_strategies import context, keras_compat
+from keras_strategies.devices import Device
+from keras_strategies.engines.torch.data_parallel import TorchDataParallelCall
+from keras_strategies.engines.torch.devices import device_of, torch_device
+from keras_strategies.engines.torch.input import AheadPlacer, CudaMover
+from keras_strategies.engines.torch.run import TorchRun, sum_gradients
+from keras_strategies.engines.torch.spread import in_dtype_of
+from keras_strategies.engines.torch.threads import ReplicaThreads
+from keras_strategies.engines.torch.variables import ReplicaVariables
+from keras_strategies.input.sharding import check_batch
+from keras_strategies.runtime.base import TrainerAdapter, VariableCopy, Workers
+from keras_strategies.runtime.run_scope import is_local
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import select_replica
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class TorchTrainer(TrainerAdapter):
+    """Steps on the device of the variables; layers on all replicas."""
+
+    def __init__(self, strategy: Strategy):
+        super().__init__(strategy)
+        self.threads = ReplicaThreads(self.placement.replicas)
+        self._variables = ReplicaVariables(self.placement)
+        self._call = (
+            None
+            if self.placement.is_single
+            else TorchDataParallelCall(strategy, self.threads, self._variables)
+        )
+        self.run = TorchRun(strategy, self.threads, self._variables)
+        home = torch_device(self.placement.variables)
+        # Several replicas take their rows from the host, each its own.
+        self.placer = (
+            AheadPlacer(CudaMover(home))
+            if self.placement.is_single and home.type == "cuda"
+            else None
+        )
+        keras_compat.hook_torch_input()
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with (
+            keras_compat.batches_placed_by(self.placer),
+            keras.device(str(torch_device(self.placement.variables))),
+        ):
+            yield
+
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> None:
+        name = f"{kind}_function"
+        if getattr(model, name) is not None and not force:
+            return
+        function = keras_function(model, kind, make, force)
+        setattr(model, name, self._routed(function))
+
+    def _routed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        call = self._call
+        if call is None:
+            return function
+
+        was_small = False
+        workers = self.placement.workers
+
+        def step(data: Any) -> Any:
+            nonlocal was_small
+            check_steps(data, workers)
+            with call.step(was_small) as is_small:
+                outputs = function(data)
+            was_small = is_small()
+            return outputs
+
+        return step
+
+    def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
+        # Mirrored is what replicas read.
+        if not is_weight:
+            return (self.placement.variables,)
+        return self.strategy.backend.memories(self.placement.keepers)
+
+    def local_values(self, variable: Any) -> list[torch.Tensor]:
+        if is_local(variable):
+            own, first = self.run.local_values, self.placement.share.first
+            replicas = range(len(self.placement.replicas))
+            return [own.get(variable, first + i).clone() for i in replicas]
+        return [value.detach().clone() for value in super().local_values(variable)]
+
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        raw = keras_compat.raw_value(variable)
+        nbytes = raw.numel() * raw.element_size()
+        lead = self.placement.variables
+        found = [VariableCopy(str(_named(raw, lead)), nbytes, "variable", raw)]
+        found += [
+            VariableCopy(str(device), nbytes, "variable", mirror)
+            for device, mirror in self._variables.mirrors(variable)
+        ]
+        return found
+
+    @contextlib.contextmanager
+    def creating_variable(self) -> Iterator[None]:
+        with keras_compat.outside_stateless_scopes(), self.scope():
+            yield
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        self.run.local_values.assigned(variable, value)
+
+    def apply_gradients(
+        self,
+        optimizer: Any,
+        apply: Callable[..., Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> Any:
+        replica = context.current_replica()
+        assert replica is not None
+        lead = torch_device(self.placement.variables)
+
+        def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
+            if aggregate:
+                count, reduction = len(self.placement.replicas), self.run.reduction
+                found = sum_gradients(gradients, lead, count, reduction)
+                total = self._over_workers(found)
+                total = list(map(in_dtype_of, total, gradients))
+            else:
+                total = [select_replica(0, gradient) for gradient in gradients]
+            with torch.no_grad():
+                apply(total, variables)
+
+        replica.merge_call(update, args=(list(gradients),))
+        return optimizer.iterations
+
+    def _over_workers(self, gradients: list[Any]) -> list[Any]:
+        """The sums over workers; None is None on all of them."""
+        workers = self.placement.workers
+        if workers is None:
+            return gradients
+        # Those that a model computes last have their gradients first.
+        present = [gradient for gradient in reversed(gradients) if gradient is not None]
+        found = iter(reversed(workers.all_reduce(ReduceOp.SUM, present)))
+        return [None if gradient is None else next(found) for gradient in gradients]
+
+
+def _named(tensor: torch.Tensor, expected: Device) -> Device:
+    """The device of a tensor; virtual CPUs are one to torch, so the expected one."""
+    found = device_of(tensor)
+    return expected if found.kind == expected.kind == "cpu" else found
+
+
+def keras_function(
+    model: Any, kind: str, make: Callable[[bool], Any], force: bool
+) -> Callable[..., Any]:
+    """Keras's own function of a model's steps; `make` sets it on the model."""
+    if model.steps_per_execution > 1:
+        return several_steps(model, kind)
+    make(force)
+    function: Callable[..., Any] = getattr(model, f"{kind}_function")
+    return function
+
+
+def check_steps(data: Any, workers: Workers | None) -> None:
+    """Looks at the batches of the steps that begin, and holds them against others'."""
+    if workers is not None:
+        workers.begin_steps(len(data))
+    for batch in data:
+        check_batch(batch)
+        if workers is not None:
+            workers.check_batch(batch)
+
+
+def several_steps(model: Any, kind: str) -> Callable[[list[Any]], Any]:
+    """`steps_per_execution` steps on a list of batches.
+
+    Keras 3.15 refuses more than one step on Torch; eagerly it is a loop, whose
+    only effect is that callbacks are called once for all of them.
+    """
+    one_step = getattr(model, f"{kind}_step")
+
+    def steps(data: list[Any]) -> Any:
+        with torch.set_grad_enabled(kind == "train"):
+            outputs = [one_step(batch) for batch in data]
+        if kind != "predict":
+            return outputs[-1]
+        return keras.tree.map_structure(lambda *parts: torch.cat(parts), *outputs)
+
+    return steps

@@ -1,0 +1,90 @@
+"""The copies of variables that replicas compute with."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from keras_strategies import keras_compat
+from keras_strategies.devices import Device
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.runtime.base import Placement
+
+
+class ReplicaVariables:
+    """Gives each replica the values of variables on its device.
+
+    A replica on the variable's own device (all virtual CPUs are one to torch) gets
+    an alias of its memory, the others a copy: one that is kept where variables are
+    mirrored, one for the call where they are stored centrally.
+    """
+
+    def __init__(self, placement: Placement):
+        self._placement = placement
+        self._devices = [torch_device(device) for device in placement.replicas]
+        self._mirrors = _Mirrors()
+
+    def copy(self, replica_id: int, variable: Any) -> torch.Tensor | None:
+        """The value of a variable for one replica; a leaf of its own graph."""
+        raw = keras_compat.raw_value(variable)
+        if raw is None:
+            return None
+        device = self._devices[replica_id]
+        if raw.device == device:
+            local = raw.detach()
+        elif self._placement.mirrored:
+            local = self._mirrors.get(raw, device)
+        else:
+            local = raw.detach().to(device, non_blocking=True)
+        first = self._placement.share.first
+        offset = keras_compat.seed_offset(variable, first + replica_id)
+        if offset:
+            local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
+        if raw.requires_grad and torch.is_grad_enabled():
+            # New in every case above, a leaf of nobody's graph.
+            local = local.requires_grad_()
+        return local
+
+    def mirrors(self, variable: Any) -> list[tuple[Device, torch.Tensor]]:
+        """The copies that are kept on devices other than the variable's."""
+        raw = keras_compat.raw_value(variable)
+        found = []
+        if self._placement.mirrored:
+            for device in self._placement.replicas:
+                # Virtual CPUs have one memory, that of the variable.
+                if raw.device == torch_device(device):
+                    continue
+                mirror = self._mirrors.peek(raw, torch_device(device))
+                if mirror is not None:
+                    found.append((device, mirror))
+        return found
+
+
+class _Mirrors:
+    """Copies of tensors on other devices, brought up to date when they are read.
+
+    Torch counts the in-place changes of a tensor, so that a copy is made after an
+    update, a loaded file or an assignment, and never otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.device], tuple[Any, int, torch.Tensor]] = {}
+
+    def get(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor:
+        key = (id(raw), device)
+        entry = self._copies.get(key)
+        if entry is not None and entry[0]() is raw and entry[1] == raw._version:
+            return entry[2].detach()
+        # A new tensor, not a copy in place: an unfinished backward pass may still
+        # need the old values.
+        copy = raw.detach().to(device, non_blocking=True)
+        gone = weakref.ref(raw, lambda _: self._copies.pop(key, None))
+        self._copies[key] = (gone, raw._version, copy)
+        return copy.detach()
+
+    def peek(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+        """The copy on a device as it is, without making or renewing one."""
+        entry = self._copies.get((id(raw), device))
+        return entry[2] if entry is not None and entry[0]() is raw else None

@@ -1,0 +1,289 @@
+"""Collectives between workers on Torch: Gloo between CPUs, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.runtime.base import Workers
+from keras_strategies.runtime.gloo_threads import gloo_threads
+from keras_strategies.types import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
+
+#: Bytes that travel together where nothing else is said, as in torch's own DDP.
+DEFAULT_PACK = 25 * 2**20
+
+_OPERATIONS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+}
+#: Seconds that the end of a process waits for an engine to give up.
+_ABORT_SECONDS = 5.0
+# Gloo on an interface of our choice, as torch's default process group knows it.
+_GLOO = "keras_strategies_gloo"
+# Gloo's names for what it cannot reduce or move.
+_CARRIERS = {torch.bool: torch.uint8}
+
+
+class TorchWorkers(Workers):
+    """A process group of this package's own.
+
+    It is not torch's default one: Keras 3.16 wraps models in
+    `DistributedDataParallel` when that exists, which would reduce twice, and the
+    user's code may have one for other ends.
+    """
+
+    def __init__(self, group: WorkerGroup, options: CommunicationOptions):
+        super().__init__(group, options)
+        self._timeout = datetime.timedelta(seconds=group.timeout)
+        self._store = _store(group, self._timeout)
+        self._groups: dict[str, Any] = {}
+        # The engines below torch's default process group, where there is one.
+        self._default: list[Any] = []
+        self._aborting = threading.Lock()
+        group.on_loss(lambda loss: self._abort())
+
+    def _engine(self, device: torch.device) -> Any:
+        """The process group for tensors of a device, made when first needed."""
+        wanted = self.options.implementation
+        use_nccl = device.type == "cuda" and (
+            wanted is not CommunicationImplementation.RING
+        )
+        kind = "nccl" if use_nccl else "gloo"
+        if kind not in self._groups:
+            store = dist.PrefixStore(kind, self._store)
+            index, count = self.group.index, self.group.count
+            self._groups[kind] = (
+                _nccl(store, index, count, self._timeout)
+                if use_nccl
+                else _gloo(store, index, count, self._timeout, self.group.own_host)
+            )
+        return self._groups[kind]
+
+    def _abort(self) -> None:
+        """Ends the wait for a worker that does not answer."""
+        with self._aborting:
+            for engine in (*self._groups.values(), *self._default):
+                engine.abort()
+
+    def close(self) -> None:
+        # A thread that comes back from C++ when the interpreter has ended is ended
+        # there, and the process with it: "terminate called".
+        is_free = self._aborting.acquire(timeout=_ABORT_SECONDS)
+        self._groups.clear()
+        if self._default:
+            self._default.clear()
+            dist.destroy_process_group()
+        if is_free:
+            self._aborting.release()
+
+    def start_default_group(self) -> None:
+        """Makes torch's default process group of these workers, if there is none.
+
+        `torch.distributed.tensor` finds processes through it, and through the groups
+        that it makes of some of them.
+
+        Raises:
+            ClusterError: if there is one of other processes.
+        """
+        index, count = self.group.index, self.group.count
+        if dist.is_initialized():
+            found = dist.get_rank(), dist.get_world_size()
+            if found != (index, count):
+                raise ClusterError(
+                    f"Torch's default process group has this process as {found[0]} of "
+                    f"{found[1]}, but the cluster has it as worker {index} of {count}. "
+                    "Let the strategy make the group: leave "
+                    "`torch.distributed.init_process_group` out."
+                )
+            return
+
+        def gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
+            # On the interface that the cluster names, and on no other.
+            engine = _gloo(store, rank, size, self._timeout, self.group.own_host)
+            self._default.append(engine)
+            return engine
+
+        if _GLOO not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_GLOO, gloo, devices=["cpu"])
+        backend = f"cpu:{_GLOO}"
+        if torch.cuda.is_available():
+            backend += ",cuda:nccl"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default", self._store),
+            rank=index,
+            world_size=count,
+            timeout=self._timeout,
+        )
+
+    def cause(self, error: BaseException) -> BaseException:
+        if self._default and isinstance(error, RuntimeError):
+            # What is exchanged between parts of variables fails like this.
+            loss = self.group.loss(wait=min(self.group.timeout, 5.0))
+            if loss is not None:
+                return WorkerError(self.group.describe(loss))
+        return error
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    # Collectives.
+
+    def all_reduce(
+        self, op: ReduceOp, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        results: list[Any] = [None] * len(tensors)
+        for indices in self.packs(tensors):
+            pack = Pack([tensors[i] for i in indices])
+            self.start_all_reduce(op, pack.flat)()
+            for i, result in zip(indices, pack.tensors(), strict=True):
+                results[i] = result
+        return results
+
+    def packs(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+        """Indices of tensors that travel together, in their order."""
+        kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+        sizes = [tensor.nbytes for tensor in tensors]
+        limit = self.options.bytes_per_pack or DEFAULT_PACK
+        return pack_indices(kinds, sizes, bytes_per_pack=limit)
+
+    def start_all_reduce(self, op: ReduceOp, flat: torch.Tensor) -> Callable[[], None]:
+        """Begins to reduce a tensor in place.
+
+        Returns:
+            A callable that waits until it is done.
+        """
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPERATIONS.get(op, dist.ReduceOp.SUM)
+        try:
+            work = self._engine(flat.device).allreduce([flat], options)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+        def finish() -> None:
+            self._wait(lambda: work)
+            if op is ReduceOp.MEAN:
+                flat.div_(self.group.count)
+
+        return finish
+
+    def gather_rows(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        kind = tensor.dtype
+        own = tensor.detach().to(_CARRIERS.get(kind, kind)).contiguous()
+        most = max(rows)
+        if own.shape[0] < most:
+            # Equal lengths are what the engines gather.
+            missing = own.new_zeros((most - own.shape[0], *own.shape[1:]))
+            own = torch.cat([own, missing])
+        joined = own.new_empty((most * len(rows), *own.shape[1:]))
+        parts = list(joined.split(most)) if most else [own for _ in rows]
+        self._wait(lambda: self._engine(own.device).allgather([parts], [own]))
+        if any(count < most for count in rows):
+            pairs = zip(parts, rows, strict=True)
+            joined = torch.cat([part[:count] for part, count in pairs])
+        return joined.to(kind)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        results: list[Any] = [None] * len(tensors)
+        for indices in self.packs(tensors):
+            pack = Pack([tensors[i] for i in indices])
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            engine = self._engine(pack.flat.device)
+            self._wait(functools.partial(engine.broadcast, [pack.flat], options))
+            for i, result in zip(indices, pack.tensors(), strict=True):
+                results[i] = result
+        return results
+
+
+class Pack:
+    """Tensors of one dtype and device that travel as one."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._like = [(tensor.shape, tensor.numel()) for tensor in tensors]
+        self._dtype = tensors[0].dtype
+        carrier = _CARRIERS.get(self._dtype)
+        with torch.no_grad():
+            flat = [tensor.reshape(-1) for tensor in tensors]
+            if carrier is not None:
+                flat = [tensor.to(carrier) for tensor in flat]
+            self.flat = torch.cat(flat)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What has become of the tensors: views of the flat one."""
+        parts = self.flat.split([size for _, size in self._like])
+        found = [
+            part.view(shape) for part, (shape, _) in zip(parts, self._like, strict=True)
+        ]
+        if self.flat.dtype != self._dtype:
+            found = [part.to(self._dtype) for part in found]
+        return found
+
+
+def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
+    """Where process groups find one another's addresses; the chief has it."""
+    store = None
+    port = b""
+    if group.is_chief:
+        # On the interface that the cluster names, and on no other.
+        host = group.own_host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = socket.create_server((host, 0), family=family)
+        number = server.getsockname()[1]
+        store = dist.TCPStore(
+            host,
+            number,
+            group.count,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+            use_libuv=True,
+        )
+        port = str(number).encode()
+    found = int(group.broadcast("the address of torch's store", port))
+    if store is None:
+        store = dist.TCPStore(
+            str(group.members[0]["host"]),
+            found,
+            group.count,
+            is_master=False,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    return store
+
+
+def _gloo(
+    store: Any, index: int, count: int, timeout: datetime.timedelta, host: str
+) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._threads = 2
+    with gloo_threads():
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        return dist.ProcessGroupGloo(store, index, count, options)
+
+
+def _nccl(store: Any, index: int, count: int, timeout: datetime.timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, index, count, options)

@@ -1,0 +1,325 @@
+"""Detects layer calls that cannot be split by rows exactly.
+
+Before the first split call of a layer, for each set of flags and kinds of inputs, the
+layer is called on a few rows of the batch, unsplit and in two parts. Its outputs, added
+losses and state updates must be what the data-parallel call makes of the parts.
+
+Two batches are tried. One is the first rows of the batch. The other repeats two of
+them, one in each part, which makes extreme what depends on a batch as a whole: the
+capacity of experts is exceeded, and statistics of the parts are far apart.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from keras import ops
+
+from keras_strategies import keras_compat
+from keras_strategies.runtime.replica_state import has_rows, merged_value
+from keras_strategies.runtime.row_probes import (
+    DifferentRowsError,
+    LayerCall,
+    Probe,
+    ProbeBackend,
+    Rows,
+    UsesReplicasError,
+    as_array,
+    first_rows,
+    run_probe,
+    taken,
+)
+
+if TYPE_CHECKING:
+    from keras_strategies.cluster.group import WorkerGroup
+
+PROBE_ROWS = 32
+# Repetitions of each of the two rows of the second batch.
+_REPETITIONS = 4
+# Random numbers are this quantile of their range: nothing is dropped, then nearly all.
+_QUANTILES = (0.97, 0.03)
+# Largest difference that is rounding, relative to the largest value.
+_TOLERANCES = {"int8": 5e-2, "bfloat16": 5e-2, "float16": 1e-2, "float32": 1e-4}
+_SMALLEST_SCALE = 1e-6
+# Fraction of integers that may differ: those computed from floats can be near a tie.
+_TIES = 0.02
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """Whether a layer call can be split by rows.
+
+    Args:
+        rows: int, how many rows were compared.
+        problem: str, what prevents it; None if the split call is exact.
+        loss_kinds: for each loss that the layer adds, whether it is a `"mean"` or a
+            `"sum"` over rows.
+    """
+
+    rows: int
+    problem: str | None = None
+    loss_kinds: tuple[str, ...] = ()
+
+
+class RowChecks:
+    """Results of the checks of all layers that a strategy calls.
+
+    Args:
+        group: the workers that make the same calls, or None. A layer is split on all
+            of them or on none: rounding near the tolerance could make one worker find
+            a difference that another one does not find, and wait for its collectives.
+    """
+
+    def __init__(self, group: WorkerGroup | None = None) -> None:
+        self._group = group
+        self._found: weakref.WeakKeyDictionary[Any, dict[Any, RowCheck]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def check(self, backend: ProbeBackend, call: LayerCall) -> tuple[RowCheck, bool]:
+        """Checks a call, unless an earlier result holds for it.
+
+        Returns:
+            The result, and whether it is new. A new problem counts once it is added:
+            the unsplit call comes first, and raises what is wrong with its arguments.
+        """
+        found = self._found.setdefault(call.layer, {})
+        known = found.get(call.key())
+        rows = min(PROBE_ROWS, _rows_at_hand(backend, call))
+        # A check of two rows says little about a batch of many.
+        if known is not None and (known.problem or rows < 2 * known.rows):
+            return known, False
+        result = self._agreed(call, _compare(backend, call, rows))
+        if result.problem is None:
+            self.add(call, result)
+        return result, True
+
+    def _agreed(self, call: LayerCall, own: RowCheck) -> RowCheck:
+        """The result of all workers: a problem that one of them has found counts."""
+        if self._group is None:
+            return own
+        every = self._group.gather_values(
+            f"the check of layer {call.layer.name!r}", [own.problem, own.loss_kinds]
+        )
+        for problem, _ in every:
+            if problem is not None:
+                return RowCheck(own.rows, problem)
+        if any(tuple(kinds) != own.loss_kinds for _, kinds in every):
+            return RowCheck(own.rows, "workers disagree on the kinds of its losses")
+        return own
+
+    def add(self, call: LayerCall, result: RowCheck) -> None:
+        self._found.setdefault(call.layer, {})[call.key()] = result
+
+
+def _rows_at_hand(backend: ProbeBackend, call: LayerCall) -> int:
+    if isinstance(call.rows, int):
+        return call.rows
+    for leaf in call.leaves:
+        if has_rows(leaf, call.rows):
+            values = backend.values_of(leaf)
+            if values is not None:
+                return int(values.shape[0])
+    return PROBE_ROWS // 4
+
+
+# The comparison.
+
+
+def _compare(backend: ProbeBackend, call: LayerCall, rows: int) -> RowCheck:
+    tolerance = tolerance_of(call.layer)
+    try:
+        return _compared(backend, call, rows, tolerance)
+    except UsesReplicasError:
+        # Its author has written what replicas do: the split call raises what is wrong.
+        return RowCheck(rows)
+    except DifferentRowsError as error:
+        return RowCheck(rows, f"{error}, which cannot be split alike")
+    except Exception as error:
+        # Whatever a layer raises on some of its rows and not on all of them: the
+        # unsplit call that follows raises it again if it is an error of the caller.
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        return RowCheck(
+            rows,
+            "it cannot be computed on a part of its rows "
+            f"({type(error).__name__}: {reason[:200]})",
+        )
+
+
+def _compared(
+    backend: ProbeBackend, call: LayerCall, rows: int, tolerance: float
+) -> RowCheck:
+    kinds: list[set[str]] = []
+    with backend.probing(_QUANTILES[0]) as randomness:
+        first = first_rows(backend, call, rows)
+        count = next(len(leaf) for leaf in first if isinstance(leaf, Rows))
+        half = min(_REPETITIONS, (count + 1) // 2)
+        extreme = taken(first, [0] * half + [count // 2] * half)
+        for batch in (first, extreme):
+            problem = _problem(backend, call, batch, tolerance, kinds)
+            if problem is not None:
+                return RowCheck(rows, problem)
+    if randomness.drawn:
+        with backend.probing(_QUANTILES[1]):
+            problem = _problem(backend, call, first, tolerance, kinds)
+            if problem is not None:
+                return RowCheck(rows, problem)
+    chosen = ("mean" if "mean" in found else "sum" for found in kinds)
+    return RowCheck(rows, None, tuple(chosen))
+
+
+def _problem(
+    backend: ProbeBackend,
+    call: LayerCall,
+    batch: list[Any],
+    tolerance: float,
+    kinds: list[set[str]],
+) -> str | None:
+    probe = run_probe(backend, call, batch)
+    found = _loss_kinds(probe, tolerance)
+    if not kinds:
+        kinds += found
+    elif len(kinds) == len(found):
+        kinds[:] = [a & b for a, b in zip(kinds, found, strict=True)]
+    else:
+        return "it adds another number of losses for other rows"
+    if probe.collectives.of_user:
+        # Its author has written what replicas exchange.
+        return None
+    if any(len(part.losses) != len(probe.unsplit.losses) for part in probe.parts):
+        return "it adds another number of losses for other rows"
+    what = [
+        *_differing_outputs(probe, tolerance),
+        *(f"the loss {i} that it adds" for i, kind in enumerate(kinds) if not kind),
+        *_differing_updates(probe, tolerance),
+    ]
+    if not what:
+        return None
+    inner = _first_differing_layer(backend, call, batch, tolerance)
+    where = "" if inner is None else f", first in {inner.name!r} ({_type(inner)})"
+    return f"{what[0]} depends on the batch as a whole{where}"
+
+
+def _differing_outputs(probe: Probe, tolerance: float) -> Iterator[str]:
+    for i, unsplit in enumerate(probe.unsplit.outputs):
+        parts = [part.outputs[i] for part in probe.parts]
+        if unsplit is None or any(part is None for part in parts):
+            continue
+        sizes = [part.shape[:1] for part in parts]
+        if unsplit.ndim == 0 or sizes != [(size,) for size in probe.sizes]:
+            # The data-parallel call reports outputs without a batch axis.
+            continue
+        gap = difference(unsplit, np.concatenate(parts))
+        if gap > tolerance:
+            yield f"its output {i} (by {gap:.2g} of the largest value)"
+
+
+def _loss_kinds(probe: Probe, tolerance: float) -> list[set[str]]:
+    """For each loss which of its kinds agree with the values; none if it is neither."""
+    kinds = []
+    for i, unsplit in enumerate(probe.unsplit.losses):
+        if any(i >= len(part.losses) for part in probe.parts):
+            kinds.append({"mean"})
+            continue
+        parts = [part.losses[i] for part in probe.parts]
+        shapes = [part.shape[:1] for part in parts]
+        if unsplit.ndim > 0 and shapes == [(size,) for size in probe.sizes]:
+            alike = difference(unsplit, np.concatenate(parts)) <= tolerance
+            kinds.append({"mean", "sum"} if alike else set())
+            continue
+        means = [p * f for p, f in zip(parts, probe.fractions, strict=True)]
+        candidates = {"mean": sum(means), "sum": sum(parts)}
+        scale = max(float(np.max(np.abs(value), initial=0)) for value in parts)
+        kinds.append(
+            {
+                kind
+                for kind, value in candidates.items()
+                if difference(unsplit, value, scale) <= tolerance
+            }
+        )
+    return kinds
+
+
+def _differing_updates(probe: Probe, tolerance: float) -> Iterator[str]:
+    for key, (variable, value) in probe.unsplit.updates.items():
+        values = [part.updates[key][1] for part in probe.parts if key in part.updates]
+        if not values:
+            yield f"its update of {variable.path!r}"
+            continue
+        merged = as_array(merged_value(variable, values, probe.fractions))
+        old = as_array(ops.convert_to_tensor(variable))
+        unsplit = as_array(value)
+        if unsplit.shape != old.shape or not np.issubdtype(old.dtype, np.floating):
+            if difference(unsplit, merged) > tolerance:
+                yield f"its update of {variable.path!r}"
+            continue
+        # Relative to the change, or to the value where that changes little.
+        change = float(np.abs(unsplit - old).max(initial=0))
+        scale = max(change, 1e-2 * float(np.abs(old).max(initial=0)))
+        if difference(unsplit, merged, scale) > tolerance:
+            yield f"its update of {variable.path!r}"
+
+
+def _first_differing_layer(
+    backend: ProbeBackend, call: LayerCall, batch: list[Any], tolerance: float
+) -> Any:
+    """The innermost layer that differs first, where inner layers can be compared."""
+    probe = run_probe(backend, call, batch, with_inner=True)
+    calls = [outcome.inner for outcome in (probe.unsplit, *probe.parts)]
+    wrong = [i for i, kind in enumerate(_loss_kinds(probe, tolerance)) if not kind]
+    for unsplit, *parts in zip(*calls, strict=False):
+        if any(part.layer is not unsplit.layer for part in parts):
+            return None
+        if wrong and unsplit.losses_so_far > wrong[0]:
+            return unsplit.layer
+        columns = zip(unsplit.outputs, *(part.outputs for part in parts), strict=False)
+        for output, *own in columns:
+            if output is None or output.ndim == 0 or any(p is None for p in own):
+                continue
+            if any(part.shape[1:] != output.shape[1:] for part in own):
+                continue
+            joined = np.concatenate(own)
+            if joined.shape == output.shape and difference(output, joined) > tolerance:
+                return unsplit.layer
+    return None
+
+
+def difference(expected: Any, found: Any, scale: float | None = None) -> float:
+    """The largest difference between two arrays.
+
+    Args:
+        expected: array.
+        found: array of the same shape; others are infinitely far away.
+        scale: float, what differences are relative to; the largest value by default.
+
+    Returns:
+        float; of integers 0 or 1, where only a few may differ.
+    """
+    expected, found = np.asarray(expected), np.asarray(found)
+    if expected.shape != found.shape:
+        return float("inf")
+    if expected.size == 0:
+        return 0.0
+    if not np.issubdtype(expected.dtype, np.floating):
+        return float(np.mean(expected != found) > _TIES)
+    same = (expected == found) | (np.isnan(expected) & np.isnan(found))
+    gap = np.abs(np.where(same, 0, expected - np.where(same, expected, found))).max()
+    if not np.isfinite(gap):
+        return float("inf")
+    if scale is None:
+        scale = float(np.abs(expected[np.isfinite(expected)]).max(initial=0))
+    return float(gap / max(scale, _SMALLEST_SCALE))
+
+
+def tolerance_of(layer: Any) -> float:
+    """What a layer may differ by, by the lowest precision that it computes in."""
+    dtypes = keras_compat.compute_dtypes(layer)
+    return max(_TOLERANCES.get(dtype, _TOLERANCES["float32"]) for dtype in dtypes)
+
+
+def _type(layer: Any) -> str:
+    return type(layer).__name__

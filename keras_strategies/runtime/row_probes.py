@@ -1,0 +1,319 @@
+"""Layer calls on a few rows: unsplit, and in two parts, without a trace.
+
+Random numbers are replaced by a constant, so that parts have the same ones as the
+unsplit call. Batch normalization and other collectives, which are exact on replicas,
+are answered in the parts with the results that they had in the unsplit call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import keras
+import numpy as np
+
+from keras_strategies import context, keras_compat
+from keras_strategies.input.sharding import split_sizes
+from keras_strategies.runtime.base import Communicator
+from keras_strategies.runtime.replica_state import ReplicaScope, has_rows
+from keras_strategies.types import ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class Randomness(Protocol):
+    """Random numbers while a layer is checked."""
+
+    drawn: bool
+
+
+class ProbeBackend(Protocol):
+    """What a backend provides to call a layer on a few rows."""
+
+    strategy: Strategy
+
+    def values_of(self, tensor: Any) -> Any | None:
+        """The tensor with its values; None where a program has only its shape."""
+
+    def probe_input(self, tensor: Any, rows: int | None) -> Any:
+        """The first rows of a tensor (None: all), or what may stand in for them."""
+
+    def probing(self, quantile: float) -> contextlib.AbstractContextManager[Randomness]:
+        """Entered around eager calls without gradients and without randomness."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer.
+
+    Args:
+        layer: the `keras.layers.Layer`.
+        call: its original `__call__`, with the layer bound.
+        structure: the pair of arguments and keyword arguments.
+        leaves: the leaves of the structure, arrays as tensors.
+        rows: int, or a tensor in a program for any number of rows.
+    """
+
+    layer: Any
+    call: Callable[..., Any]
+    structure: Any
+    leaves: list[Any]
+    rows: Any
+
+    def key(self) -> Any:
+        """What else than values decides what the call computes."""
+        kinds = tuple(
+            (len(leaf.shape), leaf.dtype)
+            for leaf in self.leaves
+            if keras.ops.is_tensor(leaf)
+        )
+        return flags(self.leaves, {}), kinds
+
+
+def flags(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """`training` and the like, which can change what a call does."""
+    given = (*args, *kwargs.values())
+    return tuple(v for v in given if v is None or isinstance(v, (bool, str)))
+
+
+class _ReplayedCollectives(Communicator):
+    """Answers the collectives of the parts with the results of the unsplit call."""
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+        self._next: int | None = None
+        self.of_user = False
+
+    def replay(self) -> None:
+        self._next = 0
+
+    def batch_statistics(self, value: Any) -> Any:
+        if self._next is None:
+            self._results.append(value)
+            return value
+        self._next += 1
+        return self._results[self._next - 1]
+
+    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+        self.of_user = True
+        return self.batch_statistics(value)
+
+    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+        self.of_user = True
+        return self.batch_statistics(value)
+
+    def merge_call(
+        self,
+        replica_id: int,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self.of_user = True
+        if self._next is None:
+            return self.batch_statistics(
+                merge_fn(context.current_strategy(), *args, **kwargs)
+            )
+        return self.batch_statistics(None)
+
+
+class _ProbeReplica(context.ReplicaContext):
+    """One of two replicas, whose collectives are replayed."""
+
+    def __init__(
+        self, strategy: Strategy, replica_id: int, collectives: _ReplayedCollectives
+    ):
+        super().__init__(strategy, replica_id, collectives, num_replicas=2)
+        self._collectives = collectives
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        self._collectives.of_user = True
+        return super().replica_id_in_sync_group
+
+    @property
+    def synchronizes_batch_norm(self) -> bool:
+        return True
+
+    def gather_batch_statistics(self, value: Any) -> Any:
+        return self._collectives.batch_statistics(value)
+
+
+@dataclass
+class Outcome:
+    """What one call on a few rows left behind, as arrays."""
+
+    outputs: list[Any]
+    losses: list[Any]
+    updates: dict[int, tuple[Any, Any]]
+    # Each inner layer's call as it ended, innermost first.
+    inner: list[InnerCall]
+
+
+@dataclass
+class InnerCall:
+    layer: Any
+    outputs: list[Any]
+    losses_so_far: int
+
+
+@dataclass
+class Probe:
+    """The calls on one small batch: unsplit, and in two parts."""
+
+    sizes: list[int]
+    unsplit: Outcome
+    parts: list[Outcome]
+    collectives: _ReplayedCollectives = field(default_factory=_ReplayedCollectives)
+
+    @property
+    def fractions(self) -> list[float]:
+        return [size / sum(self.sizes) for size in self.sizes]
+
+
+def _call(
+    backend: ProbeBackend,
+    call: LayerCall,
+    leaves: list[Any],
+    replica: _ProbeReplica,
+    with_inner: bool,
+) -> Outcome:
+    args, kwargs = keras.tree.pack_sequence_as(call.structure, leaves)
+    scope = ReplicaScope(keras_compat.raw_value)
+    inner: list[InnerCall] = []
+
+    def recorded(layer: Any, original: Any, args: Any, kwargs: Any) -> Any:
+        outputs = original(*args, **kwargs)
+        inner.append(InnerCall(layer, as_arrays(outputs), len(scope.losses)))
+        return outputs
+
+    route = recorded if with_inner else None
+    with (
+        scope,
+        context.on_replica(replica),
+        keras_compat.layer_calls_through(route),
+        _python_numbers_restored(),
+    ):
+        outputs = call.call(*args, **kwargs)
+    return Outcome(
+        as_arrays(outputs),
+        [as_array(loss) for loss in scope.losses],
+        scope.updates,
+        inner,
+    )
+
+
+def run_probe(
+    backend: ProbeBackend, call: LayerCall, batch: list[Any], with_inner: bool = False
+) -> Probe:
+    """Calls the layer on a batch, of which some leaves are `(tensor, mask)` rows."""
+    rows = next(len(leaf) for leaf in batch if isinstance(leaf, Rows))
+    sizes = split_sizes(rows, 2)
+    collectives = _ReplayedCollectives()
+
+    def run(replica_id: int, start: int, stop: int) -> Outcome:
+        leaves = [
+            leaf.tensor(start, stop) if isinstance(leaf, Rows) else leaf
+            for leaf in batch
+        ]
+        replica = _ProbeReplica(backend.strategy, replica_id, collectives)
+        return _call(backend, call, leaves, replica, with_inner)
+
+    try:
+        unsplit = run(0, 0, rows)
+        parts = []
+        for replica_id, (start, stop) in enumerate([(0, sizes[0]), (sizes[0], rows)]):
+            collectives.replay()
+            parts.append(run(replica_id, start, stop))
+    except Exception as error:
+        if collectives.of_user:
+            raise UsesReplicasError from error
+        raise
+    return Probe(sizes, unsplit, parts, collectives)
+
+
+@dataclass
+class Rows:
+    """Rows of an argument, and their mask."""
+
+    values: Any
+    mask: Any = None
+
+    def __len__(self) -> int:
+        return int(self.values.shape[0])
+
+    def tensor(self, start: int, stop: int) -> Any:
+        part = self.values[start:stop]
+        if self.mask is not None:
+            keras_compat.set_mask(part, self.mask[start:stop])
+        return part
+
+    def take(self, indices: Sequence[int]) -> Rows:
+        def rows(tensor: Any) -> Any:
+            return keras.ops.take(tensor, np.asarray(indices), axis=0)
+
+        mask = None if self.mask is None else rows(self.mask)
+        return Rows(rows(self.values), mask)
+
+
+def first_rows(backend: ProbeBackend, call: LayerCall, rows: int) -> list[Any]:
+    batch: list[Any] = []
+    for leaf in call.leaves:
+        if has_rows(leaf, call.rows):
+            mask = keras_compat.get_mask(leaf)
+            if mask is not None:
+                mask = backend.probe_input(mask, rows)
+            batch.append(Rows(backend.probe_input(leaf, rows), mask))
+        elif keras.ops.is_tensor(leaf):
+            batch.append(backend.probe_input(leaf, None))
+        else:
+            batch.append(leaf)
+    lengths = {len(leaf) for leaf in batch if isinstance(leaf, Rows)}
+    if len(lengths) > 1:
+        raise DifferentRowsError(lengths)
+    if rows == 1:
+        batch = taken(batch, [0, 0])
+    return batch
+
+
+def taken(batch: list[Any], indices: Sequence[int]) -> list[Any]:
+    return [leaf.take(indices) if isinstance(leaf, Rows) else leaf for leaf in batch]
+
+
+class UsesReplicasError(RuntimeError):
+    """A layer that uses its `ReplicaContext` failed in a probe, which is no replica."""
+
+
+class DifferentRowsError(ValueError):
+    def __init__(self, lengths: set[int]):
+        super().__init__(f"its inputs have {sorted(lengths)} rows")
+
+
+@contextlib.contextmanager
+def _python_numbers_restored() -> Iterator[None]:
+    """Python's and NumPy's random numbers go on from where they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def as_arrays(structure: Any) -> list[Any]:
+    """The leaves as arrays; None for what is no dense tensor."""
+    return [
+        as_array(leaf) if keras.ops.is_tensor(leaf) else None
+        for leaf in keras.tree.flatten(structure)
+    ]
+
+
+def as_array(tensor: Any) -> Any:
+    if keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype)):
+        tensor = keras.ops.cast(tensor, "float32")
+    return np.asarray(keras.ops.convert_to_numpy(tensor))
