@@ -10,9 +10,10 @@ from typing import Any
 import keras
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines import get_backend, run_scope
+from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.sharding import check_batch
+from keras_strategies.runtime import run_scope
 from keras_strategies.runtime.abstract_scope import AbstractScope
 from keras_strategies.runtime.run_scope import RunScope
 from keras_strategies.training import workers

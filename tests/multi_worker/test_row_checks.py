@@ -45,7 +45,7 @@ def fitted(strategy, mixes_rows: bool):
 @pytest.mark.parametrize("who", ["all", "worker 1"])
 def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
     def program(strategy):
-        from keras_strategies.engines import row_checks
+        from keras_strategies.runtime import row_checks
 
         compare = row_checks._compare
         if who == "worker 1" and strategy.workers.group.index == 1:

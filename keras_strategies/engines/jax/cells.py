@@ -10,8 +10,8 @@ import jax
 from jax import numpy as jnp
 
 from keras_strategies import keras_compat
-from keras_strategies.engines import run_scope
 from keras_strategies.engines.jax.placing import put_one
+from keras_strategies.runtime import run_scope
 
 
 class Cell(abc.ABC):

@@ -12,7 +12,6 @@ from jax import lax
 from jax import numpy as jnp
 
 from keras_strategies import context
-from keras_strategies.engines import run_scope
 from keras_strategies.engines.jax.arguments import Columns
 from keras_strategies.engines.jax.cells import Cell, LocalCell, VariableCell
 from keras_strategies.engines.jax.reductions import (
@@ -29,6 +28,7 @@ from keras_strategies.engines.jax.replica_scope import (
     with_seed_offset,
 )
 from keras_strategies.engines.jax.scopes import ProgramScope, TraceScope, is_stacked
+from keras_strategies.runtime import run_scope
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
     PerReplica,

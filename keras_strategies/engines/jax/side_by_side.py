@@ -11,7 +11,6 @@ import keras
 from jax import numpy as jnp
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines import run_scope
 from keras_strategies.engines.jax.arguments import Columns
 from keras_strategies.engines.jax.cells import LocalCell, VariableCell
 from keras_strategies.engines.jax.lockstep import meet, run_in_lockstep
@@ -25,6 +24,7 @@ from keras_strategies.engines.jax.replica_scope import (
     with_seed_offset,
 )
 from keras_strategies.engines.jax.scopes import TraceScope
+from keras_strategies.runtime import run_scope
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
     flatten,

@@ -24,7 +24,6 @@ from tensorflow.python.framework import ops as graph_ops
 
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.local import LocalReduction
-from keras_strategies.engines import run_scope
 from keras_strategies.engines.tensorflow.assignments import assigned_value
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.function import (
@@ -41,6 +40,7 @@ from keras_strategies.engines.tensorflow.replicas import (
 )
 from keras_strategies.engines.tensorflow.team import Team
 from keras_strategies.engines.tensorflow.workers import workers_of
+from keras_strategies.runtime import run_scope
 from keras_strategies.runtime.run_scope import LocalValues, MadeVariables, RunScope
 from keras_strategies.values import DistributedValues
 

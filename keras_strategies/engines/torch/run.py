@@ -12,7 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.local import LocalReduction
-from keras_strategies.engines import run_scope
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.random import RandomCalls
 from keras_strategies.engines.torch.replicas import (
@@ -23,6 +22,7 @@ from keras_strategies.engines.torch.spread import widened
 from keras_strategies.engines.torch.threads import ReplicaThreads
 from keras_strategies.engines.torch.variables import ReplicaVariables
 from keras_strategies.errors import ContextError
+from keras_strategies.runtime import run_scope
 from keras_strategies.runtime.run_scope import (
     LocalValues,
     MadeVariables,
