@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradient_mean_jax",
-        "engines/jax/reductions.py",
+        "engines/jax/run/traced_reductions.py",
         "    ReduceOp.SUM: lax.psum,",
         "    ReduceOp.SUM: lax.pmean,",
         {"jax": "tests/custom_loops/test_training.py -k portable_loop"},
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "central_update_with_half_the_gradient",
-        "engines/jax/central.py",
+        "engines/jax/fit/central_storage_trainer.py",
         "        self._gradients = list(grads)",
         "        self._gradients = [g / 2 for g in grads]",
         {
@@ -197,7 +197,7 @@ MUTANTS = [
     ),
     Mutant(
         "seeds_equal_in_sharded_programs",
-        "engines/jax/replica_scope.py",
+        "engines/jax/run/replica_scope.py",
         "    return value.at[0].add(offset)",
         "    return value",
         {"jax": f"{RUN} -k random_layers_draw"},

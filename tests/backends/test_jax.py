@@ -23,8 +23,8 @@ if keras.backend.backend() != "jax":
 
 import jax
 
-from keras_strategies.engines.jax import program as mesh_program
-from keras_strategies.engines.jax.input import MeshPlacer
+from keras_strategies.engines.jax.batch_placement import MeshPlacer
+from keras_strategies.engines.jax.fit import mesh_programs
 from keras_strategies.types import ReduceOp
 
 ks.set_virtual_cpu_devices(4)
@@ -576,7 +576,7 @@ def transfers(monkeypatch):
         return original(arrays, *args, **kwargs)
 
     fake = type("jax", (), {**vars(jax), "device_put": staticmethod(device_put)})
-    monkeypatch.setattr(mesh_program, "jax", fake)
+    monkeypatch.setattr(mesh_programs, "jax", fake)
     return shapes
 
 

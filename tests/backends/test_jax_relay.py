@@ -19,7 +19,7 @@ def line():
     opened = []
 
     def make(keeps: bool):
-        from keras_strategies.engines.jax.relay import Relay
+        from keras_strategies.engines.jax.workers.coordination_relay import Relay
 
         server = socket.create_server(("127.0.0.1", 0))
         relay = Relay(

@@ -133,7 +133,7 @@ def test_a_lost_worker_is_an_error_in_the_other(tmp_path, start, lost, how):
     ],
 )
 def test_which_errors_are_of_a_lost_worker(error, expected):
-    from keras_strategies.engines.jax.workers import _is_collective
+    from keras_strategies.engines.jax.workers.jax_workers import _is_collective
 
     assert _is_collective(error) is expected
 

@@ -158,7 +158,7 @@ def test_peak_memory_falls_with_the_model_axis() -> None:
 
 @only_jax
 def test_collectives_in_loops_count_as_often_as_they_run() -> None:
-    from keras_strategies.engines.jax.messages import sent_bytes
+    from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 
     program = """
 HloModule step, is_scheduled=true

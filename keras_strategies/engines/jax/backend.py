@@ -12,13 +12,16 @@ import numpy as np
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.cross_device_ops import is_built_in
 from keras_strategies.devices import Device
-from keras_strategies.engines.jax import collectives, devices, function
-from keras_strategies.engines.jax.central import CentralStorageTrainer
-from keras_strategies.engines.jax.optimizers import traceable_apply
-from keras_strategies.engines.jax.placing import local_value
-from keras_strategies.engines.jax.sharded import ShardedTrainer
-from keras_strategies.engines.jax.trainer import MeshTrainer, OneDeviceTrainer
-from keras_strategies.engines.jax.workers import JaxWorkers
+from keras_strategies.engines.jax import device_collectives, devices
+from keras_strategies.engines.jax.array_placement import local_value
+from keras_strategies.engines.jax.fit.central_storage_trainer import (
+    CentralStorageTrainer,
+)
+from keras_strategies.engines.jax.fit.trainers import MeshTrainer, OneDeviceTrainer
+from keras_strategies.engines.jax.function import compiled_function
+from keras_strategies.engines.jax.run.traceable_optimizers import traceable_apply
+from keras_strategies.engines.jax.sharding.model_parallel_trainer import ShardedTrainer
+from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import BackendError, ContextError
 from keras_strategies.runtime.base import (
     Backend,
@@ -101,7 +104,7 @@ class JaxBackend(Backend):
         return context
 
     def in_program(self) -> bool:
-        return function.in_trace()
+        return compiled_function.in_trace()
 
     def program_iterator(
         self,
@@ -117,10 +120,10 @@ class JaxBackend(Backend):
         )
 
     def all_reduce(self, op: ReduceOp, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        return collectives.all_reduce(op, tensors)
+        return device_collectives.all_reduce(op, tensors)
 
     def all_gather(self, tensors: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-        return collectives.all_gather(tensors, axis)
+        return device_collectives.all_gather(tensors, axis)
 
     def broadcast(self, tensor: Any, targets: Sequence[Device]) -> list[jax.Array]:
         return [self.to_device(tensor, device) for device in targets]
@@ -129,7 +132,7 @@ class JaxBackend(Backend):
         return JaxWorkers(group, options)
 
     def sees_all_replicas(self, strategy: Strategy) -> bool:
-        return function.sees_all_replicas(strategy)
+        return compiled_function.sees_all_replicas(strategy)
 
     def run_replicas(
         self,
@@ -143,20 +146,22 @@ class JaxBackend(Backend):
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        return function.value_and_grad(fn, variables, has_aux)
+        return compiled_function.value_and_grad(fn, variables, has_aux)
 
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
     ) -> Callable[..., Any]:
-        return traceable_apply(optimizer, apply) if function.in_trace() else apply
+        return (
+            traceable_apply(optimizer, apply) if compiled_function.in_trace() else apply
+        )
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-        return function.initial_value(value, shape, dtype)
+        return compiled_function.initial_value(value, shape, dtype)
 
     def function(
         self, fn: Callable[..., Any], jit_compile: bool | None
     ) -> Callable[..., Any]:
-        return function.function(fn, jit_compile)
+        return compiled_function.function(fn, jit_compile)
 
     def check_model_parallel(self) -> None:
         pass  # XLA spreads programs over any mesh.

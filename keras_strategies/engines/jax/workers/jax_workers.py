@@ -27,7 +27,7 @@ from keras_strategies.collectives.packs import pack_indices
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines.jax import jax_compat
 from keras_strategies.engines.jax.devices import jax_device
-from keras_strategies.engines.jax.relay import Relay
+from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.errors import BackendInUseError, ClusterError
 from keras_strategies.runtime.base import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp

@@ -14,13 +14,13 @@ import numpy as np
 from keras.distribution import DeviceMesh, LayoutMap, TensorLayout
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines.jax import steps
 from keras_strategies.engines.jax.devices import jax_device
-from keras_strategies.engines.jax.distribution import splits
-from keras_strategies.engines.jax.parts import Parts, is_cut
-from keras_strategies.engines.jax.run import JaxRun
-from keras_strategies.engines.jax.trainer import MeshTrainer
-from keras_strategies.engines.jax.workers import JaxWorkers
+from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.fit.trainers import MeshTrainer
+from keras_strategies.engines.jax.keras_distribution import splits
+from keras_strategies.engines.jax.run.replica_program import JaxRun
+from keras_strategies.engines.jax.sharding.cross_worker_shards import Parts, is_cut
+from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ContextError
 from keras_strategies.layouts import VariableMesh
 from keras_strategies.runtime.colocation import colocation_reference
@@ -153,10 +153,10 @@ class ShardedTrainer(MeshTrainer):
     def kept_layout(self, group: Sequence[jax.Array]) -> Any:
         return [array.sharding for array in group]
 
-    def plain_step(self, model: Any, kind: str) -> steps.Step:
+    def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
         return self._traced(super().plain_step(model, kind))
 
-    def other_step(self, model: Any, kind: str) -> steps.Step | None:
+    def other_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
         """The step in which what is cut along the data axis is gathered for use.
 
         Left to itself, XLA moves activations instead, which is less where a kernel is
@@ -173,7 +173,7 @@ class ShardedTrainer(MeshTrainer):
 
         return self._traced(gathering_step)
 
-    def _traced(self, step: steps.Step) -> steps.Step:
+    def _traced(self, step: compiled_steps.Step) -> compiled_steps.Step:
         distribution = self.distribution()
         count = self._mesh.shape[0]
 

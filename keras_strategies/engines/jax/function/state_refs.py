@@ -10,7 +10,7 @@ import jax
 from jax import numpy as jnp
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.placing import put_one
+from keras_strategies.engines.jax.array_placement import put_one
 from keras_strategies.runtime import run_scope
 
 

@@ -13,23 +13,36 @@ import jax
 
 from keras_strategies import keras_compat
 from keras_strategies.devices import Device
-from keras_strategies.engines.jax import checkpoints, planning, steps
-from keras_strategies.engines.jax.cells import LocalStacks
+from keras_strategies.engines.jax.array_placement import is_spread
+from keras_strategies.engines.jax.batch_placement import (
+    BatchPlacer,
+    DevicePlacer,
+    MeshPlacer,
+)
 from keras_strategies.engines.jax.devices import (
     default_device,
     device_of,
     jax_device,
 )
-from keras_strategies.engines.jax.distribution import StrategyDistribution
-from keras_strategies.engines.jax.function import RunPrograms, in_trace
-from keras_strategies.engines.jax.input import BatchPlacer, DevicePlacer, MeshPlacer
-from keras_strategies.engines.jax.layout import Layout
-from keras_strategies.engines.jax.one_replica import run_alone
-from keras_strategies.engines.jax.parts import Parts, put_variable, reader
-from keras_strategies.engines.jax.placing import is_spread
-from keras_strategies.engines.jax.replica_scope import current_replica_scope
-from keras_strategies.engines.jax.run import JaxRun
-from keras_strategies.engines.jax.workers import JaxWorkers
+from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.fit.step_cost import step_cost
+from keras_strategies.engines.jax.function.compiled_function import (
+    RunPrograms,
+    in_trace,
+)
+from keras_strategies.engines.jax.function.program_sharding import Layout
+from keras_strategies.engines.jax.function.state_refs import LocalStacks
+from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
+from keras_strategies.engines.jax.run.one_replica import run_alone
+from keras_strategies.engines.jax.run.replica_program import JaxRun
+from keras_strategies.engines.jax.run.replica_scope import current_replica_scope
+from keras_strategies.engines.jax.sharding import orbax_checkpoints
+from keras_strategies.engines.jax.sharding.cross_worker_shards import (
+    Parts,
+    put_variable,
+    reader,
+)
+from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ModelScopeError
 from keras_strategies.runtime.base import StepCost, TrainerAdapter, VariableCopy
 from keras_strategies.runtime.run_scope import is_local
@@ -57,12 +70,12 @@ class JaxTrainer(TrainerAdapter):
         self.devices = [jax_device(device) for device in self.placement.replicas]
 
     @abc.abstractmethod
-    def step(self, model: Any, kind: str) -> steps.Step:
+    def step(self, model: Any, kind: str) -> compiled_steps.Step:
         """One step on a batch that has been placed."""
 
     def prepared(self, state: Any) -> Any:
         """The state for the first step after the variables had their values."""
-        return steps.unshared(state)
+        return compiled_steps.unshared(state)
 
     @abc.abstractmethod
     def is_in_place(self, variable: Any) -> bool:
@@ -106,9 +119,9 @@ class JaxTrainer(TrainerAdapter):
         if kind == "predict":
             step = self._placing(step)
         workers = self.placement.workers
-        function = steps.loop_function(model, kind, step, self.prepared)
+        function = compiled_steps.loop_function(model, kind, step, self.prepared)
         if workers is not None:
-            function = steps.loop_function(
+            function = compiled_steps.loop_function(
                 model, kind, step, self.prepared, workers.begin_steps
             )
         setattr(model, name, function)
@@ -120,7 +133,7 @@ class JaxTrainer(TrainerAdapter):
             if not self.is_in_place(variable):
                 self.adopt(variable)
 
-    def _placing(self, step: steps.Step) -> steps.Step:
+    def _placing(self, step: compiled_steps.Step) -> compiled_steps.Step:
         # Keras 3.15 hands the input of `predict_on_batch` over as it is.
         return lambda state, batch: step(state, self.placer.place(batch))
 
@@ -141,12 +154,12 @@ class JaxTrainer(TrainerAdapter):
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         keras_compat.sync_jax_state(model)
         with self._together(f"save_sharded to {str(directory)!r}"):
-            return checkpoints.save(model, directory, keep)
+            return orbax_checkpoints.save(model, directory, keep)
 
     def load_sharded(self, model: Any, directory: Path) -> int:
         keras_compat.sync_jax_state(model)
         with self._together(f"load_sharded from {str(directory)!r}"):
-            return checkpoints.load(model, directory, self._sharding_now)
+            return orbax_checkpoints.load(model, directory, self._sharding_now)
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -266,17 +279,17 @@ class OneDeviceTrainer(JaxTrainer):
         super().__init__(strategy, DevicePlacer(device))
         self._at_home = jax.sharding.SingleDeviceSharding(device)
 
-    def step(self, model: Any, kind: str) -> steps.Step:
-        step = steps.keras_step(model, kind)
-        if not steps.compiles(model):
+    def step(self, model: Any, kind: str) -> compiled_steps.Step:
+        step = compiled_steps.keras_step(model, kind)
+        if not compiled_steps.compiles(model):
             return step
-        return steps.compiled(model, kind, step)
+        return compiled_steps.compiled(model, kind, step)
 
     def prepared(self, state: Any) -> Any:
         # An array that nothing has bound to a device is another argument to JAX
         # than one that a program has put there, and would be compiled for
         # separately.
-        return jax.device_put(steps.unshared(state), self._at_home)
+        return jax.device_put(compiled_steps.unshared(state), self._at_home)
 
     def is_in_place(self, variable: Any) -> bool:
         # JAX moves what is not bound to a device by itself.
@@ -347,30 +360,32 @@ class MeshTrainer(DistributionTrainer):
         super().__init__(strategy, distribution or StrategyDistribution(devices))
         self.devices = list(self.whole.mesh.devices.flat)
 
-    def step(self, model: Any, kind: str) -> steps.Step:
+    def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)
         outputs = None if self.strategy.workers is None else self.whole
-        if steps.compiles(model):
+        if compiled_steps.compiles(model):
             other = self.other_step(model, kind)
-            return steps.compiled(model, kind, step, self.kept_layout, outputs, other)
-        return step if outputs is None else steps.with_outputs(step, outputs)
+            return compiled_steps.compiled(
+                model, kind, step, self.kept_layout, outputs, other
+            )
+        return step if outputs is None else compiled_steps.with_outputs(step, outputs)
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         self.lay_out([*model.variables, *model.optimizer.variables])
         self.lay_out(model.metrics_variables)
         found = (self.plain_step(model, "train"), self.other_step(model, "train"))
         costs = [
-            planning.step_cost(model, step, batch, self.placer.layout)
+            step_cost(model, step, batch, self.placer.layout)
             for step in found
             if step is not None
         ]
-        # As `steps.compiled` chooses.
+        # As `compiled_steps.compiled` chooses.
         return min(costs, key=lambda cost: sum(n for _, n in cost.sent.values()))
 
-    def plain_step(self, model: Any, kind: str) -> steps.Step:
-        return steps.keras_step(model, kind)
+    def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
+        return compiled_steps.keras_step(model, kind)
 
-    def other_step(self, model: Any, kind: str) -> steps.Step | None:
+    def other_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
         """A step that computes the same with other messages; None without one."""
         return None
 

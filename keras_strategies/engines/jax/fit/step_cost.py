@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.messages import sent_bytes
-from keras_strategies.engines.jax.steps import Step
+from keras_strategies.engines.jax.fit.compiled_steps import Step
+from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.runtime.base import StepCost
 
 Layout = Callable[[Sequence[int]], jax.sharding.Sharding]

@@ -12,14 +12,18 @@ from jax import lax
 from jax import numpy as jnp
 
 from keras_strategies import context
-from keras_strategies.engines.jax.arguments import Columns
-from keras_strategies.engines.jax.cells import Cell, LocalCell, VariableCell
-from keras_strategies.engines.jax.reductions import (
-    all_reduce_over,
-    check_axis,
-    sums_over,
+from keras_strategies.engines.jax.function.call_arguments import Columns
+from keras_strategies.engines.jax.function.state_refs import (
+    Cell,
+    LocalCell,
+    VariableCell,
 )
-from keras_strategies.engines.jax.replica_scope import (
+from keras_strategies.engines.jax.function.trace_scopes import (
+    ProgramScope,
+    TraceScope,
+    is_stacked,
+)
+from keras_strategies.engines.jax.run.replica_scope import (
     MergeScope,
     Replicas,
     ReplicaScope,
@@ -27,7 +31,11 @@ from keras_strategies.engines.jax.replica_scope import (
     one_value,
     with_seed_offset,
 )
-from keras_strategies.engines.jax.scopes import ProgramScope, TraceScope, is_stacked
+from keras_strategies.engines.jax.run.traced_reductions import (
+    all_reduce_over,
+    check_axis,
+    sums_over,
+)
 from keras_strategies.runtime import run_scope
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
@@ -36,7 +44,7 @@ from keras_strategies.values import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.jax.run import JaxRun
+    from keras_strategies.engines.jax.run.replica_program import JaxRun
 
 
 class _NeedsOwnTraceError(Exception):

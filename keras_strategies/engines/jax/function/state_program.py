@@ -23,9 +23,9 @@ import jax
 from jax import numpy as jnp
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.cells import Cell, VariableCell
-from keras_strategies.engines.jax.layout import Layout
-from keras_strategies.engines.jax.scopes import (
+from keras_strategies.engines.jax.function.program_sharding import Layout
+from keras_strategies.engines.jax.function.state_refs import Cell, VariableCell
+from keras_strategies.engines.jax.function.trace_scopes import (
     MAX_TRACES,
     MissingStateError,
     ProgramScope,
@@ -35,7 +35,7 @@ from keras_strategies.errors import ContextError
 from keras_strategies.runtime.run_scope import MAKE_ONCE
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.jax.workers import JaxWorkers
+    from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 
 # Held by its cell, and by the call of `sys.getrefcount`.
 _REFERENCES_OF_A_CELL = 2
@@ -200,7 +200,7 @@ class Program:
         plain = layout.place_inputs(plain)
         joined = [layout.join(own) for own in parts]
         kept = self._state(self._kept)
-        # As in `steps.noting`: no interrupt between the call and the list.
+        # As in `compiled_steps.noting`: no interrupt between the call and the list.
         done: list[Results] = []
         try:
             donated = _unshared(self._donated)

@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies.engines.jax.arguments import (
+from keras_strategies.engines.jax.array_placement import is_spread
+from keras_strategies.engines.jax.function.call_arguments import (
     Packed,
     as_array,
     is_array,
     number_or_array,
 )
-from keras_strategies.engines.jax.placing import is_spread
-from keras_strategies.engines.jax.workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import InvalidArgumentError, WorkerError
 from keras_strategies.values import (
     DistributedValues,

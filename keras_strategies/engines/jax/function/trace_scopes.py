@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 from jax import numpy as jnp
 
-from keras_strategies.engines.jax.cells import Cell, LocalCell, VariableCell, stacks_of
+from keras_strategies.engines.jax.function.state_refs import (
+    Cell,
+    LocalCell,
+    VariableCell,
+    stacks_of,
+)
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy

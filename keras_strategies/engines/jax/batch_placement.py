@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies.engines.jax.distribution import splits
-from keras_strategies.engines.jax.placing import is_spread, put
+from keras_strategies.engines.jax.array_placement import is_spread, put
+from keras_strategies.engines.jax.keras_distribution import splits
 from keras_strategies.input.sharding import check_batch
 from keras_strategies.runtime.ahead import one_ahead
 

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.placing import is_spread, put_one
-from keras_strategies.engines.jax.workers import JaxWorkers
+from keras_strategies.engines.jax.array_placement import is_spread, put_one
+from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import WorkerError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines.jax.scopes import Given
+from keras_strategies.engines.jax.function.trace_scopes import Given
 from keras_strategies.runtime import run_scope
 from keras_strategies.runtime.base import Communicator
 from keras_strategies.runtime.run_scope import LocalValues, RunScope

@@ -9,7 +9,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies.engines.jax.closures import static_key
+from keras_strategies.engines.jax.function.program_keys import static_key
 from keras_strategies.values import (
     DistributedValues,
     flatten,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines.jax.scopes import TraceScope
+from keras_strategies.engines.jax.function.trace_scopes import TraceScope
 from keras_strategies.runtime.base import Communicator
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (

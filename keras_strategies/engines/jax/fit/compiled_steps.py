@@ -19,7 +19,7 @@ import jax
 import keras
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.messages import sent_bytes
+from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 
 # `step(state, batch)` returns `(outputs, state)`.
 Step = Callable[[Any, Any], tuple[Any, Any]]

@@ -21,20 +21,20 @@ import jax
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.arguments import Columns
-from keras_strategies.engines.jax.cells import Cell, LocalStacks
-from keras_strategies.engines.jax.closures import function_key
 from keras_strategies.engines.jax.devices import jax_device
-from keras_strategies.engines.jax.in_shards import Sharded
-from keras_strategies.engines.jax.layout import Layout
-from keras_strategies.engines.jax.replica_scope import MergeScope
-from keras_strategies.engines.jax.scopes import (
+from keras_strategies.engines.jax.function.call_arguments import Columns
+from keras_strategies.engines.jax.function.program_keys import function_key
+from keras_strategies.engines.jax.function.program_sharding import Layout
+from keras_strategies.engines.jax.function.state_refs import Cell, LocalStacks
+from keras_strategies.engines.jax.function.trace_scopes import (
     MAX_TRACES,
     ProgramScope,
     TraceScope,
     check_sees_all,
 )
-from keras_strategies.engines.jax.side_by_side import SideBySide
+from keras_strategies.engines.jax.run.replica_scope import MergeScope
+from keras_strategies.engines.jax.run.shard_map_replicas import Sharded
+from keras_strategies.engines.jax.run.unrolled_replicas import SideBySide
 from keras_strategies.errors import ContextError
 
 if TYPE_CHECKING:

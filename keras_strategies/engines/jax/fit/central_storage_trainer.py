@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax import steps
-from keras_strategies.engines.jax.distribution import StrategyDistribution
-from keras_strategies.engines.jax.program import Copies, MeshProgram
-from keras_strategies.engines.jax.trainer import DistributionTrainer
+from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.fit.mesh_programs import Copies, MeshProgram
+from keras_strategies.engines.jax.fit.trainers import DistributionTrainer
+from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 from keras_strategies.errors import ContextError
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ class CentralStorageTrainer(DistributionTrainer):
         self.at_home = jax.sharding.SingleDeviceSharding(self.home)
         self.copies_on_mesh = Copies(self.whole)
 
-    def step(self, model: Any, kind: str) -> steps.Step:
+    def step(self, model: Any, kind: str) -> compiled_steps.Step:
         if kind == "train":
             return _TrainStep(self, model)
         return _ReadingStep(self, model, kind)
 
     def prepared(self, state: Any) -> Any:
         # Bound to the device in the same way as what an update returns.
-        return jax.device_put(steps.unshared(state), self.at_home)
+        return jax.device_put(compiled_steps.unshared(state), self.at_home)
 
 
 class _ReadingStep:
@@ -65,11 +65,11 @@ class _ReadingStep:
 
     def __init__(self, trainer: CentralStorageTrainer, model: Any, kind: str):
         self._copies = trainer.copies_on_mesh
-        self._step = steps.keras_step(model, kind)
+        self._step = compiled_steps.keras_step(model, kind)
         self._lengths: list[int] = []
         self._program = (
             MeshProgram(self._flat_step, trainer.whole)
-            if steps.compiles(model)
+            if compiled_steps.compiles(model)
             else None
         )
 
@@ -94,13 +94,13 @@ class _TrainStep:
 
     def __init__(self, trainer: CentralStorageTrainer, model: Any):
         self._model = model
-        self._step = steps.keras_step(model, "train")
+        self._step = compiled_steps.keras_step(model, "train")
         self._copies = trainer.copies_on_mesh
         self._home = trainer.at_home
         self._lengths: list[int] = []
         self._program: MeshProgram | None = None
         self._update: Callable[..., Any] = self._apply
-        if steps.compiles(model):
+        if compiled_steps.compiles(model):
             self._program = MeshProgram(self._flat_step, trainer.whole)
             self._update = jax.jit(
                 self._apply, donate_argnums=(0, 2), out_shardings=self._home
@@ -133,7 +133,7 @@ class _TrainStep:
     def _updated(self, state: Any, gradients: Any) -> Any:
         """The state after the update, noted as soon as it exists."""
         trainable, non_trainable, optimizer, metrics = state
-        # As in `steps.noting`: no interrupt between the call and the list.
+        # As in `compiled_steps.noting`: no interrupt between the call and the list.
         results: list[Any] = []
         try:
             results.extend(map(self._update, (optimizer,), (gradients,), (trainable,)))

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from keras_strategies.engines.jax.placing import put_all
-from keras_strategies.engines.jax.scopes import is_stacked
+from keras_strategies.engines.jax.array_placement import put_all
+from keras_strategies.engines.jax.function.trace_scopes import is_stacked
 
 
 class Layout:

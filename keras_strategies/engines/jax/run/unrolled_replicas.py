@@ -11,11 +11,10 @@ import keras
 from jax import numpy as jnp
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines.jax.arguments import Columns
-from keras_strategies.engines.jax.cells import LocalCell, VariableCell
-from keras_strategies.engines.jax.lockstep import meet, run_in_lockstep
-from keras_strategies.engines.jax.reductions import check_axis, reduce_parts
-from keras_strategies.engines.jax.replica_scope import (
+from keras_strategies.engines.jax.function.call_arguments import Columns
+from keras_strategies.engines.jax.function.state_refs import LocalCell, VariableCell
+from keras_strategies.engines.jax.function.trace_scopes import TraceScope
+from keras_strategies.engines.jax.run.replica_scope import (
     MergeScope,
     Replicas,
     ReplicaScope,
@@ -23,7 +22,8 @@ from keras_strategies.engines.jax.replica_scope import (
     one_value,
     with_seed_offset,
 )
-from keras_strategies.engines.jax.scopes import TraceScope
+from keras_strategies.engines.jax.run.replica_threads import meet, run_in_lockstep
+from keras_strategies.engines.jax.run.traced_reductions import check_axis, reduce_parts
 from keras_strategies.runtime import run_scope
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
@@ -34,7 +34,7 @@ from keras_strategies.values import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.jax.run import JaxRun
+    from keras_strategies.engines.jax.run.replica_program import JaxRun
 
 
 class SideBySide(Replicas):

@@ -15,11 +15,15 @@ from jax import numpy as jnp
 
 from keras_strategies import context, keras_compat
 from keras_strategies.engines.jax import jax_compat
-from keras_strategies.engines.jax.arguments import Packed
-from keras_strategies.engines.jax.closures import Same, code_of, function_key
-from keras_strategies.engines.jax.layout import Layout
-from keras_strategies.engines.jax.replica_scope import ReplicaScope
-from keras_strategies.engines.jax.scopes import (
+from keras_strategies.engines.jax.function.call_arguments import Packed
+from keras_strategies.engines.jax.function.program_keys import (
+    Same,
+    code_of,
+    function_key,
+)
+from keras_strategies.engines.jax.function.program_sharding import Layout
+from keras_strategies.engines.jax.function.state_program import Program
+from keras_strategies.engines.jax.function.trace_scopes import (
     AllReplicasNeededError,
     Given,
     ProgramScope,
@@ -27,9 +31,9 @@ from keras_strategies.engines.jax.scopes import (
     check_sees_all,
     is_stacked,
 )
-from keras_strategies.engines.jax.state import Program
-from keras_strategies.engines.jax.together import pack_with
-from keras_strategies.engines.jax.workers import JaxWorkers
+from keras_strategies.engines.jax.function.worker_arguments import pack_with
+from keras_strategies.engines.jax.run.replica_scope import ReplicaScope
+from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.runtime.run_scope import RunScope
 from keras_strategies.values import (
     DistributedValues,

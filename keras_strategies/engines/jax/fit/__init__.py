@@ -1,0 +1,1 @@
+"""`Model.fit` and its siblings: one compiled step over a mesh of devices."""

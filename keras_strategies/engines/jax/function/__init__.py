@@ -1,0 +1,1 @@
+"""`ks.function`: compiled programs with Keras state threaded through."""

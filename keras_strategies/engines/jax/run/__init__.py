@@ -1,0 +1,1 @@
+"""`Strategy.run`: replicas traced into one program."""

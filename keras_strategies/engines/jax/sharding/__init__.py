@@ -1,0 +1,1 @@
+"""Variables sharded over a mesh: model parallelism and checkpoints."""

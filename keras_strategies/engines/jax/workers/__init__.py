@@ -1,0 +1,1 @@
+"""Processes of a cluster: JAX's coordination service and host collectives."""
