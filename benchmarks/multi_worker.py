@@ -51,7 +51,7 @@ class Cluster:
     """Processes that train together, an epoch each time that this is called."""
 
     def __init__(self, backend: str, kind: str, workers: int, workload: Workload):
-        from keras_strategies.cluster.local import free_addresses
+        from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
         addresses = free_addresses(workers)
         self._processes = [

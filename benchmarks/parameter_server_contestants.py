@@ -170,7 +170,7 @@ def ours(
 @contextlib.contextmanager
 def tensorflow_cluster(workers: int, servers: int) -> Iterator[None]:
     """Starts TensorFlow's servers, and says in `TF_CONFIG` where they are."""
-    from keras_strategies.cluster.local import free_addresses
+    from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
     addresses = free_addresses(workers + servers + 1)
     cluster = {

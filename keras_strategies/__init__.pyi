@@ -5,7 +5,6 @@ from keras_strategies import cluster_resolver as cluster_resolver
 from keras_strategies import coordinator as coordinator
 from keras_strategies import errors as errors
 from keras_strategies import experimental as experimental
-from keras_strategies.cli.function import launch as launch
 from keras_strategies.collectives import CrossDeviceOps as CrossDeviceOps
 from keras_strategies.collectives import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -28,8 +27,15 @@ from keras_strategies.coordinator.cluster_coordinator import (
     get_current_worker_index as get_current_worker_index,
 )
 from keras_strategies.coordinator.status import Status as Status
-from keras_strategies.input.dataset import DistributedDataset as DistributedDataset
-from keras_strategies.input.dataset import DistributedIterator as DistributedIterator
+from keras_strategies.input.distributed_dataset import (
+    DistributedDataset as DistributedDataset,
+)
+from keras_strategies.input.distributed_dataset import (
+    DistributedIterator as DistributedIterator,
+)
+from keras_strategies.processes.launch_function import launch as launch
+from keras_strategies.reports.describe import Description as Description
+from keras_strategies.reports.plan import Plan as Plan
 from keras_strategies.runtime.base import VariableCopy as VariableCopy
 from keras_strategies.strategies.base import Strategy as Strategy
 from keras_strategies.strategies.base import ValueContext as ValueContext
@@ -44,8 +50,7 @@ from keras_strategies.strategies.current import (
 )
 from keras_strategies.strategies.current import get_strategy as get_strategy
 from keras_strategies.strategies.default import DefaultStrategy as DefaultStrategy
-from keras_strategies.strategies.describe import Description as Description
-from keras_strategies.strategies.devices import (
+from keras_strategies.strategies.device_selection import (
     set_virtual_cpu_devices as set_virtual_cpu_devices,
 )
 from keras_strategies.strategies.extended import StrategyExtended as StrategyExtended
@@ -62,20 +67,21 @@ from keras_strategies.strategies.one_device import (
 from keras_strategies.strategies.parameter_server import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
-from keras_strategies.strategies.plan import Plan as Plan
 from keras_strategies.strategies.server import Server as Server
 from keras_strategies.strategies.tpu import DeviceAssignment as DeviceAssignment
 from keras_strategies.strategies.tpu import TPUStrategy as TPUStrategy
 from keras_strategies.training.checkpoints import Checkpoint as Checkpoint
 from keras_strategies.training.checkpoints import CheckpointManager as CheckpointManager
-from keras_strategies.training.hooks import (
-    gradients_are_aggregated as gradients_are_aggregated,
-)
+from keras_strategies.training.custom_loops import function as function
+from keras_strategies.training.custom_loops import value_and_grad as value_and_grad
 from keras_strategies.training.losses import (
     compute_average_loss as compute_average_loss,
 )
 from keras_strategies.training.losses import (
     scale_regularization_loss as scale_regularization_loss,
+)
+from keras_strategies.training.model_hooks import (
+    gradients_are_aggregated as gradients_are_aggregated,
 )
 from keras_strategies.training.model_input import DatasetCreator as DatasetCreator
 from keras_strategies.training.preemption import (
@@ -84,8 +90,6 @@ from keras_strategies.training.preemption import (
 from keras_strategies.training.preemption import TerminationConfig as TerminationConfig
 from keras_strategies.training.sidecar import Evaluation as Evaluation
 from keras_strategies.training.sidecar import SidecarEvaluator as SidecarEvaluator
-from keras_strategies.training.steps import function as function
-from keras_strategies.training.steps import value_and_grad as value_and_grad
 from keras_strategies.types import AutoShardPolicy as AutoShardPolicy
 from keras_strategies.types import (
     CommunicationImplementation as CommunicationImplementation,

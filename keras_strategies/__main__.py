@@ -2,7 +2,7 @@
 
 import sys
 
-from keras_strategies.cli.main import main
+from keras_strategies.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

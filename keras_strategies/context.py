@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from keras_strategies.collectives.options import (
+from keras_strategies.collectives.call_options import (
     all_reduce_in_packs,
     call_options,
     gather_options,

@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "clipped_before_the_sum",
-        "training/hooks.py",
+        "training/model_hooks.py",
         "        return replica.strategy.trainer.apply_gradients(",
         "        grads = optimizer._clip_gradients(list(grads))\n"
         "        return replica.strategy.trainer.apply_gradients(",
@@ -144,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         "last_rows_dropped",
-        "input/sharding.py",
+        "input/row_splits.py",
         "    return [base + 1] * larger + [base] * (parts - larger)",
         "    return [base] * parts",
         {
@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "last_batches_of_other_workers_dropped",
-        "input/joined.py",
+        "input/joined_batches.py",
         "            if not found:\n                return",
         "            if len(found) < len(parts):\n                return",
         {"torch": "tests/multi_worker/test_input.py -k different_amounts"},
@@ -169,7 +169,7 @@ MUTANTS = [
     # State of layers and metrics.
     Mutant(
         "batch_norm_local",
-        "training/hooks.py",
+        "training/model_hooks.py",
         "            or not replica.synchronizes_batch_norm\n",
         "            or True\n",
         {

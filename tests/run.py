@@ -49,13 +49,14 @@ BACKENDS = ("jax", "torch", "tensorflow")
 ONCE = (
     "tests/architecture",
     "tests/checkpoints",
-    "tests/cli",
+    "tests/processes",
     "tests/cluster",
     "tests/input/test_options.py",
     "tests/input/test_prefetch.py",
     "tests/input/test_workers.py",
     "tests/model_parallel/test_layouts.py",
     "tests/packaging",
+    "tests/tools",
     "tests/test_exported_members.py",
     # The hooks into Keras are installed in the same way on each backend.
     "tests/test_entry_points.py",

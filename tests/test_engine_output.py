@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_strategies.cluster.engine_lines import is_engine_line
+from keras_strategies.processes.engine_messages import is_engine_line
 
 pytestmark = pytest.mark.nightly
 

@@ -18,7 +18,7 @@ from harness import entry_point
 from harness.forker import Forked, Forker
 from harness.processes import assert_gone
 
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 SECONDS = 120.0
 TWO = "['cpu:0', 'cpu:1']"
@@ -66,7 +66,8 @@ ORDERS = [
     f"import keras_strategies.coordinator; import keras_strategies as ks; {CENTRAL}",
     f"import keras_strategies.experimental.coordinator; "
     f"import keras_strategies as ks; {MIRRORED}",
-    f"import keras_strategies.training.hooks; import keras_strategies as ks; {CENTRAL}",
+    f"import keras_strategies.training.model_hooks; "
+    f"import keras_strategies as ks; {CENTRAL}",
     f"from keras_strategies import *; import keras_strategies as ks; {MIRRORED}",
 ]
 

@@ -19,7 +19,7 @@ import pytest
 from harness.digits import use_few_digits
 
 from keras_strategies.cluster import TFConfigClusterResolver
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -8,7 +8,7 @@ from keras.src.models.model import Trainer as BackendTrainer
 
 from keras_strategies import keras_compat
 from keras_strategies.keras_compat import patching
-from keras_strategies.training.hooks import StrategyHooks
+from keras_strategies.training.model_hooks import StrategyHooks
 
 
 def test_hooks_are_installed_once_and_taken_out_again(mirrored) -> None:

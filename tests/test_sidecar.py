@@ -19,7 +19,7 @@ from harness.forker import Forker
 from harness.processes import launch, wait_until, write_script
 
 import keras_strategies as ks
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 SECONDS = 60.0
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.input.sharding import split_sizes
+from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.values import map_structure, regroup, select_replica
 
 Point = namedtuple("Point", "x y")

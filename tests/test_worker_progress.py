@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.training.progress import (
+from keras_strategies.training.progress_bar import (
     WorkerProgress,
     with_progress,
     workers_text,

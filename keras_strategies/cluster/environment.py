@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from keras_strategies.cluster import sagemaker, slurm, tf_config, torchrun
 from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolvers import sagemaker, slurm, tf_config, torchrun
 
 #: How many virtual CPU devices a process without accelerators is to make. Our
 #: launcher sets it for `--devices-per-worker`.

@@ -7,13 +7,13 @@ from typing import Any
 
 import keras
 
-from keras_strategies.collectives.arguments import (
+from keras_strategies.collectives.call_options import call_options
+from keras_strategies.collectives.op_arguments import (
     device_names,
     packs_of_values,
     per_replica,
 )
-from keras_strategies.collectives.options import call_options
-from keras_strategies.collectives.packs import pack, unpack
+from keras_strategies.collectives.packing import pack, unpack
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.cluster import engine_lines
 from keras_strategies.cluster.environment import QUIET
 from keras_strategies.coordinator.ray_channel import actor_name
 from keras_strategies.coordinator.transport import Connection
+from keras_strategies.processes import engine_messages
 
 #: Seconds after which a manager that does not end is killed.
 _END_SECONDS = 20.0
@@ -135,10 +135,10 @@ class Manager:
 
 def main() -> None:
     """The manager process."""
-    if not engine_lines.are_wanted(os.environ):
+    if not engine_messages.are_wanted(os.environ):
         # Ray writes here what the processes of the cluster print.
         sys.stdout, sys.stderr = map(
-            engine_lines.WithoutEngineLines, (sys.stdout, sys.stderr)
+            engine_messages.WithoutEngineLines, (sys.stdout, sys.stderr)
         )
     setup: Setup = pickle.load(sys.stdin.buffer)
     gone = threading.Event()

@@ -28,7 +28,7 @@ from keras_strategies.coordinator.pickling import (
 from keras_strategies.coordinator.servers import Servers
 from keras_strategies.coordinator.states import LocalVariables
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.tables import readable_bytes
+from keras_strategies.reports.tables import readable_bytes
 from keras_strategies.variables.partitioners import PartitionFunction, bytes_per_element
 from keras_strategies.variables.placement import RoundRobin
 from keras_strategies.variables.sharded import ShardedVariable

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.cluster.progress import Progress
+from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.coordinator.processes import Start
 from keras_strategies.coordinator.states import ServerState, WorkerState
 from keras_strategies.errors import ServerLostError, WorkerError
-from keras_strategies.tables import counted
+from keras_strategies.reports.tables import counted
 
 #: A process that has died so often without having done anything is given up.
 _HOPELESS_STARTS = 4

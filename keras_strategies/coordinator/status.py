@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategies.tables import Table, counted, readable_bytes, readable_count
+from keras_strategies.reports.tables import (
+    Table,
+    counted,
+    readable_bytes,
+    readable_count,
+)
 
 _HEADER = (
     "task",

@@ -11,7 +11,7 @@ from typing import Any
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.batches import loaded, rows_of
-from keras_strategies.input.workers import resolve_policy, worker_rows
+from keras_strategies.input.worker_shares import resolve_policy, worker_rows
 from keras_strategies.types import AutoShardPolicy
 
 

@@ -11,10 +11,10 @@ import keras
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset, are_arrays
-from keras_strategies.input.dataset import DistributedDataset
+from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import Feed, InStepFeed, PerReplicaFeed, SplitFeed
 from keras_strategies.input.sources import PlacedSource, Source, is_tf_data, source_of
-from keras_strategies.input.workers import Share
+from keras_strategies.input.worker_shares import Share
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:

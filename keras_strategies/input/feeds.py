@@ -11,7 +11,7 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.errors import InputError
 from keras_strategies.input.batches import join_rows, rows_of, take_rows, to_host
 from keras_strategies.input.sources import JoinedSource, Source
-from keras_strategies.input.workers import Share, replica_ranges
+from keras_strategies.input.worker_shares import Share, replica_ranges
 
 
 class Feed(abc.ABC):

@@ -27,7 +27,7 @@ from keras_strategies.errors import (
     OutOfRangeError,
     WorkerError,
 )
-from keras_strategies.input.workers import Share
+from keras_strategies.input.worker_shares import Share
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import map_structure

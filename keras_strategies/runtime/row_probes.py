@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from keras_strategies import context, keras_compat
-from keras_strategies.input.sharding import split_sizes
+from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.runtime.base import Communicator
 from keras_strategies.runtime.replica_state import ReplicaScope, has_rows
 from keras_strategies.types import ReduceOp

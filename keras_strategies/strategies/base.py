@@ -13,12 +13,13 @@ import keras
 
 from keras_strategies import context, keras_compat
 from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.collectives import reduce_gather
+from keras_strategies.collectives.call_options import call_options
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
     ReductionToOneDevice,
     check_cross_device_ops,
 )
-from keras_strategies.collectives.options import call_options
 from keras_strategies.context import check_results, check_returns
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import (
@@ -28,19 +29,19 @@ from keras_strategies.errors import (
 )
 from keras_strategies.input import distribute
 from keras_strategies.input.arrays import from_arrays
-from keras_strategies.input.dataset import DistributedDataset
-from keras_strategies.input.workers import Share
+from keras_strategies.input.distributed_dataset import DistributedDataset
+from keras_strategies.input.worker_shares import Share
+from keras_strategies.reports.describe import Description, describe
+from keras_strategies.reports.plan import Plan, plan
+from keras_strategies.runtime import local_results
 from keras_strategies.runtime.base import Backend, Placement, TrainerAdapter, Workers
-from keras_strategies.strategies import combine, local
-from keras_strategies.strategies.describe import Description, describe
 from keras_strategies.strategies.extended import StrategyExtended
-from keras_strategies.strategies.plan import Plan, plan
 from keras_strategies.strategies.tensorflow_calls import (
     check_no_tensorflow_results,
     check_not_in_tf_function,
     replacements_named,
 )
-from keras_strategies.training.hooks import install_hooks
+from keras_strategies.training.model_hooks import install_hooks
 from keras_strategies.types import (
     CommunicationOptions,
     InputContext,
@@ -274,7 +275,7 @@ class Strategy:
         own_args = [tuple(select_replica(i, list(args))) for i in replicas]
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
         if not checked.experimental_enable_dynamic_batch_size:
-            local.check_equal_shapes(self, own_args, own_kwargs)
+            local_results.check_equal_shapes(self, own_args, own_kwargs)
         with self.scope(), replacements_named():
             results = self._backend.run_replicas(self, fn, own_args, own_kwargs)
         check_results(results)
@@ -313,7 +314,7 @@ class Strategy:
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
         with self.scope():
-            return combine.reduce(self, op, value, axis)
+            return reduce_gather.reduce(self, op, value, axis)
 
     def reduce_components(self, op: ReduceOp, tensors: list[Any]) -> Any:
         """Reduces one tensor per local replica, and those of other workers."""
@@ -329,7 +330,7 @@ class Strategy:
         """The sum of numbers of elements, which no `CrossDeviceOps` is used for."""
         home = self._placement.variables
         moved = [self._backend.to_device(count, home) for count in counts]
-        own = combine.stack_reduce(ReduceOp.SUM, moved)
+        own = reduce_gather.stack_reduce(ReduceOp.SUM, moved)
         if self.other_workers is None:
             return own
         return self.other_workers.all_reduce(ReduceOp.SUM, [own])[0]
@@ -362,7 +363,7 @@ class Strategy:
             value = PerReplica(tensors)
             return self._cross_device_ops.reduce(op, value, str(home))
         moved = [self._backend.to_device(tensor, home) for tensor in tensors]
-        return combine.stack_reduce(op, moved)
+        return reduce_gather.stack_reduce(op, moved)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values.
@@ -380,7 +381,7 @@ class Strategy:
         """
         self._check_outside_replicas("gather")
         with self.scope():
-            return combine.gather(self, value, axis)
+            return reduce_gather.gather(self, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a value, one for each replica of this process.
@@ -396,7 +397,7 @@ class Strategy:
             device; of a structure, one for each replica, with its components. Of
             anything else, and of a variable of one replica, `(value,)`.
         """
-        return local.results(self, value)
+        return local_results.results(self, value)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]

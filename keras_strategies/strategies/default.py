@@ -13,7 +13,7 @@ from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
 from keras_strategies.runtime.base import Backend, Communicator, Placement
 from keras_strategies.strategies.base import Strategy
-from keras_strategies.strategies.devices import default_devices
+from keras_strategies.strategies.device_selection import default_devices
 from keras_strategies.types import InputContext, InputOptions, ReduceOp, RunOptions
 
 

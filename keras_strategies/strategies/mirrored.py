@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from keras_strategies.engines import get_backend
 from keras_strategies.runtime.base import Placement
 from keras_strategies.strategies.base import Strategy
-from keras_strategies.strategies.devices import choose_devices, default_devices
+from keras_strategies.strategies.device_selection import choose_devices, default_devices
 
 if TYPE_CHECKING:
     from keras_strategies.collectives import CrossDeviceOps

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_strategies.cluster import ClusterResolver
-from keras_strategies.collectives.options import check_implementation
+from keras_strategies.collectives.call_options import check_implementation
 from keras_strategies.devices import Device, as_devices, parse_device
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError, LayoutError
@@ -27,7 +27,7 @@ from keras_strategies.layouts import (
 )
 from keras_strategies.runtime.base import Backend, Placement, Workers
 from keras_strategies.strategies.base import Strategy
-from keras_strategies.strategies.devices import choose_devices, default_devices
+from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.strategies.multi_worker import find_workers
 from keras_strategies.training.seeds import same_random_numbers
 from keras_strategies.types import CommunicationOptions, check_flag

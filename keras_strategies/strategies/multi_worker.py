@@ -18,19 +18,19 @@ from keras_strategies.cluster import (
 )
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.resolver import as_resolver
+from keras_strategies.cluster.resolvers.torchrun import TorchrunClusterResolver
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
-from keras_strategies.cluster.torchrun import TorchrunClusterResolver
+from keras_strategies.collectives.call_options import check_implementation
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
 )
-from keras_strategies.collectives.options import check_implementation
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import ClusterError
 from keras_strategies.runtime.base import Backend, Placement, Workers
 from keras_strategies.strategies.base import Strategy
-from keras_strategies.strategies.devices import choose_devices, default_devices
+from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.training.seeds import same_random_numbers
 from keras_strategies.types import CommunicationOptions
 

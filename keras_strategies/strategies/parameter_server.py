@@ -11,8 +11,8 @@ from typing import Any
 
 from keras_strategies import context, keras_compat
 from keras_strategies.cluster.environment import find_cluster
-from keras_strategies.cluster.local import LocalClusterResolver
 from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
+from keras_strategies.cluster.resolvers.local_processes import LocalClusterResolver
 from keras_strategies.cluster.spec import check_parameter_server_cluster
 from keras_strategies.coordinator.cluster import (
     Cluster,

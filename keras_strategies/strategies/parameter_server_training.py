@@ -21,8 +21,8 @@ from keras_strategies.coordinator.cluster_coordinator import (
     RemoteValue,
 )
 from keras_strategies.input.batches import as_numpy
-from keras_strategies.input.sharding import check_batch
-from keras_strategies.training.progress import WorkerProgress, with_progress
+from keras_strategies.input.row_splits import check_batch
+from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 
 #: Closures for each worker that are scheduled ahead of their callbacks.
 _WINDOW = 3

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.cluster.environment import SECRET
-from keras_strategies.cluster.local import free_addresses
 from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.cluster.spec import (
     ClusterSpec,
     check_parameter_server_cluster,

@@ -27,7 +27,7 @@ from keras_strategies.errors import (
     DamagedCheckpointError,
     InvalidArgumentError,
 )
-from keras_strategies.training.files import whole_file
+from keras_strategies.training.atomic_files import whole_file
 from keras_strategies.training.seeds import random_numbers, set_random_numbers
 
 _VERSION = 1

@@ -12,9 +12,9 @@ from typing import Any
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset
-from keras_strategies.input.dataset import DistributedDataset
+from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import PerReplicaFeed
-from keras_strategies.input.joined import WorkersSource, over_workers
+from keras_strategies.input.joined_batches import WorkersSource, over_workers
 from keras_strategies.input.sources import Source, is_tf_data, source_of
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
@@ -66,7 +66,7 @@ class DatasetCreator:
         options = InputOptions.parse(input_options, "input_options", InvalidTypeError)
         _check_used_in_fit(options)
         # `hooks` imports this module.
-        from keras_strategies.training.hooks import install_hooks
+        from keras_strategies.training.model_hooks import install_hooks
 
         install_hooks()
         self.dataset_fn = dataset_fn

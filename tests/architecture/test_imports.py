@@ -41,7 +41,8 @@ def test_import_loads_no_other_framework_and_starts_nothing(
 LAZY = """
 import json, sys
 sys.modules["keras"] = None  # It cannot be imported, as without any backend.
-import keras_strategies as ks, keras_strategies.cli.main, keras_strategies.cli.function
+import keras_strategies as ks, keras_strategies.tools.cli
+import keras_strategies.processes.launch_function
 ks.cluster_resolver.find_cluster()
 del sys.modules["keras"]
 before = sorted({name.split(".")[0] for name in sys.modules})

@@ -13,7 +13,7 @@ import pytest
 from harness.forker import Forker
 from harness.processes import pids, wait_until, write_script
 
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 pytestmark = [
     pytest.mark.skipif(keras.backend.backend() != "jax", reason="JAX only"),

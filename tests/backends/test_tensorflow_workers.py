@@ -13,7 +13,7 @@ from harness.forker import Forker
 from harness.worker_pool import WorkerPool
 
 import keras_strategies as ks
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)

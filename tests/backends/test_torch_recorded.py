@@ -22,7 +22,7 @@ from keras_strategies.engines.torch.recorded import (
     Recorder,
 )
 from keras_strategies.runtime.parameter_server import CompiledStep, bucket
-from keras_strategies.training.hooks import StrategyHooks
+from keras_strategies.training.model_hooks import StrategyHooks
 
 ROWS, IDS = 50, 4
 

@@ -16,7 +16,7 @@ import pytest
 from harness.processes import assert_gone, wait_until
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import ClusterError, WorkerError
 
 SAME = {"backend": "none"}

@@ -11,7 +11,10 @@ import pytest
 from keras_strategies import cluster
 from keras_strategies.cluster import ClusterSpec, find_cluster
 from keras_strategies.cluster.environment import cluster_variables
-from keras_strategies.cluster.slurm import expand_node_list, expand_tasks_per_node
+from keras_strategies.cluster.resolvers.slurm import (
+    expand_node_list,
+    expand_tasks_per_node,
+)
 
 FOREIGN = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "SM_")
 

@@ -22,7 +22,7 @@ from google.auth.credentials import AnonymousCredentials
 from googleapiclient import discovery
 
 from keras_strategies import cluster
-from keras_strategies.cluster import members
+from keras_strategies.cluster.resolvers import service_members
 
 Answer = Callable[[str, dict[str, list[str]], dict], tuple[int, object]]
 
@@ -145,9 +145,9 @@ def test_a_pod_finds_itself_by_its_host_name(serve, monkeypatch) -> None:
     resolver = cluster.KubernetesClusterResolver(
         {"worker": ["job-name=job"]}, override_client=core_api(url)
     )
-    monkeypatch.setattr(members.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(service_members.socket, "gethostname", lambda: "elsewhere")
     assert (resolver.task_type, resolver.task_id) == (None, None)
-    monkeypatch.setattr(members.socket, "gethostname", lambda: "job-1")
+    monkeypatch.setattr(service_members.socket, "gethostname", lambda: "job-1")
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
     assert resolver.master() == "grpc://10.0.0.1:8470"
 
@@ -260,7 +260,9 @@ def test_a_machine_finds_itself_by_its_name(serve, monkeypatch) -> None:
         ("trainer-1", 0),
         ("laptop", None),
     ):
-        monkeypatch.setattr(members.socket, "gethostname", lambda name=name: name)
+        monkeypatch.setattr(
+            service_members.socket, "gethostname", lambda name=name: name
+        )
         assert gce(url).task_id == number
 
 
@@ -278,8 +280,8 @@ def no_tpu(monkeypatch):
     for name in ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "TPU_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("GCE_METADATA_HOST", raising=False)
-    monkeypatch.setattr(cluster.tpu, "DEVICES", ("/dev/no-accel0",))
-    monkeypatch.setattr(cluster.tpu, "_PRODUCT", Path("/there-is-none"))
+    monkeypatch.setattr(cluster.resolvers.cloud_tpu, "DEVICES", ("/dev/no-accel0",))
+    monkeypatch.setattr(cluster.resolvers.cloud_tpu, "_PRODUCT", Path("/there-is-none"))
     return monkeypatch
 
 
@@ -369,7 +371,7 @@ def test_a_tpu_by_its_address_and_the_local_one(no_tpu, tmp_path) -> None:
         cluster.TPUClusterResolver("local")
     device = tmp_path / "accel0"
     device.touch()
-    no_tpu.setattr(cluster.tpu, "DEVICES", (str(device),))
+    no_tpu.setattr(cluster.resolvers.cloud_tpu, "DEVICES", (str(device),))
     for name in ("local", "", None):
         resolver = cluster.TPUClusterResolver(name)
         assert resolver.cluster_spec().as_dict() == {"worker": ["localhost:8470"]}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.faulty import TIMEOUT
 from harness.forker import Forked, Forker
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 SCRIPT = str(Path(__file__).with_name("faulty.py"))
 #: Seconds that every other worker may take until its error (contract: plus ten).

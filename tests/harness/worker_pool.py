@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 
 from harness.forker import Forked, Forker
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 START_SECONDS = 120.0
 CALL_SECONDS = 180.0

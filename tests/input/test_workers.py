@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.input.workers import (
+from keras_strategies.input.worker_shares import (
     Share,
     elements_of,
     replica_ranges,

@@ -12,7 +12,7 @@ from harness.processes import assert_gone, launch, write_script
 from harness.training import assert_same
 
 import keras_strategies as ks
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -12,7 +12,7 @@ import pytest
 from harness.forker import Forked
 
 import keras_strategies as ks
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.coordinator.transport import Keys, Service
 from parameter_server import clusters
 

@@ -9,8 +9,8 @@ import threading
 import time
 from typing import Any
 
-from keras_strategies.cluster.group.messages import BEAT, Line
-from keras_strategies.cluster.progress import Progress
+from keras_strategies.cluster.group.group_messages import BEAT, Line
+from keras_strategies.cluster.startup_report import Progress
 
 
 @dataclasses.dataclass

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from keras_strategies.cluster.group.group_messages import BEAT, Line
 from keras_strategies.cluster.group.hub import Hub
-from keras_strategies.cluster.group.messages import BEAT, Line
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 

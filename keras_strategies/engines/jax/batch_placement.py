@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_strategies.engines.jax.array_placement import is_spread, put
 from keras_strategies.engines.jax.keras_distribution import splits
-from keras_strategies.input.sharding import check_batch
+from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.ahead import one_ahead
 
 

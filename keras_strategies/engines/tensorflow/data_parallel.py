@@ -14,7 +14,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import gradients_util
 
 from keras_strategies import context, keras_compat
-from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.tensorflow.assignments import assigned_value
 from keras_strategies.engines.tensorflow.custom_gradient import custom_gradient
 from keras_strategies.engines.tensorflow.devices import tf_device
@@ -33,7 +33,7 @@ from keras_strategies.engines.tensorflow.replicas import (
 from keras_strategies.engines.tensorflow.team import Spread
 from keras_strategies.engines.tensorflow.workers import workers_of
 from keras_strategies.errors import ContextError
-from keras_strategies.input.sharding import split_sizes
+from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.runtime.data_parallel import (
     Channel,
     DataParallelCall,

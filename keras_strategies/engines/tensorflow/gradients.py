@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.values import DistributedValues
 
 

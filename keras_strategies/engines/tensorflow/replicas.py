@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from keras_strategies import context, keras_compat
-from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.custom_gradient import custom_gradient
 from keras_strategies.engines.tensorflow.devices import tf_device

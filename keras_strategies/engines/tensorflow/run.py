@@ -23,7 +23,7 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.framework import ops as graph_ops
 
 from keras_strategies import context, keras_compat
-from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.tensorflow.assignments import assigned_value
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.function import (

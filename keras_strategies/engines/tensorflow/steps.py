@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_strategies import keras_compat
 from keras_strategies.engines.tensorflow.workers import workers_of
-from keras_strategies.input.sharding import check_batch
+from keras_strategies.input.row_splits import check_batch
 
 if TYPE_CHECKING:
     from keras_strategies.engines.tensorflow.data_parallel import (

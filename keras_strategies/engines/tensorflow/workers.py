@@ -31,7 +31,7 @@ from tensorflow.python.eager import context as eager_context
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.worker_group import Loss
-from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.errors import BackendInUseError, ClusterError, GatherError
 from keras_strategies.runtime.base import Placement, Workers
 from keras_strategies.types import (

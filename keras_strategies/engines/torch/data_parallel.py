@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keras_strategies import context, keras_compat
-from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.probing import probing
 from keras_strategies.engines.torch.random import NoRandom, RandomCalls, ReplicaRandom
@@ -29,7 +29,7 @@ from keras_strategies.engines.torch.threads import ReplicaThreads
 from keras_strategies.engines.torch.variables import ReplicaVariables
 from keras_strategies.engines.torch.work import Work, measure
 from keras_strategies.errors import ContextError
-from keras_strategies.input.sharding import split_sizes
+from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.runtime.data_parallel import (
     Channel,
     DataParallelCall,

@@ -12,7 +12,7 @@ import keras
 import torch
 
 from keras_strategies import context
-from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.errors import (
     GatherError,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_strategies import context, keras_compat
-from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.random import RandomCalls
 from keras_strategies.engines.torch.replicas import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies.collectives.local import LocalReduction
+from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.replicas import Team
 from keras_strategies.engines.torch.workers import Pack, TorchWorkers
 from keras_strategies.types import ReduceOp

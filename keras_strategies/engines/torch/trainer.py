@@ -18,7 +18,7 @@ from keras_strategies.engines.torch.run import TorchRun, sum_gradients
 from keras_strategies.engines.torch.spread import in_dtype_of
 from keras_strategies.engines.torch.threads import ReplicaThreads
 from keras_strategies.engines.torch.variables import ReplicaVariables
-from keras_strategies.input.sharding import check_batch
+from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.base import TrainerAdapter, VariableCopy, Workers
 from keras_strategies.runtime.run_scope import is_local
 from keras_strategies.types import ReduceOp

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.runtime.base import Workers
 from keras_strategies.runtime.gloo_threads import gloo_threads

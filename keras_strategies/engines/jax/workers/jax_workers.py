@@ -22,8 +22,8 @@ import numpy as np
 from jax import numpy as jnp
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.last_resort import LastResort
-from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.cluster.group.exit_watchdog import LastResort
+from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines.jax import jax_compat
 from keras_strategies.engines.jax.devices import jax_device

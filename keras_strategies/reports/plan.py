@@ -12,16 +12,16 @@ import keras
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
-from keras_strategies.runtime.abstract_scope import AbstractScope
-from keras_strategies.runtime.base import StepCost, itemsize
-from keras_strategies.strategies.describe import (
+from keras_strategies.reports.describe import (
     MESH_HEADER,
     NUMBERS,
     layout_text,
     title_of,
 )
-from keras_strategies.strategies.picture import draw
-from keras_strategies.tables import Table, counted, readable_bytes
+from keras_strategies.reports.mesh_picture import draw
+from keras_strategies.reports.tables import Table, counted, readable_bytes
+from keras_strategies.runtime.abstract_scope import AbstractScope
+from keras_strategies.runtime.base import StepCost, itemsize
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy

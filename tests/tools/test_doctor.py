@@ -13,10 +13,10 @@ from harness.forker import Forked, Forker
 from harness.processes import TIMEOUT
 
 import keras_strategies as ks
-from keras_strategies.cli import doctor as doctors
-from keras_strategies.cli.peers import find_peers, listening
 from keras_strategies.cluster import ClusterSpec
-from keras_strategies.cluster.local import free_addresses
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.tools import doctor as doctors
+from keras_strategies.tools.reachability import find_peers, listening
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def start_doctor(tmp_path) -> Iterator[Callable[..., Forked]]:
     """Starts a doctor; as a command, `test_launch.py` does so."""
     script = tmp_path / "doctor.py"
     script.write_text(
-        "import sys; from keras_strategies.cli.main import main; sys.exit(main())"
+        "import sys; from keras_strategies.tools.cli import main; sys.exit(main())"
     )
     with Forker() as forker:
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_strategies import keras_compat
-from keras_strategies.collectives.packs import pack_indices
+from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, is_device, parse_device
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime.base import Backend, itemsize

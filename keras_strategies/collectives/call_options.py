@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.collectives.packs import pack, pack_indices, unpack
+from keras_strategies.collectives.packing import pack, pack_indices, unpack
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime.base import itemsize
 from keras_strategies.types import (

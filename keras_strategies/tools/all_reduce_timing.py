@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_strategies.errors import TROUBLESHOOTING
-from keras_strategies.tables import readable_bytes
+from keras_strategies.reports.tables import readable_bytes
 
 #: What is sent, in bytes: a small message, and one as large as gradients travel in.
 SIZES = (2**20, 25 * 2**20)
@@ -59,7 +59,12 @@ def timed_all_reduce(timeout: float) -> list[Timing]:
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "keras_strategies.cli.all_reduce", str(wait)],
+            [
+                sys.executable,
+                "-m",
+                "keras_strategies.tools.all_reduce_timing",
+                str(wait),
+            ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -12,7 +12,7 @@ import numpy as np
 from keras_strategies import keras_compat
 from keras_strategies.errors import ClusterError, InvalidArgumentError, WorkerError
 from keras_strategies.runtime.base import Workers
-from keras_strategies.training.progress import WorkerProgress, with_progress
+from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 from keras_strategies.training.seeds import same_random_numbers
 
 if TYPE_CHECKING:

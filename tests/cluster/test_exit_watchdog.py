@@ -10,7 +10,7 @@ import time
 import pytest
 
 from keras_strategies.cluster.group import Loss
-from keras_strategies.cluster.group.last_resort import LastResort
+from keras_strategies.cluster.group.exit_watchdog import LastResort
 
 GRACE = 0.3
 LOSS = Loss(1, "it was stopped", "step 3 of fit", "10.0.0.2", 77)
@@ -66,8 +66,8 @@ def test_who_does_not_wait_goes_on(watched):
 def test_a_process_that_has_lost_a_worker_does_not_hang_at_its_end(is_lost):
     script = f"""
 import threading
-from test_last_resort import GRACE, LOSS, Group
-from keras_strategies.cluster.group.last_resort import LastResort
+from test_exit_watchdog import GRACE, LOSS, Group
+from keras_strategies.cluster.group.exit_watchdog import LastResort
 group = Group()
 last_resort = LastResort(group, GRACE)
 if {is_lost}:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
-from keras_strategies.strategies.picture import draw
-from keras_strategies.tables import Table, counted, readable_bytes
+from keras_strategies.reports.mesh_picture import draw
+from keras_strategies.reports.tables import Table, counted, readable_bytes
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy

@@ -2,11 +2,11 @@
 
 It is run by its path, without the package, so that it starts in milliseconds:
 
-    python -I -S guard.py watch
+    python -I -S orphan_guard.py watch
         Reads lines "+42" and "-42", process groups that began and ended. When the
         input ends, because the launcher did, the groups that are left are killed.
 
-    python -I -S guard.py run 17 COMMAND...
+    python -I -S orphan_guard.py run 17 COMMAND...
         Becomes COMMAND, which the kernel kills with its parent, process 17. This
         covers the moment before `watch` has read of it, on Linux.
 """

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.cli.call import CALL, PATH, Outcome, result_file
-from keras_strategies.cli.processes import Ended, Events, Processes
-from keras_strategies.cli.tasks import LocalCluster, Task
 from keras_strategies.errors import InvalidArgumentError, WorkerError
+from keras_strategies.processes.launched_call import CALL, PATH, Outcome, result_file
+from keras_strategies.processes.launcher import Ended, Events, Processes
+from keras_strategies.processes.local_cluster import LocalCluster, Task
 
 # Not `-m`, because the path to this package may be in `sys.path` only.
 _COMMAND = """\
 import json, sys
 with open(sys.argv[1]) as file:
     sys.path[:] = json.load(file)
-from keras_strategies.cli.call import main
+from keras_strategies.processes.launched_call import main
 main(sys.argv[2], int(sys.argv[3]))
 """
 _GRACE_SECONDS = 10.0

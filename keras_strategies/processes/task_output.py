@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO
 
-from keras_strategies.cluster.engine_lines import is_engine_line
+from keras_strategies.processes.engine_messages import is_engine_line
 
 # A progress bar returns to the start of its line instead of ending it.
 _END = re.compile(r"\r\n|\n|\r(?=[^\n])")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_strategies import __version__
-from keras_strategies.cli.doctor import doctor
-from keras_strategies.cli.launch import launch_command
-from keras_strategies.cli.tasks import LocalCluster
 from keras_strategies.errors import KerasStrategiesError
+from keras_strategies.processes.local_cluster import LocalCluster
+from keras_strategies.tools.doctor import doctor
+from keras_strategies.tools.launch_command import launch_command
 
 _LAUNCH = """\
 Start a Python script as a cluster of processes on this machine. Each finds its place

@@ -12,13 +12,13 @@ import keras
 from keras_strategies import context, keras_compat
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
-from keras_strategies.input.sharding import check_batch
+from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime import run_scope
 from keras_strategies.runtime.abstract_scope import AbstractScope
 from keras_strategies.runtime.run_scope import RunScope
-from keras_strategies.training import workers
+from keras_strategies.training import worker_training
+from keras_strategies.training.atomic_files import read_seeds, replacing
 from keras_strategies.training.batch_norm import replica_moments
-from keras_strategies.training.files import read_seeds, replacing
 from keras_strategies.training.model_input import model_arguments
 
 
@@ -81,7 +81,7 @@ class StrategyHooks:
         with (
             strategy.scope(),
             strategy.trainer.method(model, name),
-            workers.method(strategy, model, name),
+            worker_training.method(strategy, model, name),
         ):
             yield
 
@@ -103,7 +103,9 @@ class StrategyHooks:
         strategy = keras_compat.strategy_of(model)
         changed = model_arguments(strategy, name, arguments)
         if strategy is not None:
-            changed |= workers.arguments(strategy, model, name, arguments | changed)
+            changed |= worker_training.arguments(
+                strategy, model, name, arguments | changed
+            )
         return changed
 
     def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:

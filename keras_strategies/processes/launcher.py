@@ -16,11 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from keras_strategies.cli import output
-from keras_strategies.cli.tasks import Task
-from keras_strategies.cluster import engine_lines
+from keras_strategies.processes import engine_messages, task_output
+from keras_strategies.processes.local_cluster import Task
 
-_GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+_GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.py"))]
 # A killed process is gone at once, unless a disk or a driver holds it in the kernel.
 _KILL_SECONDS = 10.0
 # What a task has printed has come through the pipe when the task has ended, unless
@@ -146,11 +145,11 @@ class Processes:
         pumps = [
             self._thread(
                 task,
-                output.copy,
+                task_output.copy,
                 os.dup(pipe.fileno()),
                 stream,
                 str(task),
-                engine_lines.are_wanted(environment),
+                engine_messages.are_wanted(environment),
             )
             for pipe, stream in zip(pipes, self._streams, strict=True)
         ]
@@ -202,7 +201,7 @@ class Processes:
             self._tell_guard(f"-{group}")
         self._groups.clear()
         for task in self._running:
-            output.write(self._streams[1], "launch", f"{task} cannot be killed.")
+            task_output.write(self._streams[1], "launch", f"{task} cannot be killed.")
         self._running.clear()
 
     def _wait_until(self, deadline: float, *, impatient: bool) -> None:

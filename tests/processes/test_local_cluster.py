@@ -8,9 +8,8 @@ import os
 
 import pytest
 
-from keras_strategies.cli import output, tasks
-from keras_strategies.cli.tasks import LocalCluster, Task, visible_gpus
-from keras_strategies.cluster import engine_lines
+from keras_strategies.processes import engine_messages, local_cluster, task_output
+from keras_strategies.processes.local_cluster import LocalCluster, Task, visible_gpus
 
 
 def names(found) -> list[str]:
@@ -47,7 +46,7 @@ def test_environments_extend_the_one_around() -> None:
     one = first[Task("worker", 1)]
     assert one["HOME"] == "/h"
     assert one["KS_DEVICES_PER_WORKER"] == "3"
-    assert int(one["OMP_NUM_THREADS"]) == max(1, tasks._cores() // 2)
+    assert int(one["OMP_NUM_THREADS"]) == max(1, local_cluster._cores() // 2)
     assert json.loads(one["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert outer == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
     asked = cluster.environments({**outer, "OMP_NUM_THREADS": "7"})
@@ -124,7 +123,7 @@ def read(pieces: list[bytes]) -> list[str]:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        return list(output.lines(reading))
+        return list(task_output.lines(reading))
     finally:
         writer.join()
         os.close(reading)
@@ -153,7 +152,7 @@ def test_lines_of_engines_are_left_out_unless_wanted(wanted) -> None:
     os.write(writing, (ENGINES + PROGRAM).encode())
     os.close(writing)
     stream = io.StringIO()
-    output.copy(reading, stream, "worker 0", wanted)
+    task_output.copy(reading, stream, "worker 0", wanted)
     shown = stream.getvalue().splitlines()
     expected = (ENGINES if wanted else "") + PROGRAM
     assert shown == [f"[worker 0] {line}".rstrip() for line in expected.splitlines()]
@@ -161,7 +160,7 @@ def test_lines_of_engines_are_left_out_unless_wanted(wanted) -> None:
 
 def test_a_stream_without_the_lines_of_engines() -> None:
     stream = io.StringIO()
-    filtered = engine_lines.WithoutEngineLines(stream)
+    filtered = engine_messages.WithoutEngineLines(stream)
     labels = ("", "(_Host pid=29125) ", "\x1b[36m(_Host pid=29125)\x1b[0m ")
     for label in labels:
         for line in (ENGINES + PROGRAM).splitlines():
@@ -173,7 +172,7 @@ def test_a_stream_without_the_lines_of_engines() -> None:
 
 @pytest.mark.parametrize("level, wanted", [("", False), ("2", False), ("0", True)])
 def test_who_wants_the_lines_of_engines(level: str, wanted: bool) -> None:
-    assert engine_lines.are_wanted({"TF_CPP_MIN_LOG_LEVEL": level}) is wanted
+    assert engine_messages.are_wanted({"TF_CPP_MIN_LOG_LEVEL": level}) is wanted
 
 
 def test_a_stream_that_nobody_reads_does_not_stop_the_task() -> None:
@@ -184,6 +183,6 @@ def test_a_stream_that_nobody_reads_does_not_stop_the_task() -> None:
     reading, writing = os.pipe()
     os.write(writing, b"one\ntwo\n")
     os.close(writing)
-    output.copy(reading, Closed(), "worker 0")
+    task_output.copy(reading, Closed(), "worker 0")
     with pytest.raises(OSError):
         os.fstat(reading)

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from keras_strategies import __version__
-from keras_strategies.cli.all_reduce import timed_all_reduce
-from keras_strategies.cli.peers import find_peers, listening
 from keras_strategies.cluster import ClusterResolver, find_cluster
 from keras_strategies.cluster.environment import (
     DEVICES_PER_WORKER,
     cluster_variables,
 )
 from keras_strategies.errors import TROUBLESHOOTING, KerasStrategiesError
-from keras_strategies.tables import counted, fact_lines, readable_bytes, rule
+from keras_strategies.reports.tables import counted, fact_lines, readable_bytes, rule
+from keras_strategies.tools.all_reduce_timing import timed_all_reduce
+from keras_strategies.tools.reachability import find_peers, listening
 
 _WIDTH = 72
 _NAMES = 24
@@ -196,7 +196,7 @@ def _devices(around: Surroundings) -> Iterator[Finding]:
     # The first use of Keras and of its framework, which may fail in any way.
     try:
         from keras_strategies.engines import backend_name, get_backend
-        from keras_strategies.strategies.devices import default_devices
+        from keras_strategies.strategies.device_selection import default_devices
 
         yield Finding("backend", backend_name())
         backend = get_backend()

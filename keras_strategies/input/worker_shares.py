@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.input.sharding import split_sizes
+from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.types import AutoShardPolicy
 
 

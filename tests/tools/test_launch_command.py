@@ -361,7 +361,7 @@ def test_arguments_that_cannot_be(arguments, message):
 
 def test_it_is_a_command_and_a_module():
     project = Path(__file__).parents[2] / "pyproject.toml"
-    assert 'keras-strategies = "keras_strategies.cli.main:main"' in project.read_text()
+    assert 'keras-strategies = "keras_strategies.tools.cli:main"' in project.read_text()
     process = subprocess.run(
         command("--help"), capture_output=True, text=True, timeout=TIMEOUT
     )

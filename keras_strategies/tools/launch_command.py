@@ -8,15 +8,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from keras_strategies.cli import output
-from keras_strategies.cli.processes import (
+from keras_strategies.processes import task_output
+from keras_strategies.processes.launcher import (
     Ended,
     Events,
     Processes,
     Signalled,
     signals_as_events,
 )
-from keras_strategies.cli.tasks import LocalCluster
+from keras_strategies.processes.local_cluster import LocalCluster
 
 
 def launch_command(
@@ -82,4 +82,4 @@ def _run(
 
 
 def _say(line: str) -> None:
-    output.write(sys.stderr, "launch", line)
+    task_output.write(sys.stderr, "launch", line)

@@ -1,0 +1,1 @@
+"""Cluster resolvers, one file for each kind of cluster."""

@@ -1,0 +1,1 @@
+"""Text reports: tables, meshes, and the plan and placement of a model."""

@@ -1,0 +1,1 @@
+"""The command `keras-strategies`: `launch` and `doctor`."""
