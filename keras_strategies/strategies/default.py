@@ -11,33 +11,11 @@ from keras_strategies import context
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
-from keras_strategies.runtime.base import Backend, Communicator, Placement
+from keras_strategies.runtime.base import Backend, Placement
+from keras_strategies.runtime.single_replica import SingleReplica
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import default_devices
-from keras_strategies.types import InputContext, InputOptions, ReduceOp, RunOptions
-
-
-class Alone(Communicator):
-    """Collectives of the only replica: what it has is what all have."""
-
-    def __init__(self, strategy: Strategy):
-        self._strategy = strategy
-
-    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        return value
-
-    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        return value
-
-    def merge_call(
-        self,
-        replica_id: int,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        with context.merged_replicas(self._strategy):
-            return merge_fn(self._strategy, *args, **kwargs)
+from keras_strategies.types import InputContext, InputOptions, RunOptions
 
 
 class DefaultStrategy(Strategy):
@@ -65,7 +43,7 @@ class DefaultStrategy(Strategy):
 
     @functools.cached_property
     def _replica(self) -> context.ReplicaContext:
-        return context.ReplicaContext(self, 0, Alone(self))
+        return context.ReplicaContext(self, 0, SingleReplica(self))
 
     @property
     def default_replica_context(self) -> context.ReplicaContext:

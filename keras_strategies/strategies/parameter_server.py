@@ -28,8 +28,8 @@ from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.runtime.base import Placement, TrainerAdapter, VariableCopy
+from keras_strategies.runtime.single_replica import SingleReplica
 from keras_strategies.strategies.base import Strategy
-from keras_strategies.strategies.default import Alone
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.strategies.parameter_server_training import ModelTraining
 from keras_strategies.types import InputContext, RunOptions
@@ -423,7 +423,7 @@ class WorkerStrategy(Strategy):
         keras_compat.hook_lookups()
         get_engine().install()
         self._worker = worker
-        self._replica = context.ReplicaContext(self, 0, Alone(self))
+        self._replica = context.ReplicaContext(self, 0, SingleReplica(self))
 
     @property
     def replica_context_in_scope(self) -> context.ReplicaContext | None:

@@ -33,8 +33,7 @@ from keras_strategies.engines.jax.function.compiled_function import (
 from keras_strategies.engines.jax.function.program_sharding import Layout
 from keras_strategies.engines.jax.function.state_refs import LocalStacks
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
-from keras_strategies.engines.jax.run.one_replica import run_alone
-from keras_strategies.engines.jax.run.replica_program import JaxRun
+from keras_strategies.engines.jax.run.replica_program import JaxRun, run_single_replica
 from keras_strategies.engines.jax.run.replica_scope import current_replica_scope
 from keras_strategies.engines.jax.sharding import orbax_checkpoints
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
@@ -220,7 +219,7 @@ class JaxTrainer(TrainerAdapter):
     ) -> list[Any]:
         """See `Backend.run_replicas`."""
         if self.run is None:
-            return [run_alone(self.strategy, fn, args[0], kwargs[0])]
+            return [run_single_replica(self.strategy, fn, args[0], kwargs[0])]
         if in_trace():
             return self.run(fn, args, kwargs)
         return self._run_programs(fn, args, kwargs)

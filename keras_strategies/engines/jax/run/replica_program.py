@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from keras_strategies import keras_compat
+from keras_strategies import context, keras_compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.function.call_arguments import Columns
 from keras_strategies.engines.jax.function.program_keys import function_key
@@ -36,6 +36,7 @@ from keras_strategies.engines.jax.run.replica_scope import MergeScope
 from keras_strategies.engines.jax.run.shard_map_replicas import Sharded
 from keras_strategies.engines.jax.run.unrolled_replicas import SideBySide
 from keras_strategies.errors import ContextError
+from keras_strategies.runtime.single_replica import SingleReplica
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -151,6 +152,23 @@ class JaxRun:
         if len(self._known) < 1000:
             self._known[key] = cells
         return body.finish(scope, root, results)
+
+
+def run_single_replica(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a function on a strategy's only replica."""
+    scope = keras_compat.current_stateless_scope()
+    root = scope.root if isinstance(scope, TraceScope) else None
+    if root is not None:
+        root.strategies[id(strategy)] = strategy
+    with context.on_replica(
+        context.ReplicaContext(strategy, 0, SingleReplica(strategy))
+    ):
+        return fn(*args, **kwargs)
 
 
 def _abstractly(program: Callable[..., Any]) -> Callable[..., Any]:
