@@ -17,18 +17,15 @@ from keras_strategies.engines.jax.array_placement import local_value
 from keras_strategies.engines.jax.fit.central_storage_trainer import (
     CentralStorageTrainer,
 )
-from keras_strategies.engines.jax.fit.trainers import MeshTrainer, OneDeviceTrainer
-from keras_strategies.engines.jax.function import compiled_function
+from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
+from keras_strategies.engines.jax.fit.one_device_trainer import OneDeviceTrainer
+from keras_strategies.engines.jax.function import compiled_function, trace_scopes
+from keras_strategies.engines.jax.run import value_and_grad
 from keras_strategies.engines.jax.run.traceable_optimizers import traceable_apply
 from keras_strategies.engines.jax.sharding.model_parallel_trainer import ShardedTrainer
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import BackendError, ContextError
-from keras_strategies.runtime.base import (
-    Backend,
-    Placement,
-    TrainerAdapter,
-    Workers,
-)
+from keras_strategies.runtime.base import Backend, Placement, TrainerAdapter, Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -104,7 +101,7 @@ class JaxBackend(Backend):
         return context
 
     def in_program(self) -> bool:
-        return compiled_function.in_trace()
+        return trace_scopes.in_trace()
 
     def program_iterator(
         self,
@@ -132,7 +129,7 @@ class JaxBackend(Backend):
         return JaxWorkers(group, options)
 
     def sees_all_replicas(self, strategy: Strategy) -> bool:
-        return compiled_function.sees_all_replicas(strategy)
+        return trace_scopes.sees_all_replicas(strategy)
 
     def run_replicas(
         self,
@@ -146,17 +143,15 @@ class JaxBackend(Backend):
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
     ) -> Callable[..., Any]:
-        return compiled_function.value_and_grad(fn, variables, has_aux)
+        return value_and_grad.value_and_grad(fn, variables, has_aux)
 
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
     ) -> Callable[..., Any]:
-        return (
-            traceable_apply(optimizer, apply) if compiled_function.in_trace() else apply
-        )
+        return traceable_apply(optimizer, apply) if trace_scopes.in_trace() else apply
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-        return compiled_function.initial_value(value, shape, dtype)
+        return trace_scopes.initial_value(value, shape, dtype)
 
     def function(
         self, fn: Callable[..., Any], jit_compile: bool | None

@@ -26,7 +26,7 @@ import jax
 from keras_strategies import keras_compat
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.mesh_programs import Copies, MeshProgram
-from keras_strategies.engines.jax.fit.trainers import DistributionTrainer
+from keras_strategies.engines.jax.fit.mesh_trainer import DistributionTrainer
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 from keras_strategies.errors import ContextError
 

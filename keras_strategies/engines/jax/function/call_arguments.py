@@ -10,11 +10,7 @@ import keras
 import numpy as np
 
 from keras_strategies.engines.jax.function.program_keys import static_key
-from keras_strategies.values import (
-    DistributedValues,
-    flatten,
-    map_structure,
-)
+from keras_strategies.values import DistributedValues, flatten, map_structure
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
 

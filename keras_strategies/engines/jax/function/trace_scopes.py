@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import keras
 from jax import numpy as jnp
 
+from keras_strategies import keras_compat
+from keras_strategies.engines.jax import jax_compat
 from keras_strategies.engines.jax.function.state_refs import (
     Cell,
     LocalCell,
     VariableCell,
     stacks_of,
 )
+from keras_strategies.runtime.run_scope import RunScope
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -194,3 +198,37 @@ def check_sees_all(root: ProgramScope, strategy: Strategy) -> None:
     """Ends a trace that does not have the values of all of a strategy's replicas."""
     if strategy.workers is not None and not root.sees_all:
         raise AllReplicasNeededError(strategy)
+
+
+def in_trace() -> bool:
+    """Whether this thread is tracing, so that there is nothing to compile."""
+    scope = keras_compat.current_stateless_scope()
+    return scope is not None or jax_compat.is_tracing()
+
+
+def sees_all_replicas(strategy: Strategy) -> bool:
+    """Whether a program is traced that has the values of all of its replicas."""
+    scope = keras_compat.current_stateless_scope()
+    root = scope.root if isinstance(scope, TraceScope) else None
+    if root is None:
+        return False
+    check_sees_all(root, strategy)
+    return True
+
+
+def initial_value(value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """An initializer for a value; in a program, variables get theirs after the trace.
+
+    Keras refuses values there. One that is computed in the program is left to it.
+    """
+    scope = keras_compat.current_stateless_scope()
+    if not isinstance(scope, (TraceScope, RunScope)):
+        return value, shape, dtype
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        return value, shape, dtype
+    found = jax.eval_shape(lambda: keras.ops.convert_to_tensor(value, dtype))
+
+    def initializer(shape: Any, dtype: Any = None) -> Any:
+        return keras.ops.convert_to_tensor(value, dtype)
+
+    return initializer, found.shape, found.dtype.name

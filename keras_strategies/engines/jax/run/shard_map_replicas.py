@@ -38,10 +38,7 @@ from keras_strategies.engines.jax.run.traced_reductions import (
 )
 from keras_strategies.runtime import run_scope
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import (
-    PerReplica,
-    map_structure,
-)
+from keras_strategies.values import PerReplica, map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.run.replica_program import JaxRun

@@ -26,12 +26,7 @@ from keras_strategies.engines.jax.run.replica_threads import meet, run_in_lockst
 from keras_strategies.engines.jax.run.traced_reductions import check_axis, reduce_parts
 from keras_strategies.runtime import run_scope
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import (
-    flatten,
-    map_structure,
-    regroup,
-    select_replica,
-)
+from keras_strategies.values import flatten, map_structure, regroup, select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.run.replica_program import JaxRun

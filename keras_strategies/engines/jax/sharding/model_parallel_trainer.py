@@ -16,7 +16,7 @@ from keras.distribution import DeviceMesh, LayoutMap, TensorLayout
 from keras_strategies import context, keras_compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
-from keras_strategies.engines.jax.fit.trainers import MeshTrainer
+from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
 from keras_strategies.engines.jax.keras_distribution import splits
 from keras_strategies.engines.jax.run.replica_program import JaxRun
 from keras_strategies.engines.jax.sharding.cross_worker_shards import Parts, is_cut

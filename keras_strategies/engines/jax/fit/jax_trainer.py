@@ -12,29 +12,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies import keras_compat
-from keras_strategies.devices import Device
 from keras_strategies.engines.jax.array_placement import is_spread
-from keras_strategies.engines.jax.batch_placement import (
-    BatchPlacer,
-    DevicePlacer,
-    MeshPlacer,
-)
-from keras_strategies.engines.jax.devices import (
-    default_device,
-    device_of,
-    jax_device,
-)
+from keras_strategies.engines.jax.batch_placement import BatchPlacer
+from keras_strategies.engines.jax.devices import default_device, device_of, jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
-from keras_strategies.engines.jax.fit.step_cost import step_cost
-from keras_strategies.engines.jax.function.compiled_function import (
-    RunPrograms,
-    in_trace,
-)
 from keras_strategies.engines.jax.function.program_sharding import Layout
 from keras_strategies.engines.jax.function.state_refs import LocalStacks
-from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
+from keras_strategies.engines.jax.function.trace_scopes import in_trace
 from keras_strategies.engines.jax.run.replica_program import JaxRun, run_single_replica
 from keras_strategies.engines.jax.run.replica_scope import current_replica_scope
+from keras_strategies.engines.jax.run.run_programs import RunPrograms
 from keras_strategies.engines.jax.sharding import orbax_checkpoints
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     Parts,
@@ -43,7 +30,7 @@ from keras_strategies.engines.jax.sharding.cross_worker_shards import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ModelScopeError
-from keras_strategies.runtime.base import StepCost, TrainerAdapter, VariableCopy
+from keras_strategies.runtime.base import TrainerAdapter, VariableCopy
 from keras_strategies.runtime.run_scope import is_local
 
 if TYPE_CHECKING:
@@ -268,125 +255,3 @@ def _parts_of(variable: Any) -> Parts | None:
 def _places(variable: Any) -> str:
     raw = keras_compat.raw_value(variable)
     return ", ".join(sorted(str(device_of(device)) for device in raw.devices()))
-
-
-class OneDeviceTrainer(JaxTrainer):
-    """Everything on one device, as Keras does it."""
-
-    def __init__(self, strategy: Strategy):
-        device = jax_device(strategy.placement.variables)
-        super().__init__(strategy, DevicePlacer(device))
-        self._at_home = jax.sharding.SingleDeviceSharding(device)
-
-    def step(self, model: Any, kind: str) -> compiled_steps.Step:
-        step = compiled_steps.keras_step(model, kind)
-        if not compiled_steps.compiles(model):
-            return step
-        return compiled_steps.compiled(model, kind, step)
-
-    def prepared(self, state: Any) -> Any:
-        # An array that nothing has bound to a device is another argument to JAX
-        # than one that a program has put there, and would be compiled for
-        # separately.
-        return jax.device_put(compiled_steps.unshared(state), self._at_home)
-
-    def is_in_place(self, variable: Any) -> bool:
-        # JAX moves what is not bound to a device by itself.
-        raw = keras_compat.raw_value(variable)
-        return raw is None or not raw.committed or raw.devices() == {self.home}
-
-    def adopt(self, variable: Any) -> None:
-        keras_compat.move_variable(variable, None)
-        raw = keras_compat.raw_value(variable)
-        variable.assign(jax.device_put(raw, self.home))
-
-
-class DistributionTrainer(JaxTrainer):
-    """Batches split over a mesh, variables laid out by a Keras distribution.
-
-    Args:
-        strategy: the strategy.
-        distribution: says where batches and variables go.
-    """
-
-    def __init__(self, strategy: Strategy, distribution: StrategyDistribution):
-        mesh = distribution.device_mesh.backend_mesh
-        placer = MeshPlacer(mesh)
-        if strategy.workers is not None:
-            placer = MeshPlacer(mesh, strategy.workers.check_batch)
-        super().__init__(strategy, placer)
-        self.whole = jax.NamedSharding(mesh, jax.P())
-        self._distribution = distribution
-        self._devices = distribution.own_layout(None).backend_layout.device_set
-
-    def distribution(self) -> StrategyDistribution:
-        return self._distribution
-
-    def lay_out(self, variables: Sequence[Any]) -> None:
-        for variable in variables:
-            if keras_compat.layout_of(variable) is None:
-                layout = self._distribution.own_layout(variable)
-                keras_compat.set_layout(variable, layout)
-
-    def is_in_place(self, variable: Any) -> bool:
-        raw = keras_compat.raw_value(variable)
-        if raw is None:
-            return True
-        # Without a layout it would not stay where it happens to be.
-        layout = keras_compat.layout_of(variable)
-        return layout is not None and raw.sharding.device_set == self._devices
-
-    def adopt(self, variable: Any) -> None:
-        layout = self._distribution.own_layout(variable)
-        keras_compat.move_variable(variable, layout)
-
-
-class MeshTrainer(DistributionTrainer):
-    """A copy of the variables on each device of a mesh, batches split over it.
-
-    Where there are workers, the mesh has the devices of all of them, and each worker
-    gets the whole of what a step returns.
-    """
-
-    def __init__(
-        self, strategy: Strategy, distribution: StrategyDistribution | None = None
-    ):
-        devices: Sequence[Device | jax.Device] = strategy.placement.replicas
-        workers = strategy.workers
-        if workers is not None and distribution is None:
-            assert isinstance(workers, JaxWorkers)
-            devices = workers.devices_of(strategy.placement.replicas)
-        super().__init__(strategy, distribution or StrategyDistribution(devices))
-        self.devices = list(self.whole.mesh.devices.flat)
-
-    def step(self, model: Any, kind: str) -> compiled_steps.Step:
-        step = self.plain_step(model, kind)
-        outputs = None if self.strategy.workers is None else self.whole
-        if compiled_steps.compiles(model):
-            other = self.other_step(model, kind)
-            return compiled_steps.compiled(
-                model, kind, step, self.kept_layout, outputs, other
-            )
-        return step if outputs is None else compiled_steps.with_outputs(step, outputs)
-
-    def step_cost(self, model: Any, batch: Any) -> StepCost:
-        self.lay_out([*model.variables, *model.optimizer.variables])
-        self.lay_out(model.metrics_variables)
-        found = (self.plain_step(model, "train"), self.other_step(model, "train"))
-        costs = [
-            step_cost(model, step, batch, self.placer.layout)
-            for step in found
-            if step is not None
-        ]
-        # As `compiled_steps.compiled` chooses.
-        return min(costs, key=lambda cost: sum(n for _, n in cost.sent.values()))
-
-    def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
-        return compiled_steps.keras_step(model, kind)
-
-    def other_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
-        """A step that computes the same with other messages; None without one."""
-        return None
-
-    def kept_layout(self, group: Sequence[Any]) -> Any:
-        return self.whole

@@ -1,0 +1,47 @@
+"""Training on one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.jax.batch_placement import DevicePlacer
+from keras_strategies.engines.jax.devices import jax_device
+from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
+
+if TYPE_CHECKING:
+    from keras_strategies.strategies.base import Strategy
+
+
+class OneDeviceTrainer(JaxTrainer):
+    """Everything on one device, as Keras does it."""
+
+    def __init__(self, strategy: Strategy):
+        device = jax_device(strategy.placement.variables)
+        super().__init__(strategy, DevicePlacer(device))
+        self._at_home = jax.sharding.SingleDeviceSharding(device)
+
+    def step(self, model: Any, kind: str) -> compiled_steps.Step:
+        step = compiled_steps.keras_step(model, kind)
+        if not compiled_steps.compiles(model):
+            return step
+        return compiled_steps.compiled(model, kind, step)
+
+    def prepared(self, state: Any) -> Any:
+        # An array that nothing has bound to a device is another argument to JAX
+        # than one that a program has put there, and would be compiled for
+        # separately.
+        return jax.device_put(compiled_steps.unshared(state), self._at_home)
+
+    def is_in_place(self, variable: Any) -> bool:
+        # JAX moves what is not bound to a device by itself.
+        raw = keras_compat.raw_value(variable)
+        return raw is None or not raw.committed or raw.devices() == {self.home}
+
+    def adopt(self, variable: Any) -> None:
+        keras_compat.move_variable(variable, None)
+        raw = keras_compat.raw_value(variable)
+        variable.assign(jax.device_put(raw, self.home))

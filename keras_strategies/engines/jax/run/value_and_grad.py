@@ -1,0 +1,113 @@
+"""`ks.value_and_grad` on JAX."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+from jax import numpy as jnp
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.jax.function.trace_scopes import Given, TraceScope
+from keras_strategies.engines.jax.run.replica_scope import ReplicaScope
+from keras_strategies.values import map_structure
+
+# In place of an array of `aux`, which a differentiated function returns separately.
+_ARRAY = object()
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
+) -> Callable[..., Any]:
+    """See `ks.value_and_grad`."""
+    wanted = [
+        v for v in variables if v.trainable and keras.backend.is_float_dtype(v.dtype)
+    ]
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        outer = keras_compat.current_stateless_scope()
+        call = _Differentiated(outer, lambda: fn(*args, **kwargs), wanted, has_aux)
+        loss, aux, found = call()
+        gradients = [found.get(id(variable)) for variable in variables]
+        return ((loss, aux) if has_aux else loss), gradients
+
+    return wrapped
+
+
+class _Differentiated:
+    """One call of a function, as a pure one of the values of variables."""
+
+    def __init__(
+        self,
+        outer: Any,
+        fn: Callable[[], Any],
+        variables: Sequence[Any],
+        has_aux: bool,
+    ):
+        self._outer = outer
+        self._fn = fn
+        self._variables = list({id(v): v for v in variables}.values())
+        self._has_aux = has_aux
+        self._scope: Any = None
+        self._given = Given()
+        self._aux: Any = None
+
+    def __call__(self) -> tuple[Any, Any, dict[int, Any]]:
+        outer = self._outer
+        values = [self._value(variable) for variable in self._variables]
+        if isinstance(outer, ReplicaScope):
+            results = outer.replicas.value_and_grad(self._pure, values)
+        else:
+            results = jax.value_and_grad(self._pure, has_aux=True)(values)
+        (_, (loss, arrays, updates)), gradients = results
+        if isinstance(outer, ReplicaScope):
+            outer.take_over(self._scope, updates)
+        else:
+            self._scope.commit(updates)
+        rest = iter(arrays)
+        aux = map_structure(
+            lambda leaf: next(rest) if leaf is _ARRAY else leaf, self._aux
+        )
+        ids = [id(variable) for variable in self._variables]
+        found = {
+            key: gradient
+            for key, gradient in zip(ids, gradients, strict=True)
+            if key in self._given.read
+        }
+        return loss, aux, found
+
+    def _value(self, variable: Any) -> Any:
+        if self._outer is not None:
+            value = self._outer.get_current_value(variable)
+            if value is not None:
+                return value
+        if keras_compat.raw_value(variable) is None:
+            # Made in this trace; it has the initializer's value until the next one.
+            return jnp.asarray(variable.value, variable.dtype)
+        return jnp.asarray(keras_compat.raw_value(variable))
+
+    def _pure(self, values: list[Any]) -> Any:
+        outer = self._outer
+        self._given = given = Given(self._variables, values)
+        if isinstance(outer, ReplicaScope):
+            self._scope = inner = outer.nested(given)
+        else:
+            self._scope = inner = TraceScope(outer, given)
+        with inner:
+            result = self._fn()
+        loss, aux = result if self._has_aux else (result, None)
+        loss = jnp.asarray(loss)
+        arrays: list[Any] = []
+
+        def without_array(leaf: Any) -> Any:
+            if isinstance(leaf, jax.Array):
+                arrays.append(leaf)
+                return _ARRAY
+            return leaf
+
+        self._aux = map_structure(without_array, aux)
+        return loss, (loss, arrays, inner.updated_values())
