@@ -76,7 +76,7 @@ MUTANTS = [
     # Gradients and what happens to them.
     Mutant(
         "gradient_mean_torch",
-        "engines/torch/spread.py",
+        "engines/torch/data_parallel/gradient_sums.py",
         "            total = total + part\n        return total\n",
         "            total = total + part\n        return total / len(present)\n",
         {"torch": f"{EXACTNESS}[size_3-mirrored_2]"},
@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "wrong_rows_of_gradients_over_workers",
-        "engines/torch/spread.py",
+        "engines/torch/data_parallel/gradient_sums.py",
         "return tensor[self.start : self.start + sum(self.sizes)]",
         "return tensor[: sum(self.sizes)]",
         {"torch": "tests/multi_worker/test_exactness.py -k size_3"},

@@ -15,7 +15,7 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.engines import get_backend
-from keras_strategies.engines.torch.collectives import nccl_all_reduce
+from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 
 EXPECTED = {"sum": [4, 6], "mean": [2, 3], "min": [1, 2], "max": [3, 4]}
 

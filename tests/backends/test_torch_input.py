@@ -13,7 +13,7 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_strategies.engines.torch.input import AheadPlacer, CudaMover
+from keras_strategies.engines.torch.cuda_batches import AheadPlacer, CudaMover
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from keras_strategies.runtime.ahead import one_ahead
+from keras_strategies.runtime.batch_prefetch import one_ahead
 
 
 class Mover:

@@ -12,7 +12,7 @@ import numpy as np
 from keras_strategies.engines.jax.array_placement import is_spread, put
 from keras_strategies.engines.jax.keras_distribution import splits
 from keras_strategies.input.row_splits import check_batch
-from keras_strategies.runtime.ahead import one_ahead
+from keras_strategies.runtime.batch_prefetch import one_ahead
 
 
 class BatchPlacer(abc.ABC):

@@ -13,17 +13,17 @@ import torch
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
-from keras_strategies.engines.torch.collectives import nccl_all_reduce
 from keras_strategies.engines.torch.devices import (
     accelerators,
     device_of,
     torch_device,
 )
-from keras_strategies.engines.torch.replicas import (
+from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
+from keras_strategies.engines.torch.replicas.thread_collectives import (
     reduce_tensors,
 )
 from keras_strategies.engines.torch.trainer import TorchTrainer
-from keras_strategies.engines.torch.workers import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
 from keras_strategies.runtime.base import Backend, TrainerAdapter, Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
@@ -169,7 +169,9 @@ class TorchBackend(Backend):
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         if strategy.placement.mesh is not None:
             # torch.distributed.tensor takes a second to import.
-            from keras_strategies.engines.torch.sharded import ShardedTrainer
+            from keras_strategies.engines.torch.model_parallel.sharded_call import (
+                ShardedTrainer,
+            )
 
             return ShardedTrainer(strategy)
         return TorchTrainer(strategy)

@@ -11,13 +11,15 @@ import torch
 
 from keras_strategies import context, keras_compat
 from keras_strategies.devices import Device
-from keras_strategies.engines.torch.data_parallel import TorchDataParallelCall
+from keras_strategies.engines.torch.cuda_batches import AheadPlacer, CudaMover
+from keras_strategies.engines.torch.data_parallel.gradient_sums import in_dtype_of
+from keras_strategies.engines.torch.data_parallel.layer_call import (
+    TorchDataParallelCall,
+)
 from keras_strategies.engines.torch.devices import device_of, torch_device
-from keras_strategies.engines.torch.input import AheadPlacer, CudaMover
-from keras_strategies.engines.torch.run import TorchRun, sum_gradients
-from keras_strategies.engines.torch.spread import in_dtype_of
-from keras_strategies.engines.torch.threads import ReplicaThreads
-from keras_strategies.engines.torch.variables import ReplicaVariables
+from keras_strategies.engines.torch.replicas.replica_run import TorchRun, sum_gradients
+from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
+from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.base import TrainerAdapter, VariableCopy, Workers
 from keras_strategies.runtime.run_scope import is_local

@@ -12,7 +12,7 @@ from keras.distribution import DeviceMesh, TensorLayout
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.torch.workers import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.runtime.base import itemsize

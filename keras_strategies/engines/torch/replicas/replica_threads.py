@@ -16,10 +16,12 @@ import torch
 from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import torch_device
-from keras_strategies.engines.torch.random import ReplicaRandom
+from keras_strategies.engines.torch.replicas.replica_random import ReplicaRandom
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.torch.replicas import ThreadCommunicator
+    from keras_strategies.engines.torch.replicas.thread_collectives import (
+        ThreadCommunicator,
+    )
 
 
 class _SharedThreads:

@@ -12,15 +12,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.engines.torch.data_parallel.gradient_sums import widened
 from keras_strategies.engines.torch.devices import torch_device
-from keras_strategies.engines.torch.random import RandomCalls
-from keras_strategies.engines.torch.replicas import (
+from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
+from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
+from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
+from keras_strategies.engines.torch.replicas.thread_collectives import (
     Team,
     ThreadCommunicator,
 )
-from keras_strategies.engines.torch.spread import widened
-from keras_strategies.engines.torch.threads import ReplicaThreads
-from keras_strategies.engines.torch.variables import ReplicaVariables
 from keras_strategies.errors import ContextError
 from keras_strategies.runtime import run_scope
 from keras_strategies.runtime.run_scope import (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.engines.torch.replicas import Team
-from keras_strategies.engines.torch.workers import Pack, TorchWorkers
+from keras_strategies.engines.torch.replicas.thread_collectives import Team
+from keras_strategies.engines.torch.worker_collectives import Pack, TorchWorkers
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues
 

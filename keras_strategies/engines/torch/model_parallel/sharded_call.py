@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from keras_strategies import keras_compat
 from keras_strategies.engines.torch.devices import device_of, torch_device
-from keras_strategies.engines.torch.mesh import (
+from keras_strategies.engines.torch.model_parallel.process_mesh import (
     Placements,
     ShardedDistribution,
     alike,
@@ -28,9 +28,9 @@ from keras_strategies.engines.torch.mesh import (
     start_default_group,
     whole,
 )
+from keras_strategies.engines.torch.model_parallel.unsharded_ops import WholeOps
 from keras_strategies.engines.torch.trainer import check_steps, keras_function
-from keras_strategies.engines.torch.whole_ops import WholeOps
-from keras_strategies.engines.torch.workers import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import ContextError
 from keras_strategies.layouts import Axes
 from keras_strategies.runtime.base import (

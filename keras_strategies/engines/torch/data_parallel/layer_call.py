@@ -12,22 +12,26 @@ import torch
 
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.engines.torch.devices import torch_device
-from keras_strategies.engines.torch.probing import probing
-from keras_strategies.engines.torch.random import NoRandom, RandomCalls, ReplicaRandom
-from keras_strategies.engines.torch.replicas import (
-    ThreadCommunicator,
-)
-from keras_strategies.engines.torch.spread import (
+from keras_strategies.engines.torch.data_parallel.call_cost import Work, measure
+from keras_strategies.engines.torch.data_parallel.gradient_sums import (
     Source,
     Spread,
     WorkerSums,
     local_gradients,
     widened,
 )
-from keras_strategies.engines.torch.threads import ReplicaThreads
-from keras_strategies.engines.torch.variables import ReplicaVariables
-from keras_strategies.engines.torch.work import Work, measure
+from keras_strategies.engines.torch.data_parallel.row_probing import probing
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.replicas.replica_random import (
+    NoRandom,
+    RandomCalls,
+    ReplicaRandom,
+)
+from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
+from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
+from keras_strategies.engines.torch.replicas.thread_collectives import (
+    ThreadCommunicator,
+)
 from keras_strategies.errors import ContextError
 from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.runtime.data_parallel import (

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies.runtime.ahead import one_ahead
+from keras_strategies.runtime.batch_prefetch import one_ahead
 
 # Begins to move a batch; what it returns gives the batch to the thread that uses it.
 Mover = Callable[[Any], Callable[[], Any]]

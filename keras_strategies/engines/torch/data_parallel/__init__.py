@@ -1,0 +1,1 @@
+"""Layer calls of `fit` split by rows over replicas and workers."""

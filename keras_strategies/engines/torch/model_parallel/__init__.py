@@ -1,0 +1,1 @@
+"""Variables as DTensors over a mesh of processes."""

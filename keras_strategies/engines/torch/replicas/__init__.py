@@ -1,0 +1,1 @@
+"""Replicas as threads of one process: variables, random numbers, collectives, `run`."""
