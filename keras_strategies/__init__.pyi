@@ -16,23 +16,31 @@ from keras_strategies.context import has_strategy as has_strategy
 from keras_strategies.context import (
     in_cross_replica_context as in_cross_replica_context,
 )
-from keras_strategies.coordinator.cluster_coordinator import (
-    ClusterCoordinator as ClusterCoordinator,
-)
-from keras_strategies.coordinator.cluster_coordinator import (
-    PerWorkerValues as PerWorkerValues,
-)
-from keras_strategies.coordinator.cluster_coordinator import RemoteValue as RemoteValue
-from keras_strategies.coordinator.cluster_coordinator import (
-    get_current_worker_index as get_current_worker_index,
-)
-from keras_strategies.coordinator.status import Status as Status
 from keras_strategies.input.distributed_dataset import (
     DistributedDataset as DistributedDataset,
 )
 from keras_strategies.input.distributed_dataset import (
     DistributedIterator as DistributedIterator,
 )
+from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+    ClusterCoordinator as ClusterCoordinator,
+)
+from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+    PerWorkerValues as PerWorkerValues,
+)
+from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+    RemoteValue as RemoteValue,
+)
+from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+    get_current_worker_index as get_current_worker_index,
+)
+from keras_strategies.parameter_server.coordinator.cluster_status import (
+    Status as Status,
+)
+from keras_strategies.parameter_server.parameter_server_strategy import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
+from keras_strategies.parameter_server.task_server import Server as Server
 from keras_strategies.processes.launch_function import launch as launch
 from keras_strategies.reports.describe import Description as Description
 from keras_strategies.reports.plan import Plan as Plan
@@ -64,10 +72,6 @@ from keras_strategies.strategies.multi_worker import (
 from keras_strategies.strategies.one_device import (
     OneDeviceStrategy as OneDeviceStrategy,
 )
-from keras_strategies.strategies.parameter_server import (
-    ParameterServerStrategy as ParameterServerStrategy,
-)
-from keras_strategies.strategies.server import Server as Server
 from keras_strategies.strategies.tpu import DeviceAssignment as DeviceAssignment
 from keras_strategies.strategies.tpu import TPUStrategy as TPUStrategy
 from keras_strategies.training.checkpoints import Checkpoint as Checkpoint
@@ -105,7 +109,11 @@ from keras_strategies.types import VariableSynchronization as VariableSynchroniz
 from keras_strategies.values import DistributedValues as DistributedValues
 from keras_strategies.values import Mirrored as Mirrored
 from keras_strategies.values import PerReplica as PerReplica
-from keras_strategies.variables.sharded import ShardedVariable as ShardedVariable
-from keras_strategies.variables.sharded import VariableShard as VariableShard
 
 __version__: str
+from keras_strategies.parameter_server.variables.sharded_variable import (
+    ShardedVariable as ShardedVariable,
+)
+from keras_strategies.parameter_server.variables.sharded_variable import (
+    VariableShard as VariableShard,
+)

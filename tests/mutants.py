@@ -205,28 +205,28 @@ MUTANTS = [
     # Parameter servers.
     Mutant(
         "update_applied_twice",
-        "coordinator/store.py",
+        "parameter_server/server/variable_store.py",
         "        return closure >= self.done and self.steps.get(closure, -1) < step",
         "        return closure >= self.done",
         {"torch": "tests/parameter_server/test_store.py -k counts_once"},
     ),
     Mutant(
         "loss_scale_per_worker",
-        "coordinator/loss_scale.py",
+        "parameter_server/server/loss_scale.py",
         "        if scale != self.used:\n            return\n",
         "",
         {"torch": "tests/parameter_server/test_loss_scale.py -k halved_once"},
     ),
     Mutant(
         "worker_does_not_clip",
-        "coordinator/gradients.py",
+        "parameter_server/worker/gradient_transforms.py",
         "    if clips and not optimizer.gradient_accumulation_steps:",
         "    if False:",
         {"torch": "tests/parameter_server/test_fit.py -k momentum"},
     ),
     Mutant(
         "snapshot_without_its_journal",
-        "coordinator/snapshots.py",
+        "parameter_server/server/snapshots.py",
         "for later in range(generation, self._generation + 1)",
         "for later in range(0)",
         {"torch": "tests/parameter_server/test_store.py -k began_after_a_snapshot"},

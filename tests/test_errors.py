@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.coordinator.closures import portable_error
+from keras_strategies.parameter_server.worker.running_closure import portable_error
 
 ROOT = Path(__file__).parents[1]
 CLASSES = [value for value in vars(ks.errors).values() if isinstance(value, type)]

@@ -12,8 +12,10 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.collectives import NcclAllReduce
-from keras_strategies.coordinator.tasks import Reference
-from keras_strategies.strategies.parameter_server import ParameterServerStrategy
+from keras_strategies.parameter_server.parameter_server_strategy import (
+    ParameterServerStrategy,
+)
+from keras_strategies.parameter_server.wire.task_messages import Reference
 
 STUB = Path(ks.__file__).with_suffix(".pyi")
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime.base import Backend
-
-if TYPE_CHECKING:
-    from keras_strategies.runtime.parameter_server import Engine
 
 _BACKENDS = ("jax", "torch", "tensorflow")
 
@@ -40,32 +36,11 @@ def _load(name: str) -> Backend:
         from keras_strategies.engines.tensorflow import TensorFlowBackend
 
         return TensorFlowBackend()
-    raise _unknown(name)
+    raise unknown_backend(name)
 
 
-def get_engine() -> Engine:
-    """The parameter-server engine of Keras's backend, imported when first used."""
-    name = backend_name()
-    if name == "jax":
-        from keras_strategies.engines.jax.parameter_server import ENGINE as jax_engine
-
-        return jax_engine
-    if name == "torch":
-        from keras_strategies.engines.torch.parameter_server import (
-            ENGINE as torch_engine,
-        )
-
-        return torch_engine
-    if name == "tensorflow":
-        from keras_strategies.engines.tensorflow.parameter_server import (
-            ENGINE as tensorflow_engine,
-        )
-
-        return tensorflow_engine
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> InvalidArgumentError:
+def unknown_backend(name: str) -> InvalidArgumentError:
+    """The error for a Keras backend without strategies."""
     return InvalidArgumentError(
         f"Keras runs on the backend {name!r}, which has no strategies. Set the "
         f"environment variable KERAS_BACKEND to one of {', '.join(_BACKENDS)} "

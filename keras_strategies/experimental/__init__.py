@@ -5,9 +5,11 @@ from keras_strategies.experimental.strategies import (
     MultiWorkerMirroredStrategy,
     TPUStrategy,
 )
+from keras_strategies.parameter_server.parameter_server_strategy import (
+    ParameterServerStrategy,
+)
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
-from keras_strategies.strategies.parameter_server import ParameterServerStrategy
 from keras_strategies.training.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,

@@ -1,6 +1,6 @@
 """Names of `tf.distribute.experimental.coordinator`."""
 
-from keras_strategies.coordinator.cluster_coordinator import (
+from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
     ClusterCoordinator,
     PerWorkerValues,
     RemoteValue,

@@ -1,6 +1,6 @@
 """Names of `tf.distribute.experimental.partitioners`."""
 
-from keras_strategies.variables.partitioners import (
+from keras_strategies.parameter_server.variables.variable_partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -8,9 +8,9 @@ from typing import Any
 
 from keras_strategies import keras_compat
 from keras_strategies.context import check_returns
-from keras_strategies.coordinator.pickling import remember_function
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.runtime.compiled_functions import register_compiled
 
 
 def value_and_grad(
@@ -99,5 +99,5 @@ def function(
             return original(*args, **kwargs)
 
     # Workers of parameter servers compile it their own way.
-    remember_function(compiled, original)
+    register_compiled(compiled, original)
     return compiled

@@ -18,14 +18,14 @@ import threading
 from pathlib import Path
 
 from harness.forker import Forked, Forker
-from keras_strategies.coordinator.processes import Start
-from keras_strategies.coordinator.transport import Connection
+from keras_strategies.parameter_server.coordinator.ray_launcher import Start
+from keras_strategies.parameter_server.wire.transport import Connection
 
 _POLL_SECONDS = 0.02
 
 
 class ForkingManager:
-    """Stands in for `coordinator.processes.Manager`.
+    """Stands in for `ray_launcher.Manager`.
 
     Args:
         forker: forks the processes.

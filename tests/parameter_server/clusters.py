@@ -13,7 +13,7 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.experimental import partitioners
-from keras_strategies.variables.placement import RoundRobin
+from keras_strategies.parameter_server.variables.shard_placement import RoundRobin
 
 SECONDS = 60.0
 #: Between the snapshots of servers that have them.

@@ -11,8 +11,8 @@ from harness import backend_tables
 from harness.forked_cluster import ForkingManager
 from harness.forker import Forker
 
-from keras_strategies.coordinator import cluster
 from keras_strategies.experimental import partitioners
+from keras_strategies.parameter_server.coordinator import process_cluster as cluster
 from parameter_server import clusters
 
 #: What runs on every backend (see `backend_tables`): steps that a worker traces and

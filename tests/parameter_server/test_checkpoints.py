@@ -164,8 +164,13 @@ def test_large_variables_are_streamed(
     rows, columns, piece = 20_000, 64, 64 << 10
     table_bytes = rows * columns * (4 if dtype == "float32" else 2)
     monkeypatch.setattr("keras_strategies.keras_compat.streaming._PIECE_BYTES", piece)
-    monkeypatch.setattr("keras_strategies.coordinator.servers._CHUNK_BYTES", piece)
-    monkeypatch.setattr("keras_strategies.coordinator.registry._WHOLE_BYTES", piece)
+    monkeypatch.setattr(
+        "keras_strategies.parameter_server.wire.server_connections._CHUNK_BYTES", piece
+    )
+    monkeypatch.setattr(
+        "keras_strategies.parameter_server.variables.variable_registry._WHOLE_BYTES",
+        piece,
+    )
     monkeypatch.setattr(synchronous.registry, "streamed_bytes", piece)
 
     def numbers(tensor):

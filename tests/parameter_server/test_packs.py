@@ -8,9 +8,12 @@ import pytest
 from keras import optimizers
 
 from keras_strategies import keras_compat
-from keras_strategies.coordinator.store import Store
-from keras_strategies.coordinator.updates import OptimizerSpec, Updater
-from keras_strategies.engines import get_engine
+from keras_strategies.parameter_server.engines import get_engine
+from keras_strategies.parameter_server.server.optimizer_updater import (
+    OptimizerSpec,
+    Updater,
+)
+from keras_strategies.parameter_server.server.variable_store import Store
 
 SHAPES = [(3, 4), (4,), (4, 1), (), (200, 100)]
 SMALL = range(4)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.variables.partitioners import (
+from keras_strategies.parameter_server.variables.shard_placement import Part, RoundRobin
+from keras_strategies.parameter_server.variables.variable_partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
@@ -17,7 +18,6 @@ from keras_strategies.variables.partitioners import (
     number_of_parts,
     split_rows,
 )
-from keras_strategies.variables.placement import Part, RoundRobin
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from keras_strategies.coordinator.roster import Roster
+from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
 
 _LOGGER = logging.getLogger("keras_strategies")
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_strategies.coordinator.store import Store, put_rows
+from keras_strategies.parameter_server.server.variable_store import Store, put_rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", ml_dtypes.bfloat16])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.coordinator.roster import Roster
-from keras_strategies.coordinator.server import ParameterServer
-from keras_strategies.coordinator.snapshots import check_folder
+from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
+from keras_strategies.parameter_server.server.server_process import ParameterServer
+from keras_strategies.parameter_server.server.snapshots import check_folder
 from parameter_server.full_disk import full_disk
 
 KEY = (0, 0)

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.coordinator import server as server_module
-from keras_strategies.coordinator.roster import Roster
-from keras_strategies.coordinator.server import ParameterServer, Step
+from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
+from keras_strategies.parameter_server.server import server_process as server_module
+from keras_strategies.parameter_server.server.server_process import (
+    ParameterServer,
+    Step,
+)
 
 KEY = (0, 0)
 
@@ -119,7 +122,8 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(
-        "keras_strategies.coordinator.roster.time.monotonic", lambda: now[0]
+        "keras_strategies.parameter_server.coordinator.process_supervisor.time.monotonic",
+        lambda: now[0],
     )
     sent, lost, broken = [], [], []
     roster = Roster(

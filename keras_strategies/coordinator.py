@@ -1,0 +1,27 @@
+"""Names of `tf.distribute.coordinator`.
+
+>>> coordinator = ks.coordinator.ClusterCoordinator(strategy)
+>>> coordinator.schedule(step_fn).fetch()
+"""
+
+from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+    ClusterCoordinator,
+    PerWorkerValue,
+    PerWorkerValues,
+    RemoteValue,
+    experimental_get_current_worker_index,
+    get_current_worker_index,
+)
+
+__all__ = [
+    "ClusterCoordinator",
+    "PerWorkerValue",
+    "PerWorkerValues",
+    "RemoteValue",
+    "experimental_get_current_worker_index",
+    "get_current_worker_index",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

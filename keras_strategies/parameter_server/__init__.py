@@ -1,0 +1,1 @@
+"""Parameter servers: asynchronous training with variables on servers."""

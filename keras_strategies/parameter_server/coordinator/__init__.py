@@ -1,0 +1,1 @@
+"""The coordinator's process: scheduling, supervision, `fit` and status."""

@@ -1,0 +1,395 @@
+"""`fit`, `evaluate` and `predict` on the workers of a parameter server cluster.
+
+The coordinator reads the input, batch by batch, and schedules a step for each; so every
+batch is one closure that is done exactly once, whichever worker does it. Callbacks run
+here, in the order of the steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.input.batches import as_numpy
+from keras_strategies.input.row_splits import check_batch
+from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+    ClusterCoordinator,
+    RemoteValue,
+)
+from keras_strategies.training.progress_bar import WorkerProgress, with_progress
+
+#: Closures for each worker that are scheduled ahead of their callbacks.
+_WINDOW = 3
+#: The same, while the callbacks wait for a worker that is slower than others.
+_FAR_WINDOW = 64
+
+
+class ModelTraining:
+    """Keras's training methods, with steps made by workers.
+
+    Args:
+        coordinator: schedules the steps.
+    """
+
+    def __init__(self, coordinator: ClusterCoordinator):
+        self._coordinator = coordinator
+
+    def fit(
+        self,
+        model: Any,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """As `keras.Model.fit`."""
+        keras_compat.check_compiled(model, "fit")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = keras_compat.split_for_validation(
+                (x, y, sample_weight), validation_split
+            )
+        epoch_iterator = keras_compat.epoch_iterator(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps_per_execution=model.steps_per_execution,
+        )
+        self._build(model, epoch_iterator)
+        callbacks = keras_compat.callback_list(
+            self._with_progress(callbacks, verbose),
+            add_history=True,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=epoch_iterator.num_batches,
+            model=model,
+        )
+        model.stop_training = False
+        logs: dict[str, Any] = {}
+        callbacks.on_train_begin()
+        first = keras_compat.resumed_epoch(model) or initial_epoch
+        for epoch in range(first, epochs):
+            model.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            last = self._steps(
+                model,
+                "train",
+                epoch_iterator,
+                callbacks.on_train_batch_begin,
+                callbacks.on_train_batch_end,
+                lambda: model.stop_training,
+            )
+            logs = keras_compat.metrics_or_logs(model, last)
+            if validation_data is not None and keras_compat.should_evaluate(
+                model, epoch, validation_freq
+            ):
+                val_x, val_y, val_weight = _unpacked(validation_data)
+                found = model.evaluate(
+                    x=val_x,
+                    y=val_y,
+                    sample_weight=val_weight,
+                    batch_size=validation_batch_size or batch_size,
+                    steps=validation_steps,
+                    callbacks=callbacks,
+                    return_dict=True,
+                )
+                logs.update({f"val_{name}": value for name, value in found.items()})
+            callbacks.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+        if model.optimizer is not None and epochs > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs=logs)
+        return model.history
+
+    def evaluate(
+        self,
+        model: Any,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As `keras.Model.evaluate`; each sample counts once."""
+        keras_compat.check_compiled(model, "evaluate")
+        kwargs.pop("_use_cached_eval_dataset", None)
+        if kwargs:
+            raise ValueError(f"Arguments not recognized: {kwargs}")
+        epoch_iterator = keras_compat.epoch_iterator(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=False,
+            steps_per_execution=model.steps_per_execution,
+        )
+        self._build(model, epoch_iterator)
+        callbacks = keras_compat.callback_list(
+            self._with_progress(callbacks, verbose),
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=1,
+            steps=epoch_iterator.num_batches,
+            model=model,
+        )
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        last = self._steps(
+            model,
+            "test",
+            epoch_iterator,
+            callbacks.on_test_batch_begin,
+            callbacks.on_test_batch_end,
+            lambda: model.stop_evaluating,
+        )
+        logs = _python_numbers(keras_compat.metrics_or_logs(model, last))
+        callbacks.on_test_end(logs)
+        return logs if return_dict else keras_compat.logs_in_order(model, logs)
+
+    def predict(
+        self,
+        model: Any,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """As `keras.Model.predict`; every row once, in order."""
+        epoch_iterator = keras_compat.epoch_iterator(
+            x=x,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=False,
+            steps_per_execution=model.steps_per_execution,
+        )
+        callbacks = keras_compat.callback_list(
+            self._with_progress(callbacks, verbose),
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=1,
+            steps=epoch_iterator.num_batches,
+            model=model,
+        )
+        outputs: list[Any] = []
+
+        def end(step: int, batch_outputs: list[Any]) -> None:
+            outputs.extend(batch_outputs)
+            callbacks.on_predict_batch_end(step, {"outputs": batch_outputs[-1]})
+
+        model.stop_predicting = False
+        callbacks.on_predict_begin()
+        self._steps(
+            model,
+            "predict",
+            epoch_iterator,
+            callbacks.on_predict_batch_begin,
+            end,
+            lambda: model.stop_predicting,
+        )
+        callbacks.on_predict_end()
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def train_on_batch(
+        self,
+        model: Any,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """As `keras.Model.train_on_batch`."""
+        keras_compat.check_compiled(model, "train_on_batch")
+        if class_weight is not None:
+            if sample_weight is not None:
+                raise ValueError(
+                    "Arguments `sample_weight` and `class_weight` cannot be specified "
+                    f"at the same time. Received: sample_weight={sample_weight}, "
+                    f"class_weight={class_weight}"
+                )
+            sample_weight = keras_compat.sample_weights(y, class_weight)
+        return self._on_batch(model, "train", (x, y, sample_weight), return_dict)
+
+    def test_on_batch(
+        self,
+        model: Any,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """As `keras.Model.test_on_batch`."""
+        keras_compat.check_compiled(model, "test_on_batch")
+        return self._on_batch(model, "test", (x, y, sample_weight), return_dict)
+
+    def predict_on_batch(self, model: Any, x: Any) -> Any:
+        """As `keras.Model.predict_on_batch`."""
+        batch = _on_host((x,))
+        definition = self._coordinator.model_definition(model, "predict")
+        (outputs,) = self._schedule(definition, [batch]).fetch()
+        return outputs
+
+    def _on_batch(
+        self, model: Any, kind: str, batch: tuple[Any, ...], return_dict: bool
+    ) -> Any:
+        batch = _on_host(batch)
+        keras_compat.symbolic_build(model, batch)
+        # Each call tells of its own batch.
+        model.reset_metrics()
+        definition = self._coordinator.model_definition(model, kind)
+        logs = self._schedule(definition, [batch]).fetch()
+        logs = _python_numbers(keras_compat.metrics_or_logs(model, logs))
+        return logs if return_dict else keras_compat.logs_in_order(model, logs)
+
+    def _with_progress(self, callbacks: Any, verbose: Any) -> Any:
+        dispatcher = self._coordinator.strategy.cluster.dispatcher
+        bar = WorkerProgress(
+            lambda: sum(w.is_alive for w in list(dispatcher.workers.values())),
+            lambda: len(dispatcher.workers),
+        )
+        return with_progress(callbacks, verbose, bar)
+
+    # Steps
+
+    def _build(self, model: Any, epoch_iterator: Any) -> None:
+        for _, _, batches in epoch_iterator:
+            batch = _on_host(next(iter(batches)))
+            check_batch(batch)
+            keras_compat.symbolic_build(model, batch)
+            break
+        epoch_iterator.reset()
+
+    def _schedule(
+        self, definition: tuple[int, tuple[int, ...]], batches: list[Any]
+    ) -> RemoteValue:
+        number, local = definition
+        value = RemoteValue()
+        dispatcher = self._coordinator.strategy.cluster.dispatcher
+        dispatcher.schedule(number, batches, 0, value.set, local)
+        return value
+
+    def _steps(
+        self,
+        model: Any,
+        kind: str,
+        epoch_iterator: Any,
+        begin: Callable[[int], None],
+        end: Callable[[int, Any], None],
+        is_stopped: Callable[[], bool],
+    ) -> Any:
+        """One pass; what the last step returned."""
+        strategy = self._coordinator.strategy
+        dispatcher = strategy.cluster.dispatcher
+        under_way: collections.deque[tuple[int, RemoteValue]] = collections.deque()
+        last: Any = {}
+        # As Keras does, layers are looked at when training begins.
+        definition: tuple[int, tuple[int, ...]] | None = None
+
+        def finish_first() -> None:
+            nonlocal last
+            step, value = under_way.popleft()
+            last = value.fetch()
+            end(step, last)
+
+        try:
+            for first, final, batches in epoch_iterator:
+                begin(first)
+                group = list(_take(batches, model.steps_per_execution))
+                if not group:
+                    break
+                if definition is None:
+                    definition = self._coordinator.model_definition(model, kind)
+                value = self._schedule(definition, group)
+                under_way.append((final, value))
+                window = _WINDOW * len(dispatcher.workers)
+                far = _FAR_WINDOW * len(dispatcher.workers)
+                if strategy.max_staleness is not None:
+                    window = far = min(window, strategy.max_staleness + 1)
+                while len(under_way) >= window and not is_stopped():
+                    if len(under_way) < far and not dispatcher.wait_for_room(
+                        under_way[0][1].is_known
+                    ):
+                        # A slow worker has the first one; the others go on.
+                        break
+                    finish_first()
+                if is_stopped():
+                    break
+            while under_way:
+                finish_first()
+        except BaseException:
+            dispatcher.abandon()
+            raise
+        return last
+
+
+def _take(batches: Iterable[Any], count: int) -> Iterable[Any]:
+    for batch in itertools.islice(batches, count):
+        batch = _on_host(batch)
+        check_batch(batch)
+        yield batch
+
+
+def _on_host(batch: Any) -> Any:
+    """A batch of NumPy arrays, without the parts at its end that are None."""
+    parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return tuple(
+        keras.tree.map_structure(
+            lambda leaf: None if leaf is None else _contiguous(as_numpy(leaf)), part
+        )
+        for part in parts
+    )
+
+
+def _contiguous(array: Any) -> Any:
+    if array.dtype == np.float64:
+        # As Keras's own conversion does.
+        array = array.astype(keras.config.floatx())
+    return np.ascontiguousarray(array) if array.ndim else array
+
+
+def _unpacked(data: Any) -> Any:
+    if isinstance(data, (tuple, list)):
+        return keras.utils.unpack_x_y_sample_weight(tuple(data))
+    return data, None, None
+
+
+def _python_numbers(logs: dict[str, Any]) -> dict[str, Any]:
+    def number(value: Any) -> Any:
+        try:
+            return float(keras.ops.convert_to_numpy(value))
+        except (TypeError, ValueError):
+            return value
+
+    return {name: number(value) for name, value in logs.items()}

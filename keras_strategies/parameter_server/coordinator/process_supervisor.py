@@ -1,0 +1,269 @@
+"""The processes of a cluster: who is alive, and starting anew who is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keras_strategies.cluster.startup_report import Progress
+from keras_strategies.errors import ServerLostError, WorkerError
+from keras_strategies.parameter_server.coordinator.cluster_state import (
+    ServerState,
+    WorkerState,
+)
+from keras_strategies.parameter_server.coordinator.ray_launcher import Start
+from keras_strategies.reports.tables import counted
+
+#: A process that has died so often without having done anything is given up.
+_HOPELESS_STARTS = 4
+
+
+class Roster:
+    """Workers and servers, as they report; for the dispatcher's thread, under its lock.
+
+    Args:
+        workers: int, how many workers there are at first.
+        servers: int, how many servers there are.
+        starts: makes the `Start` of a process of a kind, an index and an incarnation;
+            None where somebody else starts processes.
+        silence: float, seconds without a sign of life after which a process is dead.
+        can_restore: bool, whether servers have snapshots.
+        name: str, the coordinator's.
+        send: callable of a receiver and a message.
+        lost: called with a worker that died, and why.
+        broken: called with an error after which nothing can go on.
+        changed: called when somebody has come or is ready.
+        damaged: called with the account of a server that was restored although files
+            were damaged.
+        snapshots: called with a server's problem with its snapshots, a str, or None
+            when it can write them again.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        servers: int,
+        starts: Callable[[str, int, int], Start] | None,
+        silence: float,
+        can_restore: bool,
+        name: str,
+        send: Callable[[bytes, Any], None],
+        lost: Callable[[WorkerState, str], None],
+        broken: Callable[[BaseException], None],
+        changed: Callable[[], None],
+        damaged: Callable[[str], None],
+        snapshots: Callable[[str | None], None],
+    ):
+        self.workers = {i: WorkerState(i) for i in range(workers)}
+        self.servers = {i: ServerState(i) for i in range(servers)}
+        self._starts = starts
+        self._silence = silence
+        self._can_restore = can_restore
+        self._name = name
+        self._send = send
+        self._lost_worker = lost
+        self._broken = broken
+        self._changed = changed
+        self._damaged = damaged
+        self._snapshots = snapshots
+        self._manager: bytes | None = None
+        self._waiting_starts: list[Start] = []
+        self._progress = Progress()
+        self._looked = time.monotonic()
+
+    def handle(self, kind: str, sender: bytes, value: Any) -> None:
+        """Takes in what a process or the manager reports."""
+        getattr(self, f"_on_{kind}")(sender, value)
+
+    def start_all(self) -> None:
+        """Starts the processes, if that is ours to do."""
+        who = (
+            f"{counted(len(self.workers), 'worker')} and "
+            f"{counted(len(self.servers), 'parameter server')}"
+        )
+        what = "waiting" if self._starts is None else "starting Ray"
+        self._progress.report(f"{what} for {who}")
+        for server in self.servers.values():
+            self._start("ps", server.index, server.incarnation)
+        for worker in self.workers.values():
+            self._start("worker", worker.index, worker.incarnation)
+
+    def add_worker(self) -> int:
+        """Starts one worker more; its number."""
+        index = max(self.workers) + 1
+        self.workers[index] = WorkerState(index)
+        self._start("worker", index, 0)
+        return index
+
+    def missing(self) -> list[str]:
+        """Who has not come, of those that are needed for a beginning."""
+        missing = [
+            f"parameter server {s.index}"
+            for s in self.servers.values()
+            if not s.is_ready
+        ]
+        if not any(w.is_alive for w in self.workers.values()):
+            missing += [f"worker {i}" for i in self.workers]
+        return missing
+
+    def _lost(self, worker: WorkerState, reason: str) -> None:
+        worker.deaths += 1
+        worker.futile_starts = 0 if worker.steps else worker.futile_starts + 1
+        worker.sender = None
+        self._lost_worker(worker, reason)
+
+    def _on_manager(self, sender: bytes, pid: int) -> None:
+        self._manager = sender
+        self._progress.report("Ray runs; it starts the processes")
+        for start in self._waiting_starts:
+            self._send(sender, ("start", start))
+        self._waiting_starts.clear()
+
+    def _start(self, kind: str, index: int, incarnation: int) -> None:
+        if self._starts is None:
+            return
+        start = self._starts(kind, index, incarnation)
+        if self._manager is None:
+            self._waiting_starts.append(start)
+        else:
+            self._send(self._manager, ("start", start))
+
+    def _kill(self, kind: str, index: int, incarnation: int, pid: int) -> None:
+        if self._manager is not None:
+            message = ("kill", (kind, index, incarnation, pid))
+            self._send(self._manager, message)
+
+    def _on_hello(self, sender: bytes, value: tuple[int, int, int]) -> None:
+        index, incarnation, pid = value
+        worker = self.workers.setdefault(index, WorkerState(index))
+        if self._starts is None and worker.is_alive:
+            # Somebody else has started it anew.
+            self._lost(worker, "it was started anew")
+            worker.incarnation = incarnation
+        if incarnation < worker.incarnation and self._starts is not None:
+            return
+        worker.sender, worker.pid = sender, pid
+        worker.incarnation = incarnation
+        worker.last_sign = time.monotonic()
+        worker.known = set()
+        self._send(sender, ("welcome", self._name))
+        ready, total = sum(w.is_alive for w in self.workers.values()), len(self.workers)
+        self._progress.report(f"worker {index} is ready, {ready} of {total}")
+        self._changed()
+
+    def _on_server(self, sender: bytes, value: tuple[int, int, int, bool, str]) -> None:
+        index, incarnation, pid, is_restored, damage = value
+        server = self.servers[index]
+        came_back = server.pid not in (0, pid)
+        server.pid, server.incarnation = pid, incarnation
+        is_new = came_back or not server.is_ready
+        server.is_ready = True
+        if is_new:
+            ready = sum(s.is_ready for s in self.servers.values())
+            self._progress.report(
+                f"parameter server {index} is ready, {ready} of {len(self.servers)}"
+            )
+        server.futile_starts = 0
+        server.last_sign = time.monotonic()
+        if came_back and not is_restored:
+            reason = damage or "There was no snapshot that it could restore."
+            self._lose(f"Parameter server {index} died and was restarted. {reason}")
+        elif came_back and damage:
+            self._damaged(damage)
+        self._changed()
+
+    def _on_snapshots(self, sender: bytes, value: tuple[int, str | None, bool]) -> None:
+        index, problem, is_restorable = value
+        self.servers[index].unsaved = "" if is_restorable else problem or ""
+        self._snapshots(problem)
+
+    def _on_beat(self, sender: bytes, value: tuple[Any, int]) -> None:
+        name, incarnation = value
+        state: WorkerState | ServerState | None
+        if isinstance(name, tuple):
+            state = self.servers.get(name[1])
+        else:
+            state = self.workers.get(name)
+        if state is not None and state.incarnation == incarnation:
+            state.last_sign = time.monotonic()
+
+    def _on_ended(self, sender: bytes, value: tuple[str, int, int, str]) -> None:
+        kind, index, incarnation, reason = value
+        if kind == "worker":
+            worker = self.workers[index]
+            if worker.incarnation == incarnation:
+                self._lost(worker, reason)
+                self._start_again(worker, reason)
+        else:
+            server = self.servers[index]
+            if server.incarnation == incarnation:
+                self._server_died(server, reason)
+
+    def _start_again(self, worker: WorkerState, reason: str) -> None:
+        if worker.futile_starts >= _HOPELESS_STARTS:
+            worker.is_given_up = True
+            if all(w.is_given_up for w in self.workers.values()):
+                self._broken(
+                    WorkerError(
+                        f"No worker could be started; worker {worker.index} ended "
+                        f"{worker.futile_starts} times before it had done anything: "
+                        f"{reason}"
+                    )
+                )
+            return
+        worker.incarnation += 1
+        self._start("worker", worker.index, worker.incarnation)
+
+    def _server_died(self, server: ServerState, reason: str) -> None:
+        server.deaths += 1
+        server.futile_starts += not server.is_ready
+        server.is_ready = False
+        if not self._can_restore:
+            self._lose(f"Parameter server {server.index} died: {reason}.")
+            return
+        if server.unsaved:
+            self._lose(
+                f"Parameter server {server.index} died: {reason}. Its snapshots are "
+                f"incomplete: {server.unsaved}"
+            )
+            return
+        if server.futile_starts >= _HOPELESS_STARTS:
+            self._lose(
+                f"Parameter server {server.index} ended {server.futile_starts} times "
+                f"before it was ready: {reason}."
+            )
+            return
+        server.incarnation += 1
+        self._start("ps", server.index, server.incarnation)
+
+    def _lose(self, what: str) -> None:
+        advice = "Train again from a checkpoint with a new strategy."
+        if not self._can_restore:
+            advice = (
+                "Give the strategy `snapshot_seconds` so that a server that dies goes "
+                "on from a snapshot, or train again from a checkpoint with a new "
+                "strategy."
+            )
+        self._broken(ServerLostError(f"{what} What it held is lost. {advice}"))
+
+    def look_for_silence(self) -> None:
+        """Kills and replaces who has given no sign of life for too long."""
+        now = time.monotonic()
+        previous, self._looked = self._looked, now
+        if now - previous > self._silence / 4:
+            # This process stood still itself; their signs may not have been read.
+            states: list[WorkerState | ServerState] = [*self.workers.values()]
+            for state in [*states, *self.servers.values()]:
+                state.last_sign = now
+        for worker in self.workers.values():
+            if worker.is_alive and now - worker.last_sign > self._silence:
+                reason = f"it gave no sign of life for {self._silence:g} seconds"
+                self._kill("worker", worker.index, worker.incarnation, worker.pid)
+                self._lost(worker, reason)
+                self._start_again(worker, reason)
+        for server in self.servers.values():
+            if server.is_ready and now - server.last_sign > self._silence:
+                self._kill("ps", server.index, server.incarnation, server.pid)
+                reason = f"it gave no sign of life for {self._silence:g} seconds"
+                self._server_died(server, reason)

@@ -1,0 +1,306 @@
+"""The processes of a local cluster: Ray starts them, and says when one is gone.
+
+Ray runs in a process of its own, the *manager*, so that the coordinator's process gets
+no threads, no environment and no second Ray from it, and so that several strategies can
+each have a cluster. The manager ends when its input does: a coordinator that is killed
+leaves nothing behind.
+
+    python -m keras_strategies.parameter_server.coordinator.ray_launcher
+        Reads a pickled `Setup` from its input, starts Ray on the loopback, and does
+        what the coordinator asks for: start or kill one of the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keras_strategies.cluster.environment import QUIET
+from keras_strategies.parameter_server.wire.ray_channel import actor_name
+from keras_strategies.parameter_server.wire.transport import Connection
+from keras_strategies.processes import engine_messages
+
+#: Seconds after which a manager that does not end is killed.
+_END_SECONDS = 20.0
+#: Bytes of Ray's object store where it carries nothing; it wants no fewer.
+LEAST_STORE_BYTES = 80 << 20
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a manager is told.
+
+    Args:
+        control: str, the coordinator's address.
+        folder: str, for Ray's files.
+        cpus: int, what Ray is told that there are.
+        store_bytes: int, bytes of Ray's object store.
+    """
+
+    control: str
+    folder: str
+    cpus: int
+    store_bytes: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process to be started.
+
+    Args:
+        kind: str, `"worker"` or `"ps"`.
+        index: int.
+        incarnation: int, counts the processes with this kind and index.
+        entry: str, `"module:function"`.
+        arguments: dict for the function.
+    """
+
+    kind: str
+    index: int
+    incarnation: int
+    entry: str
+    arguments: dict[str, Any]
+
+
+class Manager:
+    """The coordinator's side of the manager process.
+
+    Args:
+        control: str, where the coordinator listens.
+        environment: dict, for the manager and all that it starts.
+        cpus: int, how many processes Ray is to allow for.
+        store_bytes: int, bytes of Ray's object store.
+    """
+
+    def __init__(
+        self,
+        control: str,
+        environment: dict[str, str],
+        cpus: int,
+        store_bytes: int = LEAST_STORE_BYTES,
+    ):
+        self._folder = tempfile.TemporaryDirectory(prefix="ks-ray-")
+        token = secrets.token_hex(32)
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "keras_strategies.parameter_server.coordinator.ray_launcher",
+            ],
+            stdin=subprocess.PIPE,
+            env={
+                **environment,
+                "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+                # Read once, when Ray is first imported.
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": token,
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_DEDUP_LOGS": "0",
+                # Another cluster's address must not be found.
+                "RAY_ADDRESS": "",
+            },
+            # Ctrl-C is for the coordinator, which ends the cluster in good order.
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        setup = Setup(control, self._folder.name, cpus, store_bytes)
+        self._process.stdin.write(pickle.dumps(setup))
+        self._process.stdin.flush()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends all processes; returns when they are gone."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def main() -> None:
+    """The manager process."""
+    if not engine_messages.are_wanted(os.environ):
+        # Ray writes here what the processes of the cluster print.
+        sys.stdout, sys.stderr = map(
+            engine_messages.WithoutEngineLines, (sys.stdout, sys.stderr)
+        )
+    setup: Setup = pickle.load(sys.stdin.buffer)
+    gone = threading.Event()
+    connection = Connection(setup.control, None, "the coordinator")
+
+    def watch_input() -> None:
+        sys.stdin.buffer.read()
+        gone.set()
+
+    threading.Thread(target=watch_input, daemon=True).start()
+    ray = _start_ray(setup)
+    try:
+        _manage(ray, connection, gone)
+    finally:
+        connection.close()
+        ray.shutdown()
+        sys.stdout.flush()
+        # Threads of Ray have kept managers from ending.
+        os._exit(0)
+
+
+def _start_ray(setup: Setup) -> Any:
+    import ray
+    from ray._private import services
+    from ray._private.node import Node
+
+    # A dashboard and an autoscaler of a cluster that is gone with its strategy: two
+    # processes that take a second each to start, and 200 MB.
+    node: Any = Node
+    node.start_monitor = lambda self: None
+    node.start_api_server = lambda self, **options: setattr(self, "_webui_url", None)
+    # Ray 2.60 takes the loopback for a mistake and listens on every address instead.
+    services.resolve_ip_for_localhost = lambda host: host
+    services.get_node_ip_address = lambda *args, **kwargs: "127.0.0.1"
+    ray.init(
+        address="local",
+        num_cpus=setup.cpus,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        object_store_memory=setup.store_bytes,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=setup.folder,
+        # Ray would run them at niceness 15, and any other program before them.
+        _system_config={"worker_niceness": 0},
+    )
+    return ray
+
+
+def _manage(ray: Any, connection: Connection, gone: threading.Event) -> None:
+    host = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(_Host)
+    running: dict[Any, tuple[Start, Any, int]] = {}
+
+    def post(kind: str, value: Any) -> None:
+        connection.post((0, (kind, value)))
+
+    post("manager", os.getpid())
+    while not gone.is_set():
+        message = connection.receive(0.02 if running else 0.2)
+        if message is not None:
+            _, (kind, value) = message
+            if kind == "start":
+                is_server = value.kind == "ps"
+                name = actor_name(value.index, value.incarnation) if is_server else None
+                actor = host.options(name=name).remote()
+                ended = actor.run.remote(value.entry, value.arguments)
+                running[ended] = (value, actor, 0)
+            elif kind == "kill":
+                _kill(ray, running, value)
+        if not running:
+            continue
+        ended_now, _ = ray.wait(list(running), num_returns=1, timeout=0)
+        for reference in ended_now:
+            start, _, _ = running.pop(reference)
+            try:
+                ray.get(reference)
+                reason = "it ended"
+            except Exception as error:  # What the process raised, or Ray when it died.
+                reason = str(error).strip().splitlines()[0][:500]
+                cause = getattr(error, "cause", None)
+                if cause is not None:
+                    reason = f"{type(cause).__name__}: {cause}"
+            post("ended", (start.kind, start.index, start.incarnation, reason))
+    for _, actor, _ in running.values():
+        ray.kill(actor)
+
+
+def _kill(ray: Any, running: dict[Any, Any], value: tuple[str, int, int, int]) -> None:
+    """Ends a process, also one that is stopped and hears nothing."""
+    kind, index, incarnation, pid = value
+    for start, actor, _ in running.values():
+        if (start.kind, start.index, start.incarnation) == (kind, index, incarnation):
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            ray.kill(actor)
+
+
+class _Host:
+    """A process of the cluster, as Ray's actor."""
+
+    def run(self, entry: str, arguments: dict[str, Any]) -> None:
+        from keras_strategies.parameter_server.coordinator.keras_import import (
+            import_keras,
+        )
+
+        import_keras()
+        module, function = entry.split(":")
+        getattr(importlib.import_module(module), function)(**arguments)
+
+    def request(self, message: Any) -> tuple[str, Any]:
+        """A request to a parameter server, while `run` goes on."""
+        # Ray sends this class by value; the handler is that of the process it runs in.
+        from keras_strategies.parameter_server.wire.ray_channel import HANDLER
+
+        return HANDLER(message)
+
+
+def environment(threads: int) -> dict[str, str]:
+    """What the processes of a cluster find set."""
+    import keras
+
+    found = {
+        **QUIET,
+        **os.environ,
+        "KERAS_BACKEND": keras.backend.backend(),
+        # Large messages and gradients would be mapped and unmapped in every step.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        "MALLOC_TOP_PAD_": str(16 << 20),
+        "PYTHONUNBUFFERED": "1",
+    }
+    found.setdefault("OMP_NUM_THREADS", str(threads))
+    # The threads of XLA's programs on CPUs, and TensorFlow's.
+    for name in ("NPROC", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        found.setdefault(name, str(threads))
+    found.pop("TF_CONFIG", None)
+    return found
+
+
+def private_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that only this user may enter, with a path short enough for sockets."""
+    root = Path(tempfile.gettempdir())
+    # Paths of Unix sockets have 107 characters at most.
+    return tempfile.TemporaryDirectory(
+        prefix="ks-", dir=root if len(str(root)) < 60 else "/tmp"
+    )
+
+
+def wait_for(condition: threading.Condition, holds: Any, seconds: float) -> bool:
+    """Waits on a condition, with a deadline."""
+    until = time.monotonic() + seconds
+    while not holds():
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        condition.wait(left)
+    return True
+
+
+if __name__ == "__main__":
+    main()

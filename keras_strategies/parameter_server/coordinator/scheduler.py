@@ -1,0 +1,451 @@
+"""Who does what: the queue of closures, the workers, and what becomes of both."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from keras_strategies.errors import (
+    ClosureCancelledError,
+    ClusterTimeoutError,
+    SnapshotError,
+    WorkerError,
+)
+from keras_strategies.parameter_server.coordinator.cluster_state import (
+    LocalVariables,
+    Pending,
+    WorkerState,
+)
+from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
+from keras_strategies.parameter_server.coordinator.ray_launcher import Start, wait_for
+from keras_strategies.parameter_server.wire.task_messages import (
+    Definition,
+    Outcome,
+    Resource,
+    Task,
+)
+from keras_strategies.parameter_server.wire.transport import Service
+from keras_strategies.parameter_server.worker.pull_ahead import DEPTH
+
+#: Tasks that a worker may have, so that it need not wait for the next one. Of a model's
+#: steps one waits for the servers' answer, one is computed, and the values of those
+#: after it are on their way.
+_AHEAD = 2
+_STEPS_AHEAD = 2 + DEPTH
+#: A closure under which so many workers have died is not given to another one.
+_FATAL_DEATHS = 3
+
+
+class Dispatcher:
+    """Gives closures to workers, in a thread of its own.
+
+    Args:
+        service: where workers, servers and the manager report.
+        workers: int, how many workers there are at first.
+        servers: int, how many servers there are.
+        starts: makes the `Start` of a process of a kind, an index and an incarnation;
+            None where somebody else starts processes.
+        local: the local variables.
+        max_staleness: int or None, see `ParameterServerStrategy`.
+        pulls_ahead: bool, whether workers ask for values two steps ahead.
+        silence: float, seconds without a sign of life after which a process is dead.
+        can_restore: bool, whether servers have snapshots.
+        name: str, the coordinator's, whom workers and servers work for.
+        on_snapshot_error: str, `"raise"` or `"continue"`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        workers: int,
+        servers: int,
+        starts: Callable[[str, int, int], Start] | None,
+        local: LocalVariables,
+        max_staleness: int | None,
+        pulls_ahead: bool,
+        silence: float,
+        can_restore: bool,
+        name: str,
+        on_snapshot_error: str = "raise",
+    ):
+        self._service = service
+        self._on_snapshot_error = on_snapshot_error
+        # For the user's thread, which emits them.
+        self._warnings: collections.deque[str] = collections.deque()
+        self._local = local
+        self._silence = silence
+        self.max_staleness = max_staleness
+        self._pulls_ahead = pulls_ahead
+        self.condition = threading.Condition()
+        self.roster = Roster(
+            workers,
+            servers,
+            starts,
+            silence,
+            can_restore,
+            name,
+            send=lambda receiver, message: self._to_send.append((receiver, message)),
+            lost=self._worker_lost,
+            broken=self._break,
+            changed=self.condition.notify_all,
+            damaged=self._warnings.append,
+            snapshots=self._on_snapshots,
+        )
+        self.workers = self.roster.workers
+        self.servers = self.roster.servers
+        self.queue: collections.deque[Pending] = collections.deque()
+        self.max_queued = 256
+        self.error: BaseException | None = None
+        self.fatal: BaseException | None = None
+        #: Why snapshots cannot be written at present; None while they can.
+        self.snapshot_problem: str | None = None
+        self.done_steps = 0
+        self._definitions: dict[int, Definition] = {}
+        self._resources: dict[int, Resource] = {}
+        self._unfinished: set[int] = set()
+        self._next_task = 0
+        self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._work, name="coordinator", daemon=True
+        )
+        self._thread.start()
+
+    # For the user's threads
+
+    def define(self, definition: Definition) -> None:
+        with self.condition:
+            self._definitions[definition.number] = definition
+
+    def add_resource(self, resource: Resource) -> None:
+        with self.condition:
+            self._resources[resource.number] = resource
+
+    def schedule(
+        self,
+        definition: int,
+        arguments: Any,
+        generation: int,
+        result: Callable[[Any, BaseException | None], None],
+        local: tuple[int, ...],
+    ) -> None:
+        """Queues a closure; waits only while the queue is full."""
+        self._emit_warnings()
+        with self.condition:
+            self.condition.wait_for(
+                lambda: len(self.queue) < self.max_queued or self._is_broken()
+            )
+            self.raise_error()
+            number = self._next_task
+            self._next_task += 1
+            self._unfinished.add(number)
+            task = Task(number, definition, arguments, generation=generation)
+            self.queue.append(Pending(task, result, local))
+            # Workers that have all that they may have get it with their next outcome.
+            is_wanted = bool(self._ready_workers())
+        if is_wanted:
+            self._service.wake()
+
+    def wait_for_room(self, is_known: Callable[[], bool]) -> bool:
+        """Waits until a closure is done, or until nothing is queued for workers.
+
+        Args:
+            is_known: says whether the closure is done.
+
+        Returns:
+            Whether it is done.
+        """
+        with self.condition:
+            self.condition.wait_for(
+                lambda: is_known() or not self.queue or self._is_broken()
+            )
+        return is_known()
+
+    def wait_until_done(self, timeout: float | None = None) -> None:
+        """Waits for all closures; raises the first error."""
+        with self.condition:
+            finished = self.condition.wait_for(
+                lambda: not self._unfinished or self.fatal is not None, timeout
+            )
+            self._emit_warnings()
+            self.raise_error()
+            if not finished:
+                raise ClusterTimeoutError(
+                    f"{len(self._unfinished)} closures were not done after "
+                    f"{timeout:g} seconds."
+                )
+
+    def abandon(self) -> None:
+        """Drops what is queued and waits for what is under way, without errors."""
+        with self.condition:
+            self._cancel(ClosureCancelledError("Training ended before this step."))
+            self.condition.wait_for(
+                lambda: (
+                    not any(w.in_flight for w in self.workers.values())
+                    or self.fatal is not None
+                ),
+                self._silence * 2,
+            )
+            self.error = None
+
+    def forget_error(self, error: BaseException) -> None:
+        """The caller has raised this error itself; it is not to surface again."""
+        with self.condition:
+            if self.error is error:
+                self.error = None
+
+    def is_done(self) -> bool:
+        with self.condition:
+            self.raise_error()
+            return not self._unfinished
+
+    def raise_error(self) -> None:
+        """Raises the first error of a closure, once; a fatal one each time."""
+        with self.condition:
+            if self.fatal is not None:
+                raise self.fatal
+            if self.error is None:
+                return
+            # What is under way still counts; nothing of it is left when this returns.
+            self.condition.wait_for(
+                lambda: (
+                    not any(w.in_flight for w in self.workers.values())
+                    or self.fatal is not None
+                )
+            )
+            error, self.error = self.error, None
+            if error is not None:
+                raise error
+
+    def raise_fatal(self) -> None:
+        """Raises the error after which nothing can go on, if there is one."""
+        if self.fatal is not None and not self._is_closed:
+            raise self.fatal
+
+    def _emit_warnings(self) -> None:
+        while self._warnings:
+            warnings.warn(self._warnings.popleft(), stacklevel=4)
+
+    def _is_broken(self) -> bool:
+        return self.error is not None or self.fatal is not None
+
+    def wait_ready(self, seconds: float) -> None:
+        """Waits for all servers and at least one worker."""
+        with self.condition:
+            ready = wait_for(
+                self.condition,
+                lambda: self.fatal is not None or not self.roster.missing(),
+                seconds,
+            )
+            if self.fatal is not None:
+                raise self.fatal
+            if not ready:
+                raise ClusterTimeoutError(
+                    f"The cluster was not ready after {seconds:g} seconds: "
+                    f"{', '.join(self.roster.missing())} did not report. Look at what "
+                    "they printed, or raise `start_seconds` of the strategy."
+                )
+
+    def start_all(self) -> None:
+        """Starts the processes, if that is ours to do."""
+        with self.condition:
+            self.roster.start_all()
+        self._service.wake()
+
+    def add_worker(self) -> int:
+        """Starts one worker more; its number."""
+        with self.condition:
+            index = self.roster.add_worker()
+        self._service.wake()
+        return index
+
+    def close(self) -> None:
+        """Tells everybody to stop, and ends the thread."""
+        with self.condition:
+            self._is_closed = True
+            for worker in self.workers.values():
+                if worker.sender is not None:
+                    self._to_send.append((worker.sender, ("stop", None)))
+            self._cancel(ClosureCancelledError("The strategy was closed."))
+            self.fatal = self.fatal or WorkerError(
+                "The cluster of this strategy has been closed."
+            )
+            self.condition.notify_all()
+        self._service.wake()
+        self._thread.join(10.0)
+
+    # The thread
+
+    def _work(self) -> None:
+        while True:
+            received = self._service.receive(0.1)
+            with self.condition:
+                if received is not None:
+                    sender, (_, (kind, value)) = received
+                    if kind == "outcome":
+                        self._on_outcome(sender, value)
+                    elif not self._is_closed:
+                        self.roster.handle(kind, sender, value)
+                self.roster.look_for_silence()
+                self._assign()
+                to_send, self._to_send = self._to_send, collections.deque()
+                is_closed = self._is_closed
+            for receiver, message in to_send:
+                # What is wrong with one peer must not end the thread that serves all.
+                # One that is gone is noticed by its silence.
+                with contextlib.suppress(Exception):
+                    self._service.send(receiver, (0, message))
+            if is_closed:
+                return
+
+    def _worker_lost(self, worker: WorkerState, reason: str) -> None:
+        again = list(worker.in_flight)
+        worker.in_flight.clear()
+        for i, pending in enumerate(again):
+            # The first was running; the others waited for it.
+            pending.deaths += i == 0
+            if pending.deaths >= _FATAL_DEATHS:
+                self._fail(
+                    pending,
+                    WorkerError(
+                        f"{pending.deaths} workers in turn died while they ran one "
+                        f"scheduled function, worker {worker.index} last: {reason}. "
+                        "Look at what they printed; a machine that runs out of memory "
+                        "kills processes without a word."
+                    ),
+                )
+        alive = [p for p in again if p.deaths < _FATAL_DEATHS]
+        self.queue.extendleft(reversed(alive))
+        self.condition.notify_all()
+
+    def _assign(self) -> None:
+        if self.fatal is not None:
+            return
+        while self.queue and (ready := self._ready_workers()):
+            self._give(min(ready, key=lambda w: len(w.in_flight)))
+
+    def _ready_workers(self) -> list[WorkerState]:
+        """Those that may have the first closure of the queue."""
+        workers = [w for w in self.workers.values() if w.is_alive]
+        if self.max_staleness is not None:
+            under_way = sum(len(w.in_flight) for w in self.workers.values())
+            if under_way > self.max_staleness:
+                return []
+        ahead = self._ahead()
+        return [w for w in workers if len(w.in_flight) < ahead]
+
+    def _ahead(self) -> int:
+        """How many tasks a worker may have."""
+        if self.max_staleness is not None:
+            return 1
+        kind = self._definitions[self.queue[0].task.definition].kind
+        return _STEPS_AHEAD if self._pulls_ahead and kind != "call" else _AHEAD
+
+    def _give(self, worker: WorkerState) -> None:
+        pending = self.queue.popleft()
+        assert worker.sender is not None
+        for resource in self._resources.values():
+            if ("resource", resource.number) not in worker.known:
+                worker.known.add(("resource", resource.number))
+                self._to_send.append((worker.sender, ("resource", resource)))
+        number = pending.task.definition
+        if ("definition", number) not in worker.known:
+            worker.known.add(("definition", number))
+            definition = self._definitions[number]
+            self._to_send.append((worker.sender, ("define", definition)))
+        task = dataclasses.replace(
+            pending.task,
+            local={n: self._local.get(n) for n in pending.local},
+            done=min(self._unfinished),
+            pulls_ahead=self._pulls_ahead,
+        )
+        worker.in_flight.append(pending)
+        self._to_send.append((worker.sender, ("task", task)))
+        self.condition.notify_all()
+
+    def _on_outcome(self, sender: bytes, outcome: Outcome) -> None:
+        for worker in self.workers.values():
+            if worker.sender != sender:
+                continue
+            for pending in worker.in_flight:
+                if pending.task.number == outcome.number:
+                    worker.in_flight.remove(pending)
+                    self._finish(worker, pending, outcome)
+                    self.condition.notify_all()
+                    return
+
+    def _finish(self, worker: WorkerState, pending: Pending, outcome: Outcome) -> None:
+        worker.last_sign = time.monotonic()
+        if outcome.error is not None:
+            self._fail(pending, outcome.error)
+            return
+        worker.steps += outcome.steps
+        worker.seconds += outcome.seconds
+        sent, received = outcome.traffic
+        worker.sent_bytes += sent
+        worker.received_bytes += received
+        missed, most = outcome.staleness
+        worker.staleness += missed
+        worker.most_staleness = max(worker.most_staleness, most)
+        self.done_steps += outcome.steps
+        self._unfinished.discard(pending.task.number)
+        self._local.add(outcome.local)
+        pending.result(outcome.value, None)
+
+    def _fail(self, pending: Pending, error: BaseException) -> None:
+        self._unfinished.discard(pending.task.number)
+        pending.result(None, error)
+        if self.error is None:
+            self.error = error
+            self._cancel(
+                ClosureCancelledError(
+                    "This function was not run, because one that was scheduled before "
+                    f"it has failed: {type(error).__name__}: {error}"
+                )
+            )
+
+    def _cancel(self, error: BaseException) -> None:
+        while self.queue:
+            pending = self.queue.popleft()
+            self._unfinished.discard(pending.task.number)
+            pending.result(None, error)
+
+    def _on_snapshots(self, problem: str | None) -> None:
+        """A server could not write its snapshots, or (None) can write them again."""
+        before, self.snapshot_problem = self.snapshot_problem, problem
+        if problem is None:
+            if isinstance(self.error, SnapshotError):
+                self.error = None
+        elif self._on_snapshot_error == "continue":
+            if before is None:
+                self._warnings.append(
+                    f"{problem} Training continues without snapshots: if this server "
+                    "dies, its updates since its last snapshot are lost."
+                )
+        elif self.error is None:
+            self.error = SnapshotError(
+                f"{problem} The variables are intact: save the model elsewhere, or "
+                "free space and train on. `on_snapshot_error='continue'` of the "
+                "strategy trains on without snapshots."
+            )
+            self._cancel(self.error)
+            self.condition.notify_all()
+
+    def _break(self, error: BaseException) -> None:
+        """Nothing can go on."""
+        if self.fatal is not None:
+            return
+        self.fatal = error
+        self._cancel(error)
+        for worker in self.workers.values():
+            for pending in worker.in_flight:
+                self._unfinished.discard(pending.task.number)
+                pending.result(None, error)
+            worker.in_flight.clear()
+        self.condition.notify_all()

@@ -1,0 +1,231 @@
+"""Parameter servers and their workers on JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.engines.jax.jax_compat import passed_on, used_inputs
+from keras_strategies.parameter_server.engines.step_engine import (
+    Applied,
+    Body,
+    Engine,
+    Outputs,
+    Program,
+    Sink,
+    StepResult,
+    Variables,
+)
+
+
+class JaxProgram(Program):
+    """One jitted function of the variables' values, the positions and the batch."""
+
+    def __init__(self, body: Body, variables: Variables, gradients: bool):
+        super().__init__(body, variables, gradients)
+        self._ids: dict[Any, Any] = {}
+        self._traced: list[Any] = []
+        self._step = jax.jit(self._pure)
+        # What the last trace has found, by the shapes of its arguments' leaves.
+        self._meanings: dict[Any, tuple[list[Applied], list[Any], Outputs]] = {}
+
+    # Which rows
+
+    def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
+        if not self.variables.tables:
+            return []
+        leaves, structure = jax.tree.flatten(batch)
+        key = (structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        if key not in self._ids:
+            self._ids[key] = self._find_lookups(batch)
+        tables, places, program = self._ids[key]
+        if not tables:
+            return []
+        if None not in places:
+            found = [leaves[place] for place in places]
+        else:
+            found = program(batch)
+        return list(zip(tables, map(np.asarray, found), strict=True))
+
+    def _find_lookups(self, batch: Any) -> tuple[list[Any], list[int | None], Any]:
+        """Traces the step with whole tables, and keeps what leads to the ids.
+
+        Returns:
+            The table of each lookup, the number of the batch's leaf that its ids are,
+            None where they are computed, and a program of a batch that returns ids.
+        """
+        while True:
+            variables = [*self.variables.tables, *self.variables.others]
+            tables = list(self.variables.tables)
+            found: list[Any] = []
+
+            def trace(
+                values: Any, batch: Any, found: Any = found, variables: Any = variables
+            ) -> Any:
+                found.clear()
+                ids: list[Any] = []
+
+                def take(x: Any, indices: Any, axis: Any) -> Any:
+                    if axis != 0 or not any(x is t for t in self.variables.tables):
+                        return NotImplemented
+                    indices = jnp.asarray(indices)
+                    found.append(x)
+                    ids.append(indices)
+                    shape = (*indices.shape, *x.shape[1:])
+                    return jnp.zeros(shape, x.dtype)
+
+                with (
+                    keras_compat.values_scope(
+                        zip(variables, values, strict=True)
+                    ) as scope,
+                    keras_compat.lookups_through(take),
+                    keras_compat.applying_through(Sink()),
+                ):
+                    outputs = self.body(batch)
+                kept = [scope.get_current_value(v) for v in self.variables.others]
+                return ids, (Outputs(outputs, _is_computed).tensors, kept)
+
+            specs = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables]
+            by_ids, read = used_inputs(trace, specs, batch)
+            if any(by_ids):
+                # Ids that depend on values are not known ahead of the step.
+                whole = list({id(t): t for t in found}.values())
+            else:
+                whole = [
+                    table
+                    for table, is_read in zip(tables, read[: len(tables)], strict=True)
+                    if is_read
+                ]
+            if whole:
+                self.variables.become_dense(whole)
+                continue
+
+            def ids_of(batch: Any, trace: Any = trace, specs: Any = specs) -> Any:
+                return trace([jnp.zeros(s.shape, s.dtype) for s in specs], batch)[0]
+
+            return list(found), passed_on(ids_of, batch), jax.jit(ids_of)
+
+    # The step
+
+    def _pure(self, values: Any, positions: Any, batch: Any) -> Any:
+        variables = [*self.variables.tables, *self.variables.others]
+        places = iter(positions)
+
+        def take(x: Any, indices: Any, axis: Any) -> Any:
+            if axis != 0 or not any(x is t for t in self.variables.tables):
+                return NotImplemented
+            return jnp.take(x.value, next(places), axis=0)
+
+        sink = Sink()
+        with (
+            keras_compat.values_scope(zip(variables, values, strict=True)) as scope,
+            keras_compat.lookups_through(take),
+            keras_compat.applying_through(sink),
+        ):
+            outputs = self.body(batch)
+        changed = []
+        for variable, before in zip(variables, values, strict=True):
+            after = scope.get_current_value(variable)
+            if after is not before:
+                changed.append((variable, after))
+        split = Outputs(outputs, _is_computed)
+        self._traced = [sink.applied, [variable for variable, _ in changed], split]
+        gradients = [applied.gradients for applied in sink.applied]
+        return split.tensors, gradients, [value for _, value in changed]
+
+    def run(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
+        variables = [*self.variables.tables, *self.variables.others]
+        values = [keras_compat.raw_value(variable) for variable in variables]
+        self._traced = []
+        outputs, gradients, changed = self._step(values, list(positions), batch)
+        leaves, structure = jax.tree.flatten((values, positions, batch))
+        key = (structure, tuple((np.shape(x), str(x.dtype)) for x in leaves))
+        if self._traced:
+            self._meanings[key] = tuple(self._traced)  # type: ignore[assignment]
+        applied, changed_variables, split = self._meanings[key]
+        to_numpy = jax.tree.map(np.asarray, (outputs, gradients, changed))
+        outputs, gradients, changed = to_numpy
+        return StepResult(
+            split.filled(outputs),
+            [
+                Applied(a.optimizer, a.variables, g)
+                for a, g in zip(applied, gradients, strict=True)
+            ],
+            list(zip(changed_variables, changed, strict=True)),
+        )
+
+
+def _is_computed(leaf: Any) -> bool:
+    """Whether a program returns a leaf: arrays and numbers, not strings."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
+
+
+def _assign(variables: Any, values: Any) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        if value is not variable.value:
+            variable.assign(value)
+
+
+class JaxEngine(Engine):
+    """Programs are jitted; arrays are handed over without a copy where possible."""
+
+    pads_rows = True
+
+    def model_body(self, model: Any, kind: str) -> Body:
+        def values(variables: Any) -> list[Any]:
+            return [variable.value for variable in variables]
+
+        def body(batch: Any) -> Any:
+            trainable = values(model.trainable_variables)
+            others = values(model.non_trainable_variables)
+            if kind == "predict":
+                outputs, others = model.predict_step((trainable, others), batch)
+                _assign(model.non_trainable_variables, others)
+                return outputs
+            metrics = values(model.metrics_variables)
+            if kind == "test":
+                logs, (_, others, metrics) = model.test_step(
+                    (trainable, others, metrics), batch
+                )
+            else:
+                optimizer = values(model.optimizer.variables)
+                state = (trainable, others, optimizer, metrics)
+                logs, (_, others, _, metrics) = model.train_step(state, batch)
+            _assign(model.non_trainable_variables, others)
+            _assign(model.metrics_variables, metrics)
+            return logs
+
+        return body
+
+    def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
+        return JaxProgram(body, variables, gradients)
+
+    def set_value(self, variable: Any, value: np.ndarray) -> None:
+        # Programs take arrays of NumPy as they are.
+        keras_compat.set_raw_value(variable, value)
+
+    def get_value(self, variable: Any) -> np.ndarray:
+        return np.asarray(keras_compat.raw_value(variable))
+
+    def compile_update(
+        self, update: Callable[..., Any], is_of_keras: bool
+    ) -> Callable[..., Any]:
+        jitted = jax.jit(update)
+
+        def run(*arguments: Any) -> Any:
+            return jax.tree.map(np.asarray, jitted(*arguments))
+
+        return run
+
+
+ENGINE = JaxEngine()

@@ -1,0 +1,437 @@
+"""Parameter servers and their workers on TensorFlow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_strategies import keras_compat
+from keras_strategies.parameter_server.engines.step_engine import (
+    Applied,
+    Body,
+    CompiledStep,
+    Engine,
+    Outputs,
+    Program,
+    Sink,
+    StepResult,
+    Variables,
+    changed_in,
+    regularized_scope,
+    writable,
+)
+
+# NumPy has these from `ml_dtypes`, or as objects.
+_WITHOUT_BUFFER = (tf.bfloat16, tf.string)
+# Kinds of NumPy's dtypes that TensorFlow has too.
+_WITH_BUFFER = "biuf"
+# Bytes at a multiple of which TensorFlow wants arrays to begin.
+_ALIGNMENT = 64
+# The attribute of a variable of TensorFlow's that has its value for the next program.
+_GIVEN = "_keras_strategies_given"
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+
+
+class _Traced:
+    """A function of tensors, traced for one signature.
+
+    A call of a `ConcreteFunction` binds and checks its arguments, which takes as long
+    as a server's whole update of small variables. Here they are known to be right.
+
+    Args:
+        function: takes tensors; returns a list of tensors and None.
+        specs: the `tf.TensorSpec` of each argument.
+        jit_compile: bool, whether XLA compiles it.
+
+    Attributes:
+        concrete: the `ConcreteFunction`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., list[Any]],
+        specs: list[Any],
+        jit_compile: bool | None = None,
+    ):
+        traced = tf.function(
+            function, input_signature=specs, autograph=False, jit_compile=jit_compile
+        )
+        self.concrete = traced.get_concrete_function()
+        self._captured = self.concrete.captured_inputs
+        outputs = self.concrete.structured_outputs
+        self._is_tensor = [output is not None for output in outputs]
+
+    def __call__(self, *tensors: Any) -> list[Any]:
+        found = self.concrete.inference_fn.call_flat(*tensors, *self._captured)
+        if all(self._is_tensor):
+            return list(found)
+        given = iter(found)
+        return [next(given) if there else None for there in self._is_tensor]
+
+
+class TensorFlowProgram(Program):
+    """Two functions of TensorFlow's, traced for each signature of a batch."""
+
+    def __init__(self, body: Body, variables: Variables, gradients: bool):
+        super().__init__(body, variables, gradients)
+        self._ids: dict[Any, _Lookups] = {}
+        self._steps: dict[Any, _Step] = {}
+
+    def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
+        if not self.variables.tables:
+            return []
+        key = _key(batch)
+        if key not in self._ids:
+            self._ids[key] = self._find_lookups(_signature(batch))
+        tables, places, program = self._ids[key]
+        if not tables:
+            return []
+        leaves = keras.tree.flatten(batch)
+        if None not in places:
+            found = [leaves[place] for place in places]
+        else:
+            found = [_numpy(ids) for ids in program(*map(_tensor, leaves))]
+        return list(zip(tables, found, strict=True))
+
+    def _find_lookups(self, signature: Any) -> _Lookups:
+        while True:
+            tables = list(self.variables.tables)
+            found, program = self._trace_lookups(signature)
+            read = _read_handles(program.concrete.graph)
+            whole = [t for t in tables if id(_handle(t)) in read]
+            if not whole and _depend_on_state(program.concrete.outputs):
+                # Ids that depend on values are not known ahead of the step.
+                whole = list({id(t): t for t in found}.values())
+            if not whole:
+                return found, _passed_on(program.concrete), program
+            self.variables.become_dense(whole)
+
+    def _trace_lookups(self, signature: Any) -> tuple[list[Any], _Traced]:
+        """A program of a batch that returns ids, and the tables that they are for."""
+        found: list[Any] = []
+        ids: list[Any] = []
+
+        def take(x: Any, indices: Any, axis: Any) -> Any:
+            if axis != 0 or not self._is_table(x):
+                return NotImplemented
+            indices = tf.convert_to_tensor(indices)
+            found.append(x)
+            ids.append(indices)
+            shape = tf.concat([tf.shape(indices), list(x.shape)[1:]], 0)
+            rows = tf.zeros(shape, x.dtype)
+            rows.set_shape([*indices.shape, *list(x.shape)[1:]])
+            return rows
+
+        def ids_of(*leaves: Any) -> Any:
+            found.clear()
+            ids.clear()
+            with (
+                regularized_scope(self.variables),
+                keras_compat.lookups_through(take),
+                keras_compat.applying_through(Sink()),
+            ):
+                self.body(keras.tree.pack_sequence_as(signature, list(leaves)))
+            return list(ids)
+
+        return found, _Traced(ids_of, _flat(signature))
+
+    def _is_table(self, x: Any) -> bool:
+        return any(x is table for table in self.variables.tables)
+
+    def run(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
+        key = (_key(batch), len(positions))
+        if key not in self._steps:
+            self._steps[key] = self._make_step(_signature(batch), positions)
+        program, structure, applied, changed_variables, split = self._steps[key]
+        arrays = [
+            *(np.asarray(where, np.int32) for where in positions),
+            *(_given(variable) for variable in self._variables()),
+            *keras.tree.flatten(batch),
+        ]
+        found = map(_numpy, program(*map(_tensor, arrays)))
+        outputs, gradients, changed = keras.tree.pack_sequence_as(
+            structure, list(found)
+        )
+        return StepResult(
+            split.filled(outputs),
+            [
+                Applied(a.optimizer, a.variables, list(g))
+                for a, g in zip(applied, gradients, strict=True)
+            ],
+            list(zip(changed_variables, changed, strict=True)),
+        )
+
+    def _variables(self) -> list[Any]:
+        return [*self.variables.tables, *self.variables.others]
+
+    def _make_step(self, signature: Any, positions: Sequence[np.ndarray]) -> _Step:
+        """Traces the step as a function of positions, values and a batch."""
+        count = len(positions)
+        sink = Sink()
+        changed_variables: list[Any] = []
+        variables = self._variables()
+        raws = [keras_compat.raw_value(variable) for variable in variables]
+        structure: Any = None
+        split: Any = None
+
+        def compute(*arguments: Any) -> list[Any]:
+            nonlocal structure, split
+            places = iter(arguments[:count])
+            batch = keras.tree.pack_sequence_as(signature, list(arguments[count:]))
+            sink.applied.clear()
+            changed_variables.clear()
+
+            def take(x: Any, indices: Any, axis: Any) -> Any:
+                if axis != 0 or not self._is_table(x):
+                    return NotImplemented
+                where = next(places)
+                rows = tf.gather(x.value, where)
+                rows.set_shape([*indices.shape, *list(x.shape)[1:]])
+                return rows
+
+            with (
+                regularized_scope(self.variables) as scope,
+                keras_compat.lookups_through(take),
+                keras_compat.applying_through(sink),
+            ):
+                outputs = self.body(batch)
+            changed = []
+            for variable in variables:
+                after = changed_in(scope, variable)
+                if after is not None:
+                    changed_variables.append(variable)
+                    changed.append(after)
+            gradients = [[_dense(g) for g in a.gradients] for a in sink.applied]
+            split = Outputs(outputs, _is_computed)
+            structure = (split.tensors, gradients, changed)
+            return list(keras.tree.flatten(structure))
+
+        if isinstance(self.body, CompiledStep):
+            compute = tf.function(compute, autograph=False, jit_compile=True)
+
+        def step(*arguments: Any) -> list[Any]:
+            values = arguments[count : count + len(raws)]
+            # Keras asks for gradients of TensorFlow's variables, not of values.
+            for raw, value in zip(raws, values, strict=True):
+                raw.assign(value, read_value=False)
+            return compute(*arguments[:count], *arguments[count + len(raws) :])
+
+        specs = [
+            *(tf.TensorSpec([None] * p.ndim, tf.int32) for p in positions),
+            *(tf.TensorSpec(raw.shape, raw.dtype) for raw in raws),
+            *_flat(signature),
+        ]
+        program = _Traced(step, specs)
+        structure = keras.tree.map_structure(lambda leaf: 0, structure)
+        applied = list(sink.applied)
+        return program, structure, applied, list(changed_variables), split
+
+
+#: The table of each lookup, the number of the batch's leaf that its ids are, None
+#: where they are computed, and a program of the leaves that returns ids.
+_Lookups = tuple[list[Any], list[int | None], _Traced]
+#: A program, the structure of what it returns flat, the updates that it asks for, the
+#: variables that it changes, and what the step returns.
+_Step = tuple[_Traced, Any, list[Applied], list[Any], Outputs]
+
+
+def _is_computed(leaf: Any) -> bool:
+    """Whether a program returns a leaf: tensors and numbers, not strings and the like.
+
+    Rows of several lengths, and gradients without them, are tensors in parts.
+    """
+    kinds = (np.ndarray, np.generic, int, float, complex, keras.Variable)
+    return tf.is_tensor(leaf) or isinstance(leaf, kinds)
+
+
+def _dense(gradient: Any) -> Any:
+    """A gradient whose rows are summed."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = tf.cast(gradient.dense_shape[0], tf.int32)
+    indices = tf.cast(gradient.indices, tf.int32)
+    return tf.math.unsorted_segment_sum(gradient.values, indices, rows)
+
+
+def _handle(variable: Any) -> Any:
+    return keras_compat.raw_value(variable).handle
+
+
+def _read_handles(graph: Any) -> set[int]:
+    """The captured variables that operations of a graph read, by `id` of handles."""
+    captured = {id(inner): outer for outer, inner in graph.captures}
+    found = set()
+    for operation in graph.get_operations():
+        if operation.type in _READS:
+            outer = captured.get(id(operation.inputs[0]))
+            if outer is not None:
+                found.add(id(outer))
+    return found
+
+
+def _depend_on_state(outputs: Any) -> bool:
+    """Whether tensors depend on variables or on random numbers."""
+    waiting = [tensor.op for tensor in outputs]
+    seen = set()
+    while waiting:
+        operation = waiting.pop()
+        if operation.name in seen:
+            continue
+        seen.add(operation.name)
+        if operation.type in _READS or "Random" in operation.type:
+            return True
+        waiting += [tensor.op for tensor in operation.inputs]
+    return False
+
+
+def _passed_on(program: Any) -> list[int | None]:
+    """For each output of a program the input that it is, None if it is computed."""
+    inputs = [id(tensor) for tensor in program.inputs]
+    found: list[int | None] = []
+    for tensor in program.outputs:
+        while id(tensor) not in inputs and _keeps_integers(tensor.op):
+            tensor = tensor.op.inputs[0]
+        found.append(inputs.index(id(tensor)) if id(tensor) in inputs else None)
+    return found
+
+
+def _keeps_integers(operation: Any) -> bool:
+    if operation.type not in ("Identity", "Cast"):
+        return False
+    return all(
+        tensor.dtype in (tf.int32, tf.int64)
+        for tensor in (*operation.inputs, *operation.outputs)
+    )
+
+
+def _signature(batch: Any) -> Any:
+    def spec(leaf: Any) -> Any:
+        array = np.asarray(leaf)
+        rest = array.shape[1:]
+        return tf.TensorSpec([None, *rest] if array.ndim else [], array.dtype)
+
+    return keras.tree.map_structure(spec, batch)
+
+
+def _flat(signature: Any) -> list[Any]:
+    return list(keras.tree.flatten(signature))
+
+
+def _key(batch: Any) -> Any:
+    """What batches of one signature have in common."""
+    return repr(
+        keras.tree.map_structure(lambda a: (a.shape[1:], a.ndim, a.dtype.str), batch)
+    )
+
+
+def _tensor(array: Any) -> Any:
+    """An eager tensor on the memory of an array, where TensorFlow can use it."""
+    array = np.asarray(array)
+    address = array.__array_interface__["data"][0]
+    if (
+        array.dtype.kind not in _WITH_BUFFER
+        or address % _ALIGNMENT
+        or not array.size
+        or not array.flags.c_contiguous
+    ):
+        return tf.convert_to_tensor(array)
+    return tf.experimental.dlpack.from_dlpack(writable(array).__dlpack__())
+
+
+def _numpy(value: Any) -> Any:
+    """An array on the memory of an eager tensor, where NumPy knows its dtype."""
+    if not isinstance(value, tf.Tensor):
+        return value
+    if value.dtype in _WITHOUT_BUFFER:
+        return value.numpy()
+    return np.asarray(memoryview(value))
+
+
+class TensorFlowEngine(Engine):
+    """Windows are variables whose first axis is open. XLA compiles updates."""
+
+    pads_rows = True
+
+    def is_tracing(self) -> bool:
+        return super().is_tracing() or not tf.executing_eagerly()
+
+    def model_body(self, model: Any, kind: str) -> Body:
+        step = super().model_body(model, kind)
+        return CompiledStep(step, is_asked_for=True) if model.jit_compile else step
+
+    def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
+        return TensorFlowProgram(body, variables, gradients)
+
+    def new_variable(
+        self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
+    ) -> Any:
+        made = super().new_variable(path, trainable, dtype, shape)
+        # Matrices may be tables, whose windows have any number of rows. What has been
+        # traced holds on to this variable, so it is never another one.
+        open_shape = [None, *shape[1:]] if len(shape) == 2 else list(shape)
+        first = [min(shape[0], 1), shape[1]] if len(shape) == 2 else list(shape)
+        raw = tf.Variable(
+            tf.zeros(first, dtype), shape=open_shape, dtype=dtype, trainable=trainable
+        )
+        keras_compat.set_raw_value(made, raw)
+        return made
+
+    def set_value(self, variable: Any, value: np.ndarray) -> None:
+        # Programs take it from here, all values with one call.
+        setattr(keras_compat.raw_value(variable), _GIVEN, value)
+
+    def get_value(self, variable: Any) -> np.ndarray:
+        return _given(variable)
+
+    def compile_update(
+        self, update: Callable[..., Any], is_of_keras: bool
+    ) -> Callable[..., Any]:
+        # Each variable has programs of its own, which is no mistake.
+        logging.getLogger("tensorflow").setLevel(logging.ERROR)
+        programs: dict[Any, Any] = {}
+
+        def run(*arguments: Any) -> Any:
+            leaves = keras.tree.flatten(arguments)
+            key = tuple(leaf.shape for leaf in leaves)
+            if key not in programs:
+                programs[key] = _flat_program(update, arguments, is_of_keras)
+            found = programs[key](*map(_tensor, leaves))
+            # What has been updated is arranged as what was given, without gradients.
+            return keras.tree.pack_sequence_as(
+                arguments[:-1], [_numpy(tensor) for tensor in found]
+            )
+
+        return run
+
+
+def _flat_program(
+    update: Callable[..., Any], arguments: Any, jit_compile: bool
+) -> _Traced:
+    def flat(*leaves: Any) -> list[Any]:
+        given = keras.tree.pack_sequence_as(arguments, list(leaves))
+        return list(keras.tree.flatten(update(*given)))
+
+    specs = [
+        tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in keras.tree.flatten(arguments)
+    ]
+    return _Traced(flat, specs, jit_compile)
+
+
+def _given(variable: Any) -> np.ndarray:
+    """The value that a variable was given; that of TensorFlow's before the first."""
+    raw = keras_compat.raw_value(variable)
+    given: np.ndarray | None = getattr(raw, _GIVEN, None)
+    return raw.numpy() if given is None else given  # type: ignore[no-any-return]
+
+
+ENGINE = TensorFlowEngine()

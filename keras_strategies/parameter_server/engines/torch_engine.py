@@ -1,0 +1,126 @@
+"""Parameter servers and their workers on Torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from keras_strategies import keras_compat
+from keras_strategies.parameter_server.engines.step_engine import (
+    Body,
+    CompiledStep,
+    Engine,
+    Program,
+    Variables,
+)
+from keras_strategies.parameter_server.engines.torch_arrays import (
+    array_again,
+    as_array,
+    as_tensor,
+)
+from keras_strategies.parameter_server.engines.torch_graphs import Recorder
+from keras_strategies.parameter_server.engines.torch_steps import (
+    TorchProgram,
+    set_whole_stub,
+)
+
+
+class TorchEngine(Engine):
+    """Tensors share the memory of arrays; updates are in place."""
+
+    # Graphs are recorded for exact shapes.
+    pads_rows = True
+    updates_in_place = True
+
+    def install(self) -> None:
+        keras_compat.hook_torch_layers()
+
+    def model_body(self, model: Any, kind: str) -> Body:
+        step = super().model_body(model, kind)
+        if model.run_eagerly:
+            return step
+        if model.jit_compile or keras_compat.is_of_keras(model):
+            return CompiledStep(step, is_asked_for=bool(model.jit_compile))
+        return step
+
+    def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
+        return TorchProgram(body, variables, gradients)
+
+    def new_variable(
+        self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
+    ) -> Any:
+        made = super().new_variable(path, trainable, dtype, shape)
+        set_whole_stub(made)
+        return made
+
+    def set_value(self, variable: Any, value: np.ndarray) -> None:
+        tensor = keras.ops.convert_to_tensor(as_tensor(value), dtype=variable._dtype)
+        trains = variable.trainable and tensor.is_floating_point()
+        raw = keras_compat.raw_value(variable)
+        # Torch remembers the shape of what a gradient was once asked for.
+        if raw is not None and raw.dtype == tensor.dtype and raw.shape == tensor.shape:
+            raw.data = tensor
+            return
+        keras_compat.set_raw_value(
+            variable, torch.nn.Parameter(tensor, requires_grad=trains)
+        )
+
+    def get_value(self, variable: Any) -> np.ndarray:
+        return np.asarray(as_array(keras_compat.raw_value(variable)))
+
+    def compile_update(
+        self, update: Callable[..., Any], is_of_keras: bool
+    ) -> Callable[..., Any]:
+        return _Update(update, is_of_keras)
+
+
+class _Update:
+    """An optimizer's update of arrays, in their memory.
+
+    Args:
+        update: as for `Engine.compile_update`.
+        is_recorded: bool, whether it may be run as a graph.
+    """
+
+    def __init__(self, update: Callable[..., Any], is_recorded: bool):
+        self._update = update
+        self._recorder = Recorder(self._flat, fuses=True) if is_recorded else None
+        self._scalars = 0
+        self._slots: list[int] = []
+
+    def __call__(self, scalars: Any, values: Any, slots: Any, gradients: Any) -> Any:
+        self._scalars = len(scalars)
+        self._slots = [len(own) for own in slots]
+        arrays = [*scalars, *values, *itertools.chain(*slots), *gradients]
+        tensors = [as_tensor(array) for array in arrays]
+        graph = self._recorder.graph(tensors) if self._recorder is not None else None
+        if graph is not None:
+            found = graph(*tensors)
+        else:
+            with torch.no_grad():
+                found, _ = self._flat(*tensors)
+        after = [as_array(tensor) for tensor in found[: self._scalars]]
+        changed = map(array_again, arrays[self._scalars :], found[self._scalars :])
+        return after, *self._split(changed)
+
+    def _flat(self, *tensors: torch.Tensor) -> tuple[Any, Any]:
+        given = iter(tensors)
+        scalars = [next(given) for _ in range(self._scalars)]
+        values, slots = self._split(given)
+        new_scalars, new_values, new_slots = self._update(
+            scalars, values, slots, list(given)
+        )
+        return [*new_scalars, *new_values, *itertools.chain(*new_slots)], None
+
+    def _split(self, items: Iterator[Any]) -> tuple[list[Any], list[list[Any]]]:
+        """Values, and the slots of each."""
+        values = [next(items) for _ in self._slots]
+        return values, [[next(items) for _ in range(count)] for count in self._slots]
+
+
+ENGINE = TorchEngine()

@@ -1,0 +1,316 @@
+"""A worker's steps on Torch: eager, or as recorded graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from keras_strategies import keras_compat
+from keras_strategies.parameter_server.engines.step_engine import (
+    Applied,
+    Body,
+    CompiledStep,
+    OtherLookupsError,
+    Program,
+    Sink,
+    StepResult,
+    Variables,
+    changed_in,
+    regularized_scope,
+)
+from keras_strategies.parameter_server.engines.torch_arrays import as_array, as_tensor
+from keras_strategies.parameter_server.engines.torch_graphs import (
+    Graph,
+    NotRecordableError,
+    Recorder,
+)
+
+
+class TorchProgram(Program):
+    """Steps run eagerly, or as graphs that were recorded of Keras's own code.
+
+    Ids are foreseen from where they came from in the batch. The first batch goes
+    through the step once without updates, which shows the ids. Where each lookup's ids
+    are an array of the batch, later batches are asked directly; the step checks that it
+    was so, and a batch for which it was not runs as the first.
+    """
+
+    def __init__(self, body: Body, variables: Variables, gradients: bool):
+        super().__init__(body, variables, gradients)
+        # For each lookup the table and the leaf of the batch that its ids are.
+        self._origins: list[tuple[Any, int]] | None = None
+        # By the structure of a batch.
+        self._recorders: dict[Any, Recorder] = {}
+        self._may_foresee = True
+
+    def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
+        if not self.variables.tables:
+            return []
+        leaves = keras.tree.flatten(batch)
+        if self._origins is not None:
+            return [(table, leaves[i]) for table, i in self._origins]
+        found = self._explore(batch)
+        origins = [(table, _leaf_like(leaves, ids)) for table, ids in found]
+        if self._may_foresee and all(i is not None for _, i in origins):
+            self._origins = origins  # type: ignore[assignment]
+        return found
+
+    def _explore(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
+        """Runs the step on zeros for rows, and forgets all else that it does."""
+        while True:
+            found: list[tuple[Any, np.ndarray]] = []
+
+            def take(x: Any, indices: Any, axis: Any, found: Any = found) -> Any:
+                if axis != 0 or not self._is_table(x):
+                    return NotImplemented
+                ids = keras.ops.convert_to_tensor(indices)
+                found.append((x, ids.detach().cpu().numpy().copy()))
+                shape = (*ids.shape, *x.shape[1:])
+                rows = keras.ops.zeros(shape, dtype=x.dtype)
+                return rows.requires_grad_(rows.is_floating_point())
+
+            tables = list(self.variables.tables)
+            for table in tables:
+                set_whole_stub(table)
+            with (
+                torch.set_grad_enabled(True),
+                regularized_scope(self.variables),
+                keras_compat.lookups_through(take),
+                keras_compat.applying_through(Sink()),
+                _Reads(tables) as reads,
+            ):
+                self.body(_tensors(batch))
+            read = reads.found()
+            self._clear_gradients()
+            if not read:
+                return found
+            self.variables.become_dense(read)
+
+    def _is_table(self, x: Any) -> bool:
+        return any(x is table for table in self.variables.tables)
+
+    def _clear_gradients(self) -> None:
+        for variable in (*self.variables.tables, *self.variables.others):
+            raw = keras_compat.raw_value(variable)
+            if raw is not None:
+                raw.grad = None
+
+    def run(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
+        is_foreseen = self._origins is not None or not lookups
+        if isinstance(self.body, CompiledStep) and is_foreseen:
+            found = self._run_recorded(batch, positions)
+            if found is not None:
+                return found
+        return self._run_as_it_is(batch, lookups, positions)
+
+    def _run_recorded(
+        self, batch: Any, positions: Sequence[np.ndarray]
+    ) -> StepResult | None:
+        """Runs the step's graph, if there is one for this batch."""
+        present = [leaf is not None for leaf in keras.tree.flatten(batch)]
+        structure = keras.tree.map_structure(lambda leaf: leaf is not None, batch)
+        key = (len(positions), str(structure))
+        if key not in self._recorders:
+            self._recorders[key] = self._recorder(batch, present, len(positions))
+        variables = [*self.variables.tables, *self.variables.others]
+        inputs = [
+            *(as_tensor(where) for where in positions),
+            *(leaf for leaf in keras.tree.flatten(_tensors(batch)) if leaf is not None),
+            *(keras_compat.raw_value(variable) for variable in variables),
+        ]
+        graph = self._recorders[key].graph(inputs)
+        if graph is None:
+            return None
+        _, outputs, gradients, changed = pytree.tree_map(as_array, graph(*inputs))
+        _, applied, changed_variables = graph.note
+        return StepResult(
+            outputs,
+            [
+                Applied(a.optimizer, a.variables, own)
+                for a, own in zip(applied, gradients, strict=True)
+            ],
+            list(zip(changed_variables, changed, strict=True)),
+        )
+
+    def _recorder(self, batch: Any, present: list[bool], lookups: int) -> Recorder:
+        variables = [*self.variables.tables, *self.variables.others]
+
+        def step(*inputs: torch.Tensor) -> tuple[Any, Any]:
+            """The step as a function of positions, the batch and variables."""
+            given = iter(inputs)
+            places = [next(given) for _ in range(lookups)]
+            leaves = [next(given) if there else None for there in present]
+            values = []
+            for variable, value in zip(variables, given, strict=True):
+                trains = variable.trainable and value.is_floating_point()
+                values.append(value.detach().requires_grad_(trains))
+            remaining = iter(places)
+            asked: list[tuple[Any, torch.Tensor]] = []
+
+            def take(x: Any, indices: Any, axis: Any) -> Any:
+                if axis != 0 or not self._is_table(x):
+                    return NotImplemented
+                asked.append((x, keras.ops.convert_to_tensor(indices)))
+                return torch.nn.functional.embedding(next(remaining), x.value)
+
+            sink = Sink()
+            with (
+                torch.set_grad_enabled(self.gradients),
+                keras_compat.values_scope(zip(variables, values, strict=True)) as scope,
+                keras_compat.lookups_through(take),
+                keras_compat.applying_through(sink),
+            ):
+                outputs = self.body(keras.tree.pack_sequence_as(batch, leaves))
+            changed = []
+            for variable, value in zip(variables, values, strict=True):
+                after = scope.get_current_value(variable)
+                if after is not value:
+                    changed.append((variable, after))
+            gradients = [list(a.gradients) for a in sink.applied]
+            result = (
+                [ids for _, ids in asked],
+                outputs,
+                gradients,
+                [after for _, after in changed],
+            )
+            tables = [table for table, _ in asked]
+            return result, (tables, sink.applied, [v for v, _ in changed])
+
+        def check(graph: Graph) -> None:
+            """That lookups are the foreseen ones, by what the graph does for ids."""
+            tables = graph.note[0]
+            leaves = [i for i, there in enumerate(present) if there]
+            origins = []
+            for i, table in enumerate(tables):
+                place = graph.passed_on(i)
+                # Positions come first among the inputs.
+                leaf = None if place is None else leaves[place - lookups]
+                origins.append((table, leaf))
+            expected = self._origins or []
+            if len(origins) != len(expected) or not all(
+                table is other and i == j
+                for (table, i), (other, j) in zip(origins, expected, strict=True)
+            ):
+                raise NotRecordableError("ids of lookups are no arrays of the batch")
+
+        asked = isinstance(self.body, CompiledStep) and self.body.is_asked_for
+        return Recorder(step, check, asked)
+
+    def _run_as_it_is(
+        self,
+        batch: Any,
+        lookups: Sequence[tuple[Any, np.ndarray]],
+        positions: Sequence[np.ndarray],
+    ) -> StepResult:
+        places: Iterator[tuple[Any, Any]] = iter(
+            list(zip(lookups, positions, strict=True))
+        )
+
+        def take(x: Any, indices: Any, axis: Any) -> Any:
+            if axis != 0 or not self._is_table(x):
+                return NotImplemented
+            ids = keras.ops.convert_to_tensor(indices).detach().cpu().numpy()
+            table: Any
+            (table, expected), where = next(places, ((None, np.empty(0)), None))
+            if table is not x or not np.array_equal(ids, expected):
+                raise OtherLookupsError
+            # Its gradient adds up rows in one pass, which that of an index does not.
+            return torch.nn.functional.embedding(torch.from_numpy(where), x.value)
+
+        variables = [*self.variables.tables, *self.variables.others]
+        self._clear_gradients()
+        sink = Sink()
+        with (
+            torch.set_grad_enabled(self.gradients),
+            regularized_scope(self.variables) as scope,
+            keras_compat.lookups_through(take),
+            keras_compat.applying_through(sink),
+        ):
+            outputs = self.body(_tensors(batch))
+        changed = []
+        for variable in variables:
+            after = changed_in(scope, variable)
+            if after is not None:
+                changed.append((variable, as_array(after)))
+        applied = [
+            Applied(a.optimizer, a.variables, [as_array(g) for g in a.gradients])
+            for a in sink.applied
+        ]
+        self._clear_gradients()
+        outputs = keras.tree.map_structure(as_array, outputs)
+        return StepResult(outputs, applied, changed)
+
+    def foresee_nothing(self) -> None:
+        self._may_foresee = False
+        self._origins = None
+        self._recorders.clear()
+
+
+def _leaf_like(leaves: list[Any], ids: np.ndarray) -> int | None:
+    for i, leaf in enumerate(leaves):
+        if (
+            leaf is not None
+            and np.shape(leaf) == ids.shape
+            and np.array_equal(leaf, ids)
+        ):
+            return i
+    return None
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the tables that take part in a step other than by lookups.
+
+    Args:
+        tables: variables with the stubs that stand for them.
+    """
+
+    def __init__(self, tables: Sequence[Any]):
+        super().__init__()
+        self._tables = {id(keras_compat.raw_value(table)): table for table in tables}
+        self._read: dict[int, Any] = {}
+
+    def found(self) -> list[Any]:
+        """The tables that were read."""
+        return list(self._read.values())
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in _NO_READS:
+            for leaf in keras.tree.flatten((args, kwargs)):
+                table = self._tables.get(id(leaf))
+                if table is not None:
+                    self._read[id(leaf)] = table
+        return func(*args, **kwargs)
+
+
+# What asks for no numbers: attributes, and gradients with respect to a table.
+_NO_READS = frozenset(
+    ("__get__", "__set__", "grad", "dim", "size", "numel", "is_floating_point")
+)
+
+
+def set_whole_stub(variable: Any) -> None:
+    """Gives a variable a value of its whole shape that takes no memory."""
+    shape = tuple(variable.shape)
+    stub = keras.ops.zeros((1,) * len(shape), dtype=variable._dtype).expand(shape)
+    trains = variable.trainable and stub.is_floating_point()
+    keras_compat.set_raw_value(variable, torch.nn.Parameter(stub, requires_grad=trains))
+
+
+def _tensors(batch: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf), batch
+    )

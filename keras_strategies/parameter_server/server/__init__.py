@@ -1,0 +1,1 @@
+"""A parameter server's process: variables, optimizer updates, snapshots."""

@@ -1,0 +1,391 @@
+"""How a parameter server updates variables: by Keras's own optimizers.
+
+An optimizer arrives as it is, its variables replaced by *templates* that have a
+variable's place in it, and no value of their own. `optimizer.apply` runs in a
+`StatelessScope` that gives templates the values of one update: whole parts, or only the
+rows that a batch has touched. The backend compiles it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.parameter_server.engines.step_engine import Engine, bucket
+from keras_strategies.parameter_server.server.update_packs import (
+    Packs,
+    joined,
+    put_apart,
+)
+from keras_strategies.parameter_server.server.variable_store import (
+    Key,
+    Store,
+    pad_rows,
+    put_rows,
+    take_rows,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What a server is told of an optimizer.
+
+    Args:
+        number: int, its name.
+        optimizer: the Keras optimizer, with templates for variables.
+        templates: dict from a variable's number to its template.
+        scalars: tuple of the numbers of variables that belong to no other, which
+            every server has: the step, the learning rate.
+        slots: dict from a trained variable's number to those of its slots.
+        decays: dict from a trained variable's number to whether it has weight decay.
+        constraints: dict from a trained variable's number to its constraint, which is
+            of the whole variable.
+        exact_rows: bool, whether rows that a batch has not touched are updated too,
+            as on one device, where they would change: by momentum, by weight decay.
+        whole: numbers of slots that are of a variable and not of its rows, such as
+            Adafactor's. What has one is updated as a whole.
+    """
+
+    number: int
+    optimizer: Any
+    templates: dict[int, Any]
+    scalars: tuple[int, ...]
+    slots: dict[int, tuple[int, ...]]
+    decays: dict[int, bool]
+    constraints: dict[int, Any]
+    exact_rows: bool
+    whole: frozenset[int] = frozenset()
+
+
+class Updater:
+    """Applies one optimizer's updates to a store.
+
+    Args:
+        spec: the optimizer.
+        store: what it updates.
+        engine: compiles the updates.
+    """
+
+    def __init__(self, spec: OptimizerSpec, store: Store, engine: Engine):
+        self.spec = spec
+        self._store = store
+        self._engine = engine
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        apart = {*spec.constraints, *filter(self._has_whole_slots, spec.slots)}
+        self._packs = Packs(spec.slots, spec.decays, apart, self._attempt)
+        self._by_rows: dict[int, bool] = {}
+        optimizer = spec.optimizer
+        self._is_of_keras = keras_compat.is_of_keras(optimizer)
+        keras_compat.plain_optimizer(optimizer)
+        # Norms are of whole gradients, which only workers see: they have clipped.
+        if not optimizer.gradient_accumulation_steps:
+            keras_compat.stop_clipping(optimizer)
+        optimizer.loss_scale_factor = None
+        keras_compat.update_without_conditions(optimizer)
+        decays = {id(spec.templates[v]): d for v, d in spec.decays.items()}
+        keras_compat.set_weight_decay(optimizer, decays)
+        for number, constraint in spec.constraints.items():
+            spec.templates[number].constraint = constraint
+        # The rows of whole variables, of which this server may have some.
+        self._rows: dict[int, int | None] = {}
+        self._checked: set[Key] = set()
+        for number in (*spec.slots, *(s for ss in spec.slots.values() for s in ss)):
+            template = spec.templates[number]
+            shape = tuple(template.shape)
+            self._rows[number] = shape[0] if shape else None
+            if shape and number not in spec.whole:
+                keras_compat.set_variable_shape(template, (None, *shape[1:]))
+        # What counts steps or keeps averages does so for variables, not for numbers.
+        self._is_plain = not (
+            optimizer.use_ema or optimizer.gradient_accumulation_steps
+        )
+        self._row_programs_change_others = not self._is_plain or (
+            spec.exact_rows and self._moves_at_rest()
+        )
+
+    def _moves_at_rest(self) -> bool:
+        """Whether rows change by an update whose gradient for them is zero.
+
+        Asked by trying it on numbers.
+        """
+        for number in self.spec.slots:
+            template = self.spec.templates[number]
+            if not tuple(template.shape) or not _is_float(template):
+                continue
+            if self._has_whole_slots(number):
+                continue
+            value, kept, gradient = self._numbers(number)
+            gradient[...] = 0
+            before = [value.copy(), *(k.copy() for k in kept)]
+            found = self._tried(number, value, kept, gradient)
+            if not all(map(np.array_equal, before, found)):
+                return True
+        return False
+
+    def _is_by_rows(self, number: int) -> bool:
+        """Whether each row is updated as if it were alone, asked in the same way.
+
+        Not so where an optimizer looks at the norm of a variable, as `Lamb` does, or at
+        it as a matrix, as `Muon` does.
+        """
+        if self._has_whole_slots(number):
+            return False
+        if number not in self._by_rows:
+            if not _is_float(self.spec.templates[number]):
+                return True
+            together = self._tried(number, *self._numbers(number))
+            value, kept, gradient = self._numbers(number)
+            alone = self._tried(number, value[:2], [k[:2] for k in kept], gradient[:2])
+            self._by_rows[number] = all(
+                np.allclose(own, every[:2], rtol=1e-4, atol=1e-7)
+                for own, every in zip(alone, together, strict=True)
+            )
+        return self._by_rows[number]
+
+    def _has_whole_slots(self, number: int) -> bool:
+        return not self.spec.whole.isdisjoint(self.spec.slots[number])
+
+    def _numbers(self, number: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+        """Four rows of a variable, of its slots and of a gradient."""
+        random = np.random.default_rng(0)
+        part = (4, *self.spec.templates[number].shape[1:])
+        value = random.normal(size=part).astype("float32")
+        kept = [
+            random.uniform(0.1, 1, part).astype("float32")
+            for _ in self.spec.slots[number]
+        ]
+        return value, kept, random.normal(size=part).astype("float32")
+
+    def _tried(
+        self,
+        number: int,
+        value: np.ndarray,
+        kept: list[np.ndarray],
+        gradient: np.ndarray,
+    ) -> list[np.ndarray]:
+        """What an update makes of a variable and its slots."""
+        scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
+        _, [after], [others] = self._program((number,))(
+            scalars, [value], [kept], [gradient]
+        )
+        return [after, *others]
+
+    def _attempt(
+        self,
+        number: int,
+        value: np.ndarray,
+        kept: list[np.ndarray],
+        gradient: np.ndarray,
+        flat: bool,
+    ) -> list[np.ndarray]:
+        """The same as `_tried`, without compiling it."""
+        scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
+        tensors = keras.tree.map_structure(
+            keras.ops.convert_to_tensor, (scalars, [value], [kept], [gradient])
+        )
+        _, [after], [others] = self._update((number,), flat)(*tensors)
+        return [keras.ops.convert_to_numpy(each) for each in (after, *others)]
+
+    def _program(
+        self, numbers: tuple[int, ...], flat: bool = False
+    ) -> Callable[..., Any]:
+        """The compiled update of some variables."""
+        key = numbers, flat
+        if key not in self._programs:
+            self._programs[key] = self._engine.compile_update(
+                self._update(numbers, flat), self._is_of_keras
+            )
+        return self._programs[key]
+
+    def _update(self, numbers: tuple[int, ...], flat: bool) -> Callable[..., Any]:
+        """The update of some variables, a pure function.
+
+        Args:
+            numbers: the variables.
+            flat: bool, whether their values are vectors.
+        """
+        spec = self.spec
+        variables = [spec.templates[n] for n in numbers]
+        slots = [[spec.templates[s] for s in spec.slots[n]] for n in numbers]
+        scalars = [spec.templates[n] for n in spec.scalars]
+        shaped = [*variables, *itertools.chain(*slots)] if flat else []
+
+        def update(scalar_values: Any, values: Any, kept: Any, grads: Any) -> Any:
+            mapping = [
+                *zip(scalars, scalar_values, strict=True),
+                *zip(variables, values, strict=True),
+            ]
+            for own, own_values in zip(slots, kept, strict=True):
+                mapping += zip(own, own_values, strict=True)
+            with (
+                keras_compat.shapes_as(shaped, (None,)),
+                keras_compat.values_scope(mapping) as scope,
+            ):
+                spec.optimizer.apply(list(grads), variables)
+            get = scope.get_current_value
+            return (
+                [get(v) for v in scalars],
+                [get(v) for v in variables],
+                [[get(v) for v in own] for own in slots],
+            )
+
+        return update
+
+    def apply(
+        self,
+        dense: Sequence[tuple[Key, np.ndarray | None]],
+        rows: Sequence[tuple[Key, np.ndarray, np.ndarray]],
+    ) -> None:
+        """One step of the optimizer.
+
+        Args:
+            dense: pairs of a part and its gradient.
+            rows: for each part of a table, the touched rows, sorted and each once,
+                counted from the part's first, and their gradients, `(n, ...)`, with
+                or without zeros below them.
+        """
+        store, spec = self._store, self.spec
+        scalars = [store.get((number, 0)) for number in spec.scalars]
+        # Every update of this step begins with the same scalars.
+        after: list[np.ndarray] | None = None
+        present = [(key, gradient) for key, gradient in dense if gradient is not None]
+        whole = [table for table in rows if self._needs_all_rows(table[0])]
+        present += [self._as_dense(*table) for table in whole]
+        rows = [table for table in rows if not self._needs_all_rows(table[0])]
+        for key, gradient in present:
+            if key not in self._checked:
+                self._check_whole(key, gradient)
+                self._checked.add(key)
+        if self._is_plain:
+            packs, present = self._packs.split(store, present)
+            for pack in packs:
+                after = self._apply_pack(pack, scalars)
+        # Parts of one variable share a template, so they are updated one by one.
+        for group in _without_repeats(present):
+            keys = [key for key, _ in group]
+            numbers = tuple(number for number, _ in keys)
+            slots = [[(s, start) for s in spec.slots[n]] for n, start in keys]
+            after, values, kept = self._program(numbers)(
+                [np.array(s) for s in scalars],
+                [store.get(key) for key in keys],
+                [[store.get(s) for s in own] for own in slots],
+                [gradient for _, gradient in group],
+            )
+            for key, value in zip(keys, values, strict=True):
+                store.arrays[key] = value
+            for own, own_values in zip(slots, kept, strict=True):
+                for key, value in zip(own, own_values, strict=True):
+                    store.arrays[key] = value
+        for key, ids, gradients in rows:
+            if len(ids):
+                after = self._apply_rows(key, ids, gradients, scalars)
+        if after is None:
+            after = self._count_only(scalars)
+        for number, value in zip(spec.scalars, after, strict=True):
+            store.write((number, 0), np.asarray(value))
+
+    def _apply_pack(
+        self, pack: Sequence[tuple[Key, np.ndarray]], scalars: list[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Updates parts by the rules of the first of them."""
+        store, slots = self._store, self.spec.slots
+        keys = [key for key, _ in pack]
+        columns = [
+            [(slots[n][i], start) for n, start in keys]
+            for i in range(len(slots[keys[0][0]]))
+        ]
+        program = self._program((keys[0][0],), flat=True)
+        after: list[np.ndarray]
+        after, [value], [kept] = program(
+            [np.array(s) for s in scalars],
+            [joined(map(store.get, keys))],
+            [[joined(map(store.get, column)) for column in columns]],
+            [joined(gradient for _, gradient in pack)],
+        )
+        for names, whole in zip([keys, *columns], [value, *kept], strict=True):
+            put_apart(store, names, whole)
+        return after
+
+    def _needs_all_rows(self, key: Key) -> bool:
+        return (
+            self._row_programs_change_others
+            or key[0] in self.spec.constraints
+            or not self._is_by_rows(key[0])
+        )
+
+    def _check_whole(self, key: Key, array: np.ndarray) -> None:
+        """Raises for a part of a variable that is to be updated as a whole."""
+        template = self.spec.templates[key[0]]
+        rows = self._rows[key[0]]
+        if rows is None or len(array) == rows or self._is_by_rows(key[0]):
+            return
+        raise InvalidArgumentError(
+            f"Optimizer {type(self.spec.optimizer).__name__} computes with all rows of "
+            f"a variable together, and {template.path!r} has {rows} rows of which this "
+            f"server has {len(array)}. Let `variable_partitioner` return 1 for its "
+            "shape, or use an optimizer that updates each row by itself, such as Adam."
+        )
+
+    def _apply_rows(
+        self, key: Key, ids: np.ndarray, gradients: np.ndarray, scalars: Any
+    ) -> list[np.ndarray]:
+        number, start = key
+        table = self._store.own(key)
+        slots = [self._store.own((s, start)) for s in self.spec.slots[number]]
+        count = bucket(len(ids)) if self._engine.pads_rows else len(ids)
+
+        after: list[np.ndarray]
+        after, [values], [kept] = self._program((number,))(
+            [np.array(s) for s in scalars],
+            [take_rows(table, ids, count)],
+            [[take_rows(slot, ids, count) for slot in slots]],
+            [pad_rows(gradients, count)],
+        )
+        for array, new in zip([table, *slots], [values, *kept], strict=True):
+            put_rows(array, ids, new[: len(ids)])
+        return after
+
+    def _as_dense(
+        self, key: Key, ids: np.ndarray, gradients: np.ndarray
+    ) -> tuple[Key, np.ndarray]:
+        whole = np.zeros_like(self._store.get(key))
+        whole[ids] = gradients[: len(ids)]
+        return key, whole
+
+    def _count_only(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
+        """A step in which no variable of this server had a gradient."""
+        optimizer = self.spec.optimizer
+        step = optimizer._iterations
+        return [
+            value + 1 if self.spec.templates[number] is step else value
+            for number, value in zip(self.spec.scalars, scalars, strict=True)
+        ]
+
+
+def _without_repeats(
+    pairs: Sequence[tuple[Key, np.ndarray]],
+) -> list[list[tuple[Key, np.ndarray]]]:
+    """Groups in which each variable occurs once."""
+    groups: list[list[tuple[Key, np.ndarray]]] = []
+    taken: list[set[int]] = []
+    for key, gradient in pairs:
+        for group, numbers in zip(groups, taken, strict=True):
+            if key[0] not in numbers:
+                group.append((key, gradient))
+                numbers.add(key[0])
+                break
+        else:
+            groups.append([(key, gradient)])
+            taken.append({key[0]})
+    return groups
+
+
+def _is_float(variable: Any) -> bool:
+    return "float32" in str(variable.dtype)

@@ -1,0 +1,389 @@
+"""Snapshots of a parameter server: generations, journals, checksums.
+
+A *snapshot* is the full state at one moment: variables and the names of the updates
+applied to them. What is created after it, parts of variables and optimizers, is
+appended to a *journal*, so that a server that dies between two snapshots comes back
+with all of its parts; only updates are lost.
+
+Each snapshot begins a *generation*: `ps-0.7.snapshot`, and `ps-0.7.journal` for what
+was created since. Generation 0 has a journal only. Two generations stay on disk. A file
+whose checksums do not match is not used: the server then restores the generation before
+it, and all journals since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from keras_strategies.errors import SnapshotError
+from keras_strategies.parameter_server.server.variable_store import Key, Store
+
+#: Before each record: a mark, the payload's bytes and its CRC-32; then the CRC-32 of
+#: these three.
+_HEADER = struct.Struct("<4sQI")
+_CHECK = struct.Struct("<I")
+_MARK = b"KSR1"
+#: Bytes that are written and checked at a time.
+_PIECE_BYTES = 4 << 20
+#: Generations that stay on disk: the latest, and the one to use if it is damaged.
+_GENERATIONS = 2
+
+
+class DamagedFileError(Exception):
+    """A file is shorter than it was written, or has other bytes."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a server's files hold.
+
+    Args:
+        store: as in the snapshot; empty for generation 0.
+        extra: what the snapshot holds besides; None for generation 0.
+        events: pairs of a kind and a value, created since the snapshot.
+        damage: str, which files were damaged and what was used instead; "" if none.
+    """
+
+    store: Store
+    extra: Any
+    events: list[tuple[str, Any]]
+    damage: str = ""
+
+
+class Snapshots:
+    """The files of one parameter server.
+
+    Args:
+        folder: where they are.
+        index: int, the number of the server.
+    """
+
+    def __init__(self, folder: str, index: int):
+        self._folder = Path(folder)
+        self._name = f"ps-{index}"
+        self._index = index
+        self._generation = max(self._generations(), default=0)
+        # The generations that are known to be complete, the latest last.
+        self._complete = [0]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files."""
+        return self._folder
+
+    @property
+    def path(self) -> Path:
+        """The latest snapshot's file."""
+        return self._snapshot(self._generation)
+
+    def _snapshot(self, generation: int) -> Path:
+        return self._folder / f"{self._name}.{generation}.snapshot"
+
+    def _journal(self, generation: int) -> Path:
+        return self._folder / f"{self._name}.{generation}.journal"
+
+    def _generations(self) -> list[int]:
+        """The generations that have a snapshot, the latest first."""
+        found = []
+        for path in self._folder.glob(f"{self._name}.*.snapshot"):
+            middle = path.name[len(self._name) + 1 : -len(".snapshot")]
+            if middle.isdigit():
+                found.append(int(middle))
+        return sorted(found, reverse=True)
+
+    # Writing
+
+    def save(self, store: Store, extra: Any) -> None:
+        """Writes a snapshot, by renaming a complete file, and begins its generation.
+
+        Args:
+            store: what to write.
+            extra: what else the file is to hold.
+
+        Raises:
+            RuntimeError: `SnapshotError` if the file cannot be written; the snapshots
+                before it remain.
+        """
+        following = self._generation + 1
+        part = self._folder / f"{self._name}.part"
+        try:
+            with part.open("wb") as file:
+                _write_store(file, store, extra)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self._snapshot(following))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            what = f"its snapshot {self._snapshot(following)}"
+            raise self._failure(what, store.nbytes, error) from error
+        self._generation = following
+        self._complete = [*self._complete, following][-_GENERATIONS:]
+        self._remove_older(self._complete[0])
+
+    def note(self, kind: str, value: Any) -> None:
+        """Appends to the journal what was created since the snapshot.
+
+        Raises:
+            RuntimeError: `SnapshotError` if it cannot be written.
+        """
+        payload = pickle.dumps((kind, value), protocol=5)
+        path = self._journal(self._generation)
+        try:
+            with path.open("ab", buffering=0) as file:
+                length = file.tell()
+                try:
+                    _write_record(file, payload)
+                except OSError:
+                    # Half a record would hide those after it.
+                    with contextlib.suppress(OSError):
+                        file.truncate(length)
+                    raise
+        except OSError as error:
+            what = f"its journal {path}"
+            raise self._failure(what, len(payload), error) from error
+
+    def clear(self) -> None:
+        """Removes the files, of another cluster that had this folder.
+
+        Raises:
+            RuntimeError: `SnapshotError` if one cannot be removed: it would be restored
+                as if it were of this cluster.
+        """
+        for path in self._folder.glob(f"{self._name}.*"):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise SnapshotError(
+                    f"Parameter server {self._index} cannot remove {path}, a file of "
+                    f"another cluster: {error.strerror or error}. Remove it, or name "
+                    "another `snapshot_folder`."
+                ) from error
+        self._generation, self._complete = 0, [0]
+
+    def _remove_older(self, first: int) -> None:
+        """Removes the generations before `first`."""
+        for path in self._folder.glob(f"{self._name}.*"):
+            middle = path.name[len(self._name) + 1 :].split(".")[0]
+            if middle.isdigit() and int(middle) < first:
+                # One that stays takes space, and no more: later ones are used first.
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _failure(self, what: str, nbytes: int, error: OSError) -> SnapshotError:
+        return SnapshotError(
+            f"Parameter server {self._index} cannot write {what} "
+            f"({nbytes / 1e6:.1f} MB): {error.strerror or error}. "
+            f"{describe_disk(self._folder)}"
+        )
+
+    # Reading
+
+    def load(self) -> Restored | None:
+        """The latest state that the files hold; None if there are none.
+
+        Raises:
+            RuntimeError: `SnapshotError` if every generation is damaged.
+        """
+        found = self._generations()
+        if 0 not in found and self._journal(0).exists():
+            found.append(0)
+        if not found:
+            return None
+        damages: list[str] = []
+        for generation in found:
+            try:
+                store, extra = self._read_snapshot(generation)
+                events = [
+                    event
+                    for later in range(generation, self._generation + 1)
+                    for event in self._read_journal(later)
+                ]
+            except (DamagedFileError, OSError) as error:
+                damages.append(str(error))
+                continue
+            if damages:
+                damages.append(
+                    f"Parameter server {self._index} goes on from the snapshot before, "
+                    f"{self._snapshot(generation)}."
+                    if generation
+                    else f"Parameter server {self._index} goes on from the initial "
+                    "values of its variables, because there is no snapshot before."
+                )
+            self._complete = [generation]
+            return Restored(store, extra, events, " ".join(damages))
+        raise SnapshotError(
+            f"Parameter server {self._index} can restore none of its snapshots. "
+            f"{' '.join(damages)}"
+        )
+
+    def _read_snapshot(self, generation: int) -> tuple[Store, Any]:
+        store = Store()
+        if generation == 0:
+            return store, None
+        path = self._snapshot(generation)
+        with path.open("rb") as file:
+            head = _read_record(file, path)
+            if head is None:
+                raise DamagedFileError(f"The snapshot {path} is empty.")
+            version, applied, arrays, extra = pickle.loads(head)
+            store.version, store.applied = version, applied
+            for key, shape, dtype in arrays:
+                store.arrays[key] = _read_array(file, path, shape, dtype)
+        return store, extra
+
+    def _read_journal(self, generation: int) -> Iterator[tuple[str, Any]]:
+        path = self._journal(generation)
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            while (payload := _read_record(file, path, may_end=True)) is not None:
+                yield pickle.loads(payload)
+
+
+def describe_disk(folder: str | os.PathLike[str]) -> str:
+    """The filesystem of a folder and its free bytes, as a sentence."""
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        return f"The filesystem of {path} cannot be examined: {error.strerror}."
+    while not os.path.ismount(path):
+        path = path.parent
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    return (
+        f"The filesystem mounted at {path} has {free / 1e6:.1f} MB free of "
+        f"{total / 1e6:.1f} MB."
+    )
+
+
+def check_folder(folder: str) -> None:
+    """Makes a folder for snapshots, and tries whether files can be written there.
+
+    Raises:
+        RuntimeError: `SnapshotError` if they cannot.
+    """
+    probe = Path(folder) / f"probe-{os.getpid()}"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with probe.open("wb") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise SnapshotError(
+            f"Snapshots cannot be written to snapshot_folder={str(folder)!r}: "
+            f"{error.strerror or error}. {describe_disk(folder)} Name a folder that "
+            "can be written, or free space there."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+
+
+def _write_store(file: BinaryIO, store: Store, extra: Any) -> None:
+    described: list[tuple[Key, tuple[int, ...], np.dtype[Any]]] = [
+        (key, array.shape, array.dtype) for key, array in store.arrays.items()
+    ]
+    head = (store.version, store.applied, described, extra)
+    _write_record(file, pickle.dumps(head, protocol=5))
+    for array in store.arrays.values():
+        # As bytes: dtypes such as bfloat16 are not NumPy's own.
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        _write_record(file, flat.data)
+
+
+def _write_record(file: BinaryIO, payload: bytes | memoryview) -> None:
+    view = memoryview(payload)
+    header = _HEADER.pack(_MARK, view.nbytes, _checksum(view))
+    for piece in (memoryview(header + _CHECK.pack(zlib.crc32(header))), view):
+        written = 0
+        while written < piece.nbytes:
+            # Without a buffer, a disk that is nearly full takes less than is given.
+            written += file.write(piece[written : written + _PIECE_BYTES])
+
+
+def _read_record(file: BinaryIO, path: Path, may_end: bool = False) -> bytes | None:
+    """The next record; None at the end.
+
+    Args:
+        file: where it is read from.
+        path: the file's name.
+        may_end: bool, whether the last record may be incomplete, as in a journal of a
+            process that died while it wrote: the coordinator has no reply about it.
+    """
+    header = _read_header(file, path, may_end)
+    if header is None:
+        return None
+    length, checksum = header
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    if left < length:
+        if may_end:
+            return None
+        raise _truncated(path)
+    payload = file.read(length)
+    _compare(path, checksum, payload)
+    return payload
+
+
+def _read_array(
+    file: BinaryIO, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray:
+    array = np.empty(shape, dtype)
+    header = _read_header(file, path)
+    if header is None or header[0] != array.nbytes:
+        raise _truncated(path)
+    view = array.reshape(-1).view(np.uint8)
+    if array.size and file.readinto(view.data) != array.nbytes:  # type: ignore[attr-defined]
+        raise _truncated(path)
+    _compare(path, header[1], view.data)
+    return array
+
+
+def _read_header(
+    file: BinaryIO, path: Path, may_end: bool = False
+) -> tuple[int, int] | None:
+    """The bytes and the checksum of the record that follows; None at the end."""
+    header, check = file.read(_HEADER.size), file.read(_CHECK.size)
+    if not header:
+        return None
+    if len(check) < _CHECK.size:
+        if may_end:
+            return None
+        raise _truncated(path)
+    mark, length, checksum = _HEADER.unpack(header)
+    if mark != _MARK or _CHECK.unpack(check) != (zlib.crc32(header),):
+        raise _damaged(path)
+    return length, checksum
+
+
+def _compare(path: Path, expected: int, payload: bytes | memoryview) -> None:
+    if _checksum(memoryview(payload)) != expected:
+        raise _damaged(path)
+
+
+def _checksum(view: memoryview) -> int:
+    checksum = 0
+    for start in range(0, view.nbytes, _PIECE_BYTES):
+        checksum = zlib.crc32(view[start : start + _PIECE_BYTES], checksum)
+    return checksum
+
+
+def _truncated(path: Path) -> DamagedFileError:
+    return DamagedFileError(f"{path} is truncated: it ends amid a record.")
+
+
+def _damaged(path: Path) -> DamagedFileError:
+    return DamagedFileError(f"{path} is damaged: its checksums do not match its bytes.")

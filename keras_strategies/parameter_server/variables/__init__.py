@@ -1,0 +1,1 @@
+"""The coordinator's variables: numbers, placement, sharding and initial values."""

@@ -1,0 +1,67 @@
+"""Which server keeps which rows of which variable."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from keras_strategies.parameter_server.variables.variable_partitioners import (
+    PartitionFunction,
+    number_of_parts,
+    split_rows,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of a variable on one server.
+
+    Args:
+        server: int, the number of the parameter server.
+        start: int, the first row. A scalar is one row.
+        stop: int, the row after the last.
+    """
+
+    server: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """int, how many rows there are."""
+        return self.stop - self.start
+
+
+class RoundRobin:
+    """Gives each new part to the next server.
+
+    Args:
+        servers: int, how many servers there are.
+        partitioner: how variables are cut; None leaves them whole.
+
+    Example:
+
+    >>> places = RoundRobin(2, FixedShardsPartitioner(3))
+    >>> places.place((4, 8), "float32")
+    (Part(server=0, start=0, stop=2), Part(server=1, start=2, stop=3),
+     Part(server=0, start=3, stop=4))
+    """
+
+    def __init__(self, servers: int, partitioner: PartitionFunction | None = None):
+        self._servers = servers
+        self._partitioner = partitioner
+        self._next = itertools.cycle(range(servers))
+
+    def place(self, shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
+        """The parts of a new variable.
+
+        Args:
+            shape: tuple of int.
+            dtype: str.
+        """
+        parts = number_of_parts(self._partitioner, shape, dtype)
+        rows = shape[0] if shape else 1
+        return tuple(
+            Part(next(self._next), start, stop)
+            for start, stop in split_rows(rows, parts)
+        )

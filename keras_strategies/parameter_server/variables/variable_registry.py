@@ -1,0 +1,404 @@
+"""The coordinator's variables: names without values, which the servers have."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.parameter_server.coordinator.cluster_state import LocalVariables
+from keras_strategies.parameter_server.variables.initial_values import (
+    CONSTANTS,
+    parts_maker,
+)
+from keras_strategies.parameter_server.variables.optimizer_registry import Optimizers
+from keras_strategies.parameter_server.variables.shard_placement import RoundRobin
+from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
+from keras_strategies.parameter_server.variables.variable_partitioners import (
+    PartitionFunction,
+    bytes_per_element,
+)
+from keras_strategies.parameter_server.wire.object_pickling import (
+    Described,
+    Part,
+    device_places,
+    dump,
+    is_sharded,
+)
+from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.reports.tables import readable_bytes
+
+#: Variables up to this size begin with exactly the numbers that they would have
+#: without a strategy: they are made here and cut. Larger ones are made in parts.
+_WHOLE_BYTES = 64 << 20
+_STREAMED_BYTES = 32 << 20
+#: More than its share so many times over, and by so many bytes, is worth a warning.
+_MUCH = 1.5
+_MUCH_BYTES = 16 << 20
+
+
+class Registry:
+    """Gives variables numbers and places (`keras_compat.VariableHost`).
+
+    Args:
+        servers: the parameter servers.
+        partitioner: how variables are cut, None for not at all.
+        local: keeps metrics' variables.
+        lazy_rows: bool, see `ParameterServerStrategy`.
+    """
+
+    is_local = False
+
+    def __init__(
+        self,
+        servers: Servers,
+        partitioner: PartitionFunction | None,
+        local: LocalVariables,
+        lazy_rows: bool,
+    ):
+        self._servers = servers
+        self._places = RoundRobin(len(servers), partitioner)
+        self._local = local
+        self._numbers = itertools.count()
+        self._objects: dict[int, Any] = {}
+        self._described: dict[int, Described] = {}
+        self._number_of_id: dict[int, int] = {}
+        self.references: dict[int, int] = {}
+        self._variables: weakref.WeakValueDictionary[int, Any] = (
+            weakref.WeakValueDictionary()
+        )
+        self._optimizers = Optimizers(self, servers, lazy_rows)
+        # The variable that new ones are placed with; None for round-robin.
+        self._colocated: Described | None = None
+        self._has_warned = False
+        self._generation = itertools.count()
+        self._lock = threading.RLock()
+        #: Variables with more bytes than this are saved and loaded in pieces.
+        self.streamed_bytes = _STREAMED_BYTES
+
+    # Making variables
+
+    def create(self, variable: Any, value: Any) -> None:
+        array = np.asarray(keras.ops.convert_to_numpy(value))
+        self._register(variable, tuple(array.shape))
+        self._begin(variable, lambda start, stop: array[start:stop], array)
+
+    def create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
+        shape = tuple(int(n) for n in variable._shape)
+        dtype = variable._dtype
+        about = self._register(variable, shape)
+        nbytes = math.prod(shape) * bytes_per_element(dtype)
+        is_constant = isinstance(initializer, CONSTANTS)
+        if about.kind == "local" or (nbytes <= _WHOLE_BYTES and not is_constant):
+            value = initializer(shape, dtype=dtype)
+            array = np.asarray(keras.ops.convert_to_numpy(value))
+            self._begin(variable, lambda start, stop: array[start:stop], array)
+            return
+        self._begin(variable, parts_maker(initializer, shape, dtype), None)
+
+    def _register(self, variable: Any, shape: tuple[int, ...]) -> Described:
+        with self._lock:
+            number = next(self._numbers)
+            kind, reference = self._kind(variable, shape)
+            dtype = variable._dtype
+            if kind == "local":
+                parts: tuple[Part, ...] = ()
+            elif kind == "scalar":
+                parts = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
+            elif reference is not None:
+                parts = self.describe(reference).parts
+                self.references[number] = self.describe(reference).number
+            elif kind == "slot":
+                parts = (Part(0, 0, shape[0]),)
+            elif self._colocated is not None:
+                server = self._colocated.parts[0].server
+                parts = (Part(server, 0, shape[0] if shape else 1),)
+            else:
+                placed = self._places.place(shape, dtype)
+                parts = tuple(Part(p.server, p.start, p.stop) for p in placed)
+            about = Described(
+                number, variable.path, shape, dtype, variable.trainable, kind, parts
+            )
+            self._described[number] = about
+            if is_sharded(about):
+                keras_compat.mix_in(variable, ShardedVariable)
+            self._number_of_id[id(variable)] = number
+            self._variables[number] = variable
+            weakref.finalize(variable, self._number_of_id.pop, id(variable), None)
+            return about
+
+    def _kind(self, variable: Any, shape: tuple[int, ...]) -> tuple[str, Any]:
+        if variable.synchronization == "on_read":
+            return "local", None
+        reference = keras_compat.slot_reference()
+        if reference is not None:
+            return "slot", reference
+        maker = keras_compat.variable_maker()
+        if maker is None or not keras_compat.is_optimizer(maker):
+            return "weight", None
+        keras_compat.plain_optimizer(maker)
+        # Of another shape than what it is for, which shows when the optimizer is used.
+        return ("slot" if shape else "scalar"), None
+
+    @contextlib.contextmanager
+    def colocated(self, variable: Any) -> Iterator[None]:
+        """Places new variables, unpartitioned, on the first server of another one."""
+        about = self.describe(variable)
+        before = self._colocated
+        self._colocated = about if about.parts else None
+        try:
+            yield
+        finally:
+            self._colocated = before
+
+    def _begin(
+        self, variable: Any, part: Callable[[int, int], Any], whole: Any
+    ) -> None:
+        about = self.describe(variable)
+        if about.kind == "local":
+            self._local.set(about.number, whole)
+            return
+        by_server: dict[int, list[Any]] = {}
+        for each in about.parts:
+            value = part(each.start, each.stop) if about.shape else whole
+            if not about.shape and whole is None:
+                value = part(0, 1)
+            by_server.setdefault(each.server, []).append(
+                ((about.number, each.start), value)
+            )
+        self._servers.ask_all("create", by_server)
+
+    # Using variables
+
+    def describe(self, variable: Any) -> Described:
+        """What workers and servers are told of a variable."""
+        number = self._number_of_id.get(id(variable))
+        if number is None:
+            raise InvalidArgumentError(
+                f"Variable {variable.path!r} was made outside of the strategy's scope, "
+                "so no parameter server has it. Move the lines that make it into "
+                "`with strategy.scope():`."
+            )
+        about = self._described[number]
+        trainable, regularizer = bool(variable.trainable), variable.regularizer
+        if about.trainable != trainable or about.regularizer is not regularizer:
+            about = dataclasses.replace(
+                about, trainable=trainable, regularizer=regularizer
+            )
+            self._described[number] = about
+        return about
+
+    def variable(self, number: int) -> Any:
+        """The variable with a number."""
+        return self._variables[number]
+
+    def read(self, variable: Any) -> np.ndarray:
+        about = self.describe(variable)
+        if about.kind == "local":
+            return self._local.get(about.number)
+        return self._servers.read(about)
+
+    def read_slice(self, variable: Any, index: Any) -> np.ndarray:
+        """What indexing as NumPy's gives, from as few rows as possible."""
+        about = self.describe(variable)
+        if about.kind == "local" or not about.shape:
+            return self.read(variable)[index]  # type: ignore[no-any-return]
+        first, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
+        is_rows = isinstance(first, (int, np.integer, slice)) or (
+            isinstance(first, (list, np.ndarray))
+            and np.asarray(first).dtype.kind in "iu"
+        )
+        if not is_rows:
+            return self.read(variable)[index]  # type: ignore[no-any-return]
+        chosen = np.arange(about.shape[0])[first]
+        found = self._servers.rows(about, np.atleast_1d(chosen).reshape(-1))
+        found = found.reshape(*chosen.shape, *about.shape[1:])
+        if not rest:
+            return found
+        return found[(*[slice(None)] * chosen.ndim, *rest)]  # type: ignore[no-any-return]
+
+    def write(self, variable: Any, value: Any) -> None:
+        about = self.describe(variable)
+        array = np.asarray(keras.ops.convert_to_numpy(value))
+        if about.kind == "local":
+            self._local.set(about.number, array)
+        else:
+            self._servers.write(about, array)
+
+    def add(self, variable: Any, delta: Any) -> Any:
+        about = self.describe(variable)
+        array = np.asarray(keras.ops.convert_to_numpy(delta), self.read(variable).dtype)
+        array = np.broadcast_to(array, about.shape)
+        if about.kind == "local":
+            self._local.add({about.number: array})
+        else:
+            self._servers.add(about, array)
+        return variable.value
+
+    def is_large(self, variable: Any) -> bool:
+        """Whether files are written from it, and into it, piece by piece."""
+        about = self.describe(variable)
+        if about.kind == "local" or not about.shape:
+            return False
+        nbytes = math.prod(about.shape) * bytes_per_element(about.dtype)
+        return nbytes > self.streamed_bytes
+
+    def pieces(self, variable: Any) -> Iterator[tuple[int, np.ndarray]]:
+        return self._servers.pieces(self.describe(variable))
+
+    def write_rows(self, variable: Any, start: int, rows: np.ndarray) -> None:
+        self._servers.write_rows(self.describe(variable), start, rows)
+
+    def places(self, variable: Any) -> list[tuple[str, int, int]]:
+        return device_places(self.describe(variable))
+
+    def place(self, variable: Any) -> str:
+        """Where a variable is, for its representation."""
+        about = self.describe(variable)
+        if about.kind == "local":
+            return f"on the coordinator, value={self._local.get(about.number)}"
+        if about.kind == "scalar":
+            return f"on every parameter server, value={self.read(variable)}"
+        names = [f"ps:{p.server} [{p.start}:{p.stop}]" for p in about.parts]
+        if len(names) == 1:
+            return f"on ps:{about.parts[0].server}"
+        return f"{len(names)} parts on {', '.join(names)}"
+
+    def put_everywhere(self, variable: Any) -> None:
+        """Gives every server an optimizer's scalar, such as Nadam's, made unnamed."""
+        about = self.describe(variable)
+        value = self.read(variable)
+        everywhere = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
+        self._described[about.number] = dataclasses.replace(
+            about, kind="scalar", parts=everywhere
+        )
+        part = ((about.number, 0), value)
+        self._servers.ask_all("create", {p.server: [part] for p in everywhere})
+
+    def put_with(self, variable: Any, home: Described) -> int:
+        """Puts an optimizer's variable on the server of a whole variable.
+
+        Args:
+            variable: a `keras.Variable` of any shape.
+            home: the variable that it is for, in one part.
+
+        Returns:
+            The variable's number, which is another one: nothing that was sent before
+            means it.
+        """
+        before = self.describe(variable)
+        server = home.parts[0].server
+        value = self.read(variable)
+        with self._lock:
+            number = next(self._numbers)
+            self._described[number] = dataclasses.replace(
+                before,
+                number=number,
+                kind="slot",
+                parts=(Part(server, 0, before.shape[0]),),
+            )
+            self.references[number] = home.number
+            self._servers.ask_all("create", {server: [((number, 0), value)]})
+            self._number_of_id[id(variable)] = number
+            self._variables[number] = variable
+            del self._variables[before.number]
+        old: dict[int, list[Any]] = {}
+        for part in before.parts:
+            old.setdefault(part.server, []).append((before.number, part.start))
+        self._servers.ask_all("delete", old)
+        return number
+
+    # Sending things
+
+    def number_of(self, made: Any) -> int:
+        """The number of a Keras object, which lives as long as this registry."""
+        with self._lock:
+            for number, found in self._objects.items():
+                if found is made:
+                    return number
+            number = len(self._objects)
+            self._objects[number] = made
+            return number
+
+    def dump(
+        self, value: Any, is_strategy: Callable[[Any], bool]
+    ) -> tuple[bytes, int, dict[int, Described], list[Any]]:
+        """Pickles something for workers.
+
+        Returns:
+            The bytes, their generation, the variables in them, and the optimizers.
+        """
+        seen: list[Any] = []
+
+        def number_of(made: Any) -> int:
+            seen.append(made)
+            return self.number_of(made)
+
+        blob, variables = dump(value, self.describe, number_of, is_strategy)
+        optimizers = [made for made in seen if keras_compat.is_optimizer(made)]
+        return blob, next(self._generation), variables, optimizers
+
+    def send_optimizer(
+        self, optimizer: Any, is_strategy: Callable[[Any], bool]
+    ) -> bool:
+        """Gives the servers an optimizer, unless they have it.
+
+        Returns:
+            Whether it has to be pickled again: variables are in other places since.
+        """
+        return self._optimizers.send(optimizer, is_strategy)
+
+    # Who holds how much
+
+    def loads(self) -> list[int]:
+        """Bytes of the variables on each server."""
+        found = [0] * len(self._servers)
+        for number in list(self._variables):
+            about = self._described[number]
+            for part in about.parts:
+                found[part.server] += _row_bytes(about) * (part.stop - part.start)
+        return found
+
+    def warn_of_imbalance(self) -> None:
+        """Warns once when one server holds much more than its share."""
+        loads = self.loads()
+        share = sum(loads) / len(loads)
+        most = max(loads)
+        if self._has_warned or most <= _MUCH * share or most - share < _MUCH_BYTES:
+            return
+        self._has_warned = True
+        server = loads.index(most)
+        held = {
+            self._described[n].path: sum(
+                _row_bytes(self._described[n]) * (part.stop - part.start)
+                for part in self._described[n].parts
+                if part.server == server
+            )
+            for n in list(self._variables)
+        }
+        path = max(held, key=lambda name: held[name])
+        warnings.warn(
+            f"Parameter server {server} holds {readable_bytes(most)} of "
+            f"{readable_bytes(sum(loads))}, {most / share:.1f} times its share of "
+            f"{len(loads)} servers, and every step waits for it; "
+            f"{readable_bytes(held[path])} are {path!r}. Cut large variables: make the "
+            "strategy with `variable_partitioner="
+            "ks.experimental.partitioners.MinSizePartitioner("
+            f"max_shards={len(loads)})`.",
+            stacklevel=2,
+        )
+
+
+def _row_bytes(about: Described) -> int:
+    return math.prod(about.shape[1:]) * bytes_per_element(about.dtype)

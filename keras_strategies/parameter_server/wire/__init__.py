@@ -1,0 +1,1 @@
+"""Messages between the processes: transport, pickling, shared memory, heartbeats."""

@@ -1,0 +1,259 @@
+"""Keras objects on their way to other processes: who they are stays, values do not.
+
+A model is sent as the Python objects that it is made of, so that any model can be, and
+arrives once: closures that were sent later mean the same model. Variables are sent by
+their numbers; what a number becomes is the receiver's choice.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import keras
+
+from keras_strategies import keras_compat
+from keras_strategies.runtime.compiled_functions import original_function
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a variable on a server; see `variables.placement`."""
+
+    server: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is said of a variable that is sent.
+
+    Args:
+        number: int, its name in the cluster.
+        path: str.
+        shape: tuple of int.
+        dtype: str.
+        trainable: bool.
+        kind: str, `"weight"`, `"slot"` (an optimizer's, for one weight), `"scalar"`
+            (an optimizer's own) or `"local"` (a metric's, which no server has).
+        parts: where its rows are.
+        regularizer: adds to the losses of each step what the whole variable costs;
+            None for nothing.
+    """
+
+    number: int
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    kind: str
+    parts: tuple[Part, ...]
+    regularizer: Any = None
+
+
+def is_sharded(about: Described) -> bool:
+    """Whether a variable is in several parts; scalars of optimizers are copied."""
+    return len(about.parts) > 1 and about.kind != "scalar"
+
+
+def device_places(about: Described) -> list[tuple[str, int, int]]:
+    """Device, first row and the row after the last of each part of a variable."""
+    if about.kind == "local":
+        rows = about.shape[0] if about.shape else 1
+        return [(_device("chief", 0), 0, rows)]
+    return [(server_device(p.server), p.start, p.stop) for p in about.parts]
+
+
+def server_device(server: int) -> str:
+    """A parameter server's device, as `tf.distribute` names it."""
+    return _device("ps", server)
+
+
+def _device(job: str, index: int) -> str:
+    return f"/job:{job}/replica:0/task:{index}/device:CPU:0"
+
+
+class Receiver:
+    """What a process makes of the things that arrive."""
+
+    def __init__(self) -> None:
+        self.objects: dict[int, Any] = {}
+        self.generations: dict[int, int] = {}
+
+    def variable(self, described: Described) -> Any:
+        """The variable with this number."""
+        raise NotImplementedError
+
+    def function(self, original: Callable[..., Any]) -> Any:
+        """What stands for a compiled function."""
+        return original
+
+    def strategy(self) -> Any:
+        """What stands for the coordinator's strategy."""
+        return None
+
+
+class _Loading(threading.local):
+    receiver: Receiver | None = None
+    generation = 0
+    filled: list[Any] | None = None
+
+
+_loading = _Loading()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Args:
+    file: where to.
+    describe: callable of a variable that returns its `Described`.
+    number_of: callable of an object that returns its number.
+    is_strategy: callable that knows the strategy.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        describe: Callable[[Any], Described],
+        number_of: Callable[[Any], int],
+        is_strategy: Callable[[Any], bool],
+    ):
+        super().__init__(file)
+        self._describe = describe
+        self._number_of = number_of
+        self._is_strategy = is_strategy
+        self.variables: dict[int, Described] = {}
+
+    def reducer_override(self, made: Any) -> Any:
+        if isinstance(made, keras.Variable):
+            described = self._describe(made)
+            self.variables[described.number] = described
+            return _variable, (described,)
+        if self._is_strategy(made):
+            return _strategy, ()
+        if callable(made) and not isinstance(made, type):
+            original = original_function(made)
+            if original is not made:
+                return _function, (original,)
+        if not isinstance(made, type):
+            state: Any = keras_compat.object_state(made)
+            if state is not None:
+                kind = type(made)
+                if keras_compat.is_optimizer(made):
+                    kind = keras_compat.optimizer_kind(made)
+                arguments = (self._number_of(made), kind)
+                return _object, arguments, state, None, None, _set_state
+            again = keras_compat.rebuilt(made)
+            if again is not None:
+                return again
+            state = keras_compat.container_state(made)
+            if state is not None:
+                return _empty, (type(made),), state, None, None, _fill
+            if type(made).__module__.startswith("tensorflow.python.distribute"):
+                return _tensorflow_strategy, ()
+        return super().reducer_override(made)
+
+
+def dump(
+    value: Any,
+    describe: Callable[[Any], Described],
+    number_of: Callable[[Any], int],
+    is_strategy: Callable[[Any], bool],
+) -> tuple[bytes, dict[int, Described]]:
+    """Pickles anything, Keras objects in it included.
+
+    Returns:
+        The bytes, and the variables in it by their numbers.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, describe, number_of, is_strategy)
+    try:
+        pickler.dump(value)
+    except (TypeError, pickle.PicklingError, AttributeError) as error:
+        error.add_note(
+            "It was to be sent to a worker, with all that it refers to. Make things "
+            "that cannot be sent, such as locks, files and threads, inside of the "
+            "function, or with `create_per_worker_values`."
+        )
+        raise
+    return file.getvalue(), pickler.variables
+
+
+def load(blob: bytes, receiver: Receiver, generation: int) -> Any:
+    """What was pickled by `dump`, as `receiver` has it.
+
+    Args:
+        blob: bytes.
+        receiver: makes variables, and keeps objects.
+        generation: int, higher for what was pickled later: objects that are there
+            already take the state that is the latest.
+    """
+    previous = _loading.receiver, _loading.generation, _loading.filled
+    _loading.receiver, _loading.generation = receiver, generation
+    filled: list[Any] = []
+    _loading.filled = filled
+    try:
+        value = pickle.loads(blob)
+        keras_compat.renew_identities(filled)
+        return value
+    finally:
+        _loading.receiver, _loading.generation, _loading.filled = previous
+
+
+def _receiver() -> Receiver:
+    assert _loading.receiver is not None, "use `load`"
+    return _loading.receiver
+
+
+def _variable(described: Described) -> Any:
+    return _receiver().variable(described)
+
+
+def _strategy() -> Any:
+    return _receiver().strategy()
+
+
+def _function(original: Callable[..., Any]) -> Any:
+    return _receiver().function(original)
+
+
+def _tensorflow_strategy() -> Any:
+    import importlib
+
+    return importlib.import_module("tensorflow").distribute.get_strategy()
+
+
+def _object(number: int, kind: Any) -> Any:
+    objects = _receiver().objects
+    if number not in objects:
+        objects[number] = object.__new__(kind)
+    return objects[number]
+
+
+def _set_state(made: Any, state: dict[str, Any]) -> None:
+    receiver = _receiver()
+    generations = receiver.generations
+    if generations.get(id(made), -1) >= _loading.generation:
+        return
+    generations[id(made)] = _loading.generation
+    vars(made).update(state)
+    strategy = receiver.strategy()
+    if strategy is not None and isinstance(made, keras.Model):
+        keras_compat.set_strategy(made, strategy)
+    assert _loading.filled is not None
+    _loading.filled.append(made)
+
+
+def _empty(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _fill(made: Any, state: Any) -> None:
+    keras_compat.fill_container(made, state)
+    assert _loading.filled is not None
+    _loading.filled.append(made)

@@ -1,0 +1,242 @@
+"""The parameter servers as one: requests go to whichever has a part."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.errors import InvalidArgumentError, WorkerError
+from keras_strategies.parameter_server.server.server_process import Pulled, Step
+from keras_strategies.parameter_server.wire.channel import Channel
+from keras_strategies.parameter_server.wire.object_pickling import Described
+from keras_strategies.parameter_server.wire.transport import Connection, Keys
+
+#: What may carry the steps of workers.
+CHANNELS = ("zeromq", "ray")
+
+_CHUNK_BYTES = 32 << 20
+
+
+class Servers:
+    """Connections to all parameter servers.
+
+    Args:
+        addresses: sequence of str, one for each server.
+        keys: `Keys` for TCP.
+        timeout: float, seconds that a server may take to answer, a restart included.
+        owner: str, the coordinator's name; of another one's steps, none is made.
+        channel: str, what carries requests, one of `CHANNELS`.
+        check: called now and then during a wait; raises to end it. None for no check.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        keys: Keys | None,
+        timeout: float,
+        owner: str | None = None,
+        channel: str = "zeromq",
+        check: Callable[[], None] | None = None,
+    ):
+        self.owner = owner
+        self._connections = [
+            _connected(channel, i, address, keys, check)
+            for i, address in enumerate(addresses)
+        ]
+        self._timeout = timeout
+        self._is_closed = False
+        # Callbacks may run on other threads than `fit`.
+        self._lock = threading.RLock()
+        # The name of this process among those that ask servers.
+        self._name = secrets.token_hex(8)
+        self._additions = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        sent = sum(c.sent_bytes for c in self._connections)
+        return sent, sum(c.received_bytes for c in self._connections)
+
+    def ask(self, server: int, name: str, argument: Any = None) -> Any:
+        """One request to one server."""
+        with self._lock:
+            self._check_open()
+            return self._connections[server].request((name, argument), self._timeout)
+
+    def ask_all(self, name: str, arguments: dict[int, Any]) -> dict[int, Any]:
+        """A request to each of several servers, at the same time."""
+        with self._lock:
+            self._check_open()
+            numbers = {
+                server: self._connections[server].begin((name, argument))
+                for server, argument in arguments.items()
+            }
+            return {
+                server: self._connections[server].finish(number, self._timeout)
+                for server, number in numbers.items()
+            }
+
+    def begin_steps(
+        self, steps: dict[int, Step], takes_turns: bool = True
+    ) -> dict[int, int]:
+        """Sends each server its part of a step; the numbers of the requests.
+
+        Args:
+            steps: by server.
+            takes_turns: bool, as for `Channel.begin`.
+        """
+        with self._lock:
+            return {
+                server: self._connections[server].begin(
+                    ("step", step, self.owner), takes_turns
+                )
+                for server, step in steps.items()
+            }
+
+    def is_lent(self, array: np.ndarray) -> bool:
+        """Whether an array lies in a server's memory, which is written to again."""
+        return any(connection.is_lent(array) for connection in self._connections)
+
+    def finish_steps(self, numbers: dict[int, int]) -> dict[int, Pulled]:
+        """What the servers answer."""
+        with self._lock:
+            return {
+                server: self._connections[server].finish(number, self._timeout)
+                for server, number in numbers.items()
+            }
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WorkerError(
+                "The cluster of this strategy has been closed, and the values of its "
+                "variables have ended with it. Save a model before `close()`, or "
+                "before the end of the `with` block."
+            )
+
+    # Whole variables
+
+    def pieces(self, described: Described) -> Iterator[tuple[int, np.ndarray]]:
+        """A variable piece by piece: the first row of each, and the rows."""
+        for part in described.parts[: 1 if described.kind == "scalar" else None]:
+            rows = part.stop - part.start
+            step = max(1, _CHUNK_BYTES // max(1, _row_bytes(described)))
+            for start in range(0, max(rows, 1), step):
+                key = (described.number, part.start)
+                stop = min(start + step, rows)
+                yield (
+                    part.start + start,
+                    self.ask(part.server, "read", (key, start, stop)),
+                )
+
+    def read(self, described: Described) -> np.ndarray:
+        """A whole variable."""
+        pieces = [piece for _, piece in self.pieces(described)]
+        if len(pieces) == 1:
+            # The message's memory is read-only, and may be large beside the array.
+            return np.array(pieces[0])
+        return np.concatenate(pieces)
+
+    def write(self, described: Described, value: np.ndarray) -> None:
+        """Sets a whole variable."""
+        if value.ndim == 0:
+            for part in described.parts:
+                key = (described.number, part.start)
+                self.ask(part.server, "write", (key, 0, value))
+            return
+        step = max(1, _CHUNK_BYTES // max(1, _row_bytes(described)))
+        for start in range(0, described.shape[0], step):
+            self.write_rows(described, start, value[start : start + step])
+
+    def write_rows(self, described: Described, start: int, rows: np.ndarray) -> None:
+        """Sets consecutive rows, whichever parts they are in."""
+        stop = start + len(rows)
+        for part in described.parts:
+            first, last = max(start, part.start), min(stop, part.stop)
+            if first < last:
+                key = (described.number, part.start)
+                own = np.ascontiguousarray(
+                    rows[first - start : last - start], _dtype(described)
+                )
+                self.ask(part.server, "write", (key, first - part.start, own))
+
+    def add(self, described: Described, delta: np.ndarray) -> None:
+        """Adds to a whole variable, each part in one piece."""
+        for part in described.parts:
+            rows = delta if delta.ndim == 0 else delta[part.start : part.stop]
+            key = (described.number, part.start)
+            # A number of its own: a request whose reply was lost is sent again.
+            request = (
+                key,
+                np.ascontiguousarray(rows),
+                self._name,
+                next(self._additions),
+            )
+            self.ask(part.server, "add", request)
+
+    def rows(self, described: Described, ids: np.ndarray) -> np.ndarray:
+        """Some rows of a variable, in the order of the ids."""
+        found = np.empty((len(ids), *described.shape[1:]), _dtype(described))
+        for part in described.parts:
+            here = (ids >= part.start) & (ids < part.stop)
+            if here.any():
+                key = (described.number, part.start)
+                own = ids[here] - part.start
+                step = Step(pull_rows=((key, own, len(own)),))
+                found[here] = self.ask(part.server, "step", step).rows[0]
+        return found
+
+    def close(self) -> None:
+        """Ends the connections."""
+        with self._lock:
+            self._is_closed = True
+            for connection in self._connections:
+                connection.close()
+
+
+def check_channel(channel: str, is_local: bool) -> None:
+    """Refuses what cannot carry steps."""
+    if channel not in CHANNELS:
+        raise InvalidArgumentError(
+            f"`channel` is one of {', '.join(map(repr, CHANNELS))}. "
+            f"Received: {channel!r}"
+        )
+    if channel == "ray" and not is_local:
+        raise InvalidArgumentError(
+            "`channel='ray'` is for clusters that the strategy starts on this machine. "
+            "`ks.Server`s at named addresses have no Ray; leave `channel` out."
+        )
+
+
+def _connected(
+    channel: str,
+    index: int,
+    address: str,
+    keys: Keys | None,
+    check: Callable[[], None] | None,
+) -> Channel:
+    if channel == "ray":
+        from keras_strategies.parameter_server.wire.ray_channel import RayChannel
+
+        return RayChannel(index)
+    return Connection(address, keys, f"parameter server {index}", check)
+
+
+def _row_bytes(described: Described) -> int:
+    itemsize = _dtype(described).itemsize
+    return int(np.prod(described.shape[1:], dtype=np.int64)) * itemsize
+
+
+def _dtype(described: Described) -> np.dtype[Any]:
+    if described.dtype == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(described.dtype)

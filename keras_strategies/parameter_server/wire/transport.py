@@ -1,0 +1,512 @@
+"""How messages get from process to process: requests and replies over ZeroMQ.
+
+Processes on one machine use Unix sockets in a folder that only their user may enter;
+between machines it is TCP, authenticated and encrypted by CurveZMQ with keys that all
+processes of the cluster, and no others, have been given. Everything has a deadline.
+
+`Service` and `Connection` are all that the rest of the package knows of it; workers may
+have another `Channel` to the servers (`ray_channel`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.errors import ClusterTimeoutError, PeerError
+from keras_strategies.parameter_server.server.variable_store import Empty, empty_aligned
+from keras_strategies.parameter_server.wire import shared_buffers
+from keras_strategies.parameter_server.wire.array_messages import nbytes, pack, unpack
+from keras_strategies.parameter_server.wire.channel import Channel
+from keras_strategies.parameter_server.wire.shared_buffers import Borrower, Lender
+
+#: What answers a request, given what makes arrays for the reply.
+Handle = Callable[[Any, Empty], Any]
+
+#: Below so many bytes a copy costs less than keeping track of the memory.
+COPY_BYTES = 65536
+#: Ends a message whose arrays are lent; no array of a message is empty.
+_LENT = b""
+#: Milliseconds that a socket may go on sending when it is closed.
+_LINGER_MS = 500
+#: Seconds between checks whether a wait for a reply is in vain.
+_CHECK_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a cluster (CurveZMQ), which every process of it gets.
+
+    Args:
+        service_public: bytes.
+        service_secret: bytes.
+        client_public: bytes.
+        client_secret: bytes.
+    """
+
+    service_public: bytes
+    service_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    @classmethod
+    def new(cls) -> Keys:
+        import zmq
+
+        return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    @classmethod
+    def from_secret(cls, secret: str) -> Keys:
+        """The keys that every process with the same secret has."""
+        import zmq
+        from zmq.utils import z85
+
+        def pair(name: str) -> tuple[bytes, bytes]:
+            digest = hashlib.sha256(f"{name}:{secret}".encode()).digest()
+            private = z85.encode(digest)
+            return zmq.curve_public(private), private
+
+        return cls(*pair("service"), *pair("client"))
+
+
+def _needs_keys(address: str) -> bool:
+    return address.startswith("tcp://")
+
+
+class _OnlyClients:
+    """Lets in who has the cluster's client key."""
+
+    def __init__(self, keys: Keys):
+        self._public = keys.client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+class Service:
+    """Answers requests at an address, in the thread that calls `serve`.
+
+    Args:
+        address: str, `"ipc://..."` or `"tcp://host:port"`; port 0 for a free one.
+        keys: `Keys`, needed for TCP.
+    """
+
+    def __init__(self, address: str, keys: Keys | None = None):
+        import zmq
+
+        self._zmq = zmq
+        self._context = zmq.Context()
+        self._authenticator: Any = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = _LINGER_MS
+        # One frame for the peer that is gone is better than a blocked service.
+        self._socket.router_handover = True
+        if _needs_keys(address):
+            assert keys is not None, "TCP needs keys"
+            self._authenticate(keys)
+        if address.endswith(":0"):
+            port = self._socket.bind_to_random_port(address[:-2])
+            address = f"{address[:-1]}{port}"
+        else:
+            self._socket.bind(address)
+        self.address = address
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        # By peer: those that lend, and those that have asked for loans.
+        self._peers: dict[bytes, _Loans] = {}
+        # Other threads wake the loop through this pair.
+        name = f"inproc://wake-{id(self)}"
+        self._wake_in = self._context.socket(zmq.PULL)
+        self._wake_in.bind(name)
+        self._wake_name = name
+        self._wake_lock = threading.Lock()
+        self._wake_out: Any = None
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_in, zmq.POLLIN)
+
+    def _authenticate(self, keys: Keys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OnlyClients(keys))
+        self._socket.curve_server = True
+        self._socket.curve_publickey = keys.service_public
+        self._socket.curve_secretkey = keys.service_secret
+
+    def wake(self) -> None:
+        """Ends a wait in `receive` that is under way; for other threads."""
+        with self._wake_lock:
+            if self._context.closed:
+                return
+            if self._wake_out is None:
+                self._wake_out = self._context.socket(self._zmq.PUSH)
+                self._wake_out.linger = 0
+                self._wake_out.connect(self._wake_name)
+            with contextlib.suppress(self._zmq.Again):
+                self._wake_out.send(b"", self._zmq.DONTWAIT)
+
+    def receive(self, timeout: float | None = None) -> tuple[bytes, Any] | None:
+        """The next message and who sent it; None when it took too long, or woken.
+
+        Args:
+            timeout: float, seconds; None to wait for as long as it takes.
+        """
+        milliseconds = None if timeout is None else max(0, int(timeout * 1000))
+        ready = dict(self._poller.poll(milliseconds))
+        if self._wake_in in ready:
+            with contextlib.suppress(self._zmq.Again):
+                while True:
+                    self._wake_in.recv(self._zmq.DONTWAIT)
+        if self._socket not in ready:
+            return None
+        sender, *frames = self._socket.recv_multipart(copy=False)
+        buffers = [frame.buffer for frame in frames]
+        name = sender.bytes
+        if _is_lent(buffers):
+            try:
+                buffers = self._loans(name).read(buffers)
+            except OSError:
+                return None  # It is gone, and waits for nothing.
+        self.received_bytes += nbytes(buffers)
+        return name, unpack(buffers)
+
+    def _loans(self, peer: bytes) -> _Loans:
+        if peer not in self._peers:
+            for gone in [n for n, loans in self._peers.items() if not loans.is_alive]:
+                self._peers.pop(gone).close()
+            self._peers[peer] = _Loans()
+        return self._peers[peer]
+
+    def begin(self, receiver: bytes, loan: int | None) -> Empty:
+        """Begins a reply; what makes arrays for it.
+
+        Args:
+            receiver: bytes, the peer.
+            loan: int, as for `send`, which is to follow.
+        """
+        if loan is None:
+            return empty_aligned
+        lender = self._loans(receiver).lender
+        # It had read all replies but this one and the last when it asked.
+        lender.answered(loan - 1)
+        lender.begin(loan)
+        return lender.empty
+
+    def send(self, receiver: bytes, message: Any, loan: int | None = None) -> None:
+        """Sends a message to a peer; one that is gone gets nothing.
+
+        Args:
+            receiver: bytes, the peer.
+            message: anything that pickle takes.
+            loan: int, counts the requests of the peer which say that it will have
+                read the arrays before it sends the one after the next. None for others.
+        """
+        parts = pack(message)
+        self.sent_bytes += nbytes(parts)
+        if loan is not None:
+            parts = self._loans(receiver).lend(parts, loan)
+        self._socket.send(receiver, self._zmq.SNDMORE)
+        _send(self._socket, parts)
+
+    def close(self) -> None:
+        """Stops listening."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        with self._wake_lock:
+            if self._wake_out is not None:
+                self._wake_out.close()
+            self._wake_in.close()
+            self._socket.close()
+            self._context.term()
+        for loans in self._peers.values():
+            loans.close()
+
+
+def _is_lent(buffers: Sequence[Any]) -> bool:
+    return len(buffers) == 3 and not len(buffers[2])
+
+
+class _Loans:
+    """What two processes of one machine lend each other, on one side."""
+
+    def __init__(self) -> None:
+        self.lender = Lender()
+        self.borrower = Borrower()
+        self._pid: int | None = None
+
+    def lend(self, parts: list[Any], number: int) -> list[Any]:
+        """A message whose arrays, if they are large, are lent and not sent."""
+        if nbytes(parts[1:]) < shared_buffers.LEAST_BYTES:
+            return parts
+        return [parts[0], pickle.dumps(self.lender.lend(parts[1:], number)), _LENT]
+
+    def read(self, buffers: Sequence[Any]) -> list[Any]:
+        """The parts of a message as they were before `lend`."""
+        lent = pickle.loads(buffers[1])
+        self._pid = lent.pid
+        return [buffers[0], *self.borrower.borrow(lent)]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the other process is there, as far as is known."""
+        return self._pid is None or os.path.exists(f"/proc/{self._pid}")
+
+    def close(self) -> None:
+        self.lender.close()
+
+
+class Connection(Channel):
+    """Sends requests to a service, and matches the replies. For one thread.
+
+    Args:
+        address: str, the service's.
+        keys: `Keys`, needed for TCP.
+        peer: str, what the service is to people, such as `"parameter server 0"`.
+        check: called now and then during a wait; raises to end it. None for no check.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        keys: Keys | None = None,
+        peer: str = "the peer",
+        check: Callable[[], None] | None = None,
+    ):
+        import zmq
+
+        self._check = check
+
+        self._zmq = zmq
+        self.address = address
+        self.peer = peer
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = _LINGER_MS
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.reconnect_ivl = 20
+        self._socket.reconnect_ivl_max = 500
+        if _needs_keys(address):
+            assert keys is not None, "TCP needs keys"
+            self._socket.curve_serverkey = keys.service_public
+            self._socket.curve_publickey = keys.client_public
+            self._socket.curve_secretkey = keys.client_secret
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor = self._socket.get_monitor_socket(events)
+        #: When the service went away; None while it is there, or has not come yet.
+        self.lost_since: float | None = None
+        #: How often it has come back.
+        self.returns = 0
+        self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, Any] = {}
+        # What has not been answered, to be sent again to a service that came back.
+        self._waiting: dict[int, list[Any]] = {}
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        can_lend = address.startswith("ipc://") and shared_buffers.IS_AVAILABLE
+        self._loans = _Loans() if can_lend else None
+        self._turns = itertools.count(1)
+
+    def begin(self, message: Any, takes_turns: bool = False) -> int:
+        number = next(self._numbers)
+        lends = takes_turns and self._loans is not None
+        turn = next(self._turns) if lends else None
+        parts = pack((number, message, turn))
+        self.sent_bytes += nbytes(parts)
+        if lends:
+            assert self._loans is not None
+            parts = self._loans.lend(parts, number)
+        self._waiting[number] = parts
+        _send(self._socket, parts)
+        return number
+
+    def post(self, message: Any) -> None:
+        """Sends a message that has no reply."""
+        self._send(pack(message))
+
+    def _send(self, parts: list[Any]) -> None:
+        self.sent_bytes += nbytes(parts)
+        _send(self._socket, parts)
+
+    def finish(self, number: int, timeout: float) -> Any:
+        """The reply to a request.
+
+        Args:
+            number: int, as `begin` returned it.
+            timeout: float, seconds.
+
+        Raises:
+            RuntimeError: `ClusterTimeoutError` if there is none in time, `PeerError`
+                with what went wrong at the service.
+        """
+        until = time.monotonic() + timeout
+        while number not in self._replies:
+            left = until - time.monotonic()
+            wait = left if self._check is None else min(left, _CHECK_SECONDS)
+            message = self.receive(wait)
+            if message is None:
+                if self._check is not None:
+                    self._check()
+                if time.monotonic() < until:
+                    continue
+                del self._waiting[number]
+                raise ClusterTimeoutError(
+                    f"{self.peer} at {self.address} did not answer within "
+                    f"{timeout:g} seconds. It may have died, be stopped, or be too "
+                    "busy; `timeout_seconds` of the strategy changes the wait."
+                )
+            found, reply = message
+            if self._loans is not None:
+                self._loans.lender.answered(found)
+            # Of a request that was sent twice, one reply is enough.
+            if self._waiting.pop(found, None) is not None:
+                self._replies[found] = reply
+        status, value = self._replies.pop(number)
+        if status == "error":
+            raise value if isinstance(value, Exception) else PeerError(str(value))
+        return value
+
+    def receive(self, timeout: float) -> Any:
+        """The next message, whatever it is; None after `timeout` seconds."""
+        ready = dict(self._poller.poll(max(0, int(timeout * 1000))))
+        if self._monitor in ready:
+            self._watch()
+        if self._socket not in ready:
+            return None
+        frames = self._socket.recv_multipart(copy=False)
+        buffers = [frame.buffer for frame in frames]
+        if self._loans is not None and _is_lent(buffers):
+            try:
+                buffers = self._loans.read(buffers)
+            except OSError:
+                return None  # It has died since; what it is asked again, it answers.
+        self.received_bytes += nbytes(buffers)
+        return unpack(buffers)
+
+    def is_lent(self, array: np.ndarray) -> bool:
+        return self._loans is not None and self._loans.borrower.has(array)
+
+    def _watch(self) -> None:
+        """Sends again what a service that has been started anew did not answer.
+
+        Updates have names, so that one that had been made is not made twice.
+        """
+        from zmq.utils.monitor import recv_monitor_message
+
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == self._zmq.EVENT_DISCONNECTED:
+                self.lost_since = self.lost_since or time.monotonic()
+            elif self.lost_since is not None:
+                self.lost_since = None
+                self.returns += 1
+                for parts in self._waiting.values():
+                    _send(self._socket, parts)
+
+    def is_lost_for(self, seconds: float) -> bool:
+        """Whether the service was there, and has been gone for so long."""
+        since = self.lost_since
+        return since is not None and time.monotonic() - since > seconds
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+        if self._loans is not None:
+            self._loans.close()
+
+
+def _send(socket: Any, parts: Sequence[Any]) -> None:
+    import zmq
+
+    last = len(parts) - 1
+    for i, part in enumerate(parts):
+        size = part.nbytes if isinstance(part, memoryview) else len(part)
+        flags = zmq.SNDMORE if i < last else 0
+        socket.send(part, flags, copy=size < COPY_BYTES)
+
+
+def serve(
+    service: Service,
+    handle: Handle,
+    until: Callable[[], bool],
+    idle: Callable[[], None] = lambda: None,
+    every: float = 0.2,
+) -> None:
+    """Answers requests one after the other until `until()`.
+
+    Args:
+        service: where they come in.
+        handle: callable of a request and of what makes arrays for the reply, best in
+            the memory from which it will be read; returns the reply. What it raises
+            becomes the reply, and is raised where the request came from.
+        until: callable, asked after each request.
+        idle: callable, called at least every so many seconds.
+        every: float, seconds.
+    """
+    due = time.monotonic() + every
+    while not until():
+        received = service.receive(max(0.0, due - time.monotonic()))
+        if received is not None:
+            sender, (number, message, turn) = received
+            reply = answer(handle, message, service.begin(sender, turn))
+            service.send(sender, (number, reply), turn)
+        if time.monotonic() >= due:
+            idle()
+            due = time.monotonic() + every
+
+
+def answer(
+    handle: Handle, message: Any, empty: Empty = empty_aligned
+) -> tuple[str, Any]:
+    """What a request comes to: `("ok", reply)`, or `("error", exception)`."""
+    try:
+        return "ok", handle(message, empty)
+    except Exception as error:  # Whatever it is, it is raised where it was asked for.
+        return "error", _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """An exception that arrives, with its traceback as a note."""
+    import pickle
+    import traceback
+
+    text = "".join(traceback.format_exception(error))
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # Pickling runs the exception's own code: anything may fail.
+        copy = PeerError(f"{type(error).__name__}: {error}")
+    copy.add_note(f"Raised in another process:\n{text}")
+    return copy  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def connected(
+    addresses: Sequence[str], keys: Keys | None, what: str
+) -> Iterator[list[Connection]]:
+    """Connections to several services, closed at the end."""
+    connections = [
+        Connection(address, keys, f"{what} {i}") for i, address in enumerate(addresses)
+    ]
+    try:
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()

@@ -1,0 +1,1 @@
+"""A worker's process: the steps of tasks against the servers."""

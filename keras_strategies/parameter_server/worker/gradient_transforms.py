@@ -1,0 +1,90 @@
+"""What becomes of a step's gradients on a worker, before they are pushed.
+
+Only a worker has all gradients of a step, so what depends on all of them is done here:
+whether they are finite, and clipping by their norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.parameter_server.engines.step_engine import Applied
+from keras_strategies.parameter_server.server.loss_scale import ScaleReport
+from keras_strategies.parameter_server.wire.object_pickling import Described
+
+
+def judged(
+    optimizer: Any,
+    gradients: Sequence[np.ndarray | None],
+    used: np.ndarray,
+    describe: Callable[[Any], Described],
+) -> tuple[ScaleReport, list[np.ndarray | None]]:
+    """What there is to report of a step, and its gradients without the scale.
+
+    Args:
+        optimizer: a `LossScaleOptimizer`.
+        gradients: arrays, those of all variables of the step; None where there is none.
+        used: float32 scalar, the scale that they were computed with.
+        describe: says what is known of a variable.
+
+    Returns:
+        The report, and the gradients divided by the scale. They mean nothing where the
+        report says that they are not finite.
+    """
+    used = np.array(used)
+    is_finite = all(g is None or bool(np.isfinite(g).all()) for g in gradients)
+    report = ScaleReport(
+        (describe(optimizer.dynamic_scale).number, 0),
+        (describe(optimizer.step_counter).number, 0),
+        optimizer.dynamic_growth_steps,
+        used,
+        is_finite,
+    )
+    if not is_finite:
+        return report, list(gradients)
+    return report, [None if g is None else g / used for g in gradients]
+
+
+def shared_out(applied: Applied) -> list[Applied]:
+    """An update by the optimizers that make it: several of a `MultiOptimizer`."""
+    found = []
+    optimizers = keras_compat.optimizers_of(applied.optimizer)
+    if not optimizers:
+        return [applied]
+    pairs = list(zip(applied.variables, applied.gradients, strict=True))
+    for optimizer in optimizers:
+        own = {id(v) for v in keras_compat.trained_variables(optimizer)}
+        mine = [(v, g) for v, g in pairs if id(v) in own]
+        if mine:
+            variables, gradients = map(list, zip(*mine, strict=True))
+            found.append(Applied(optimizer, variables, gradients))
+    return found
+
+
+def prepared(
+    optimizer: Any, gradients: Sequence[np.ndarray | None]
+) -> list[np.ndarray | None]:
+    """Gradients without `loss_scale_factor`, clipped as the optimizer clips.
+
+    Args:
+        optimizer: a Keras optimizer.
+        gradients: arrays, those of all variables of the step; None where there is none.
+    """
+    found = list(gradients)
+    scale = optimizer.loss_scale_factor
+    if scale is not None:
+        found = [None if g is None else g / scale for g in found]
+    clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
+    if clips and not optimizer.gradient_accumulation_steps:
+        present = [keras.ops.convert_to_tensor(g) for g in found if g is not None]
+        clipped = iter(keras_compat.clip_gradients(optimizer, present))
+        found = [
+            None if g is None else np.asarray(keras.ops.convert_to_numpy(next(clipped)))
+            for g in found
+        ]
+    return found

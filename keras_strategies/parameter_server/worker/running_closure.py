@@ -1,0 +1,256 @@
+"""A closure that a worker runs: names its updates, and reads and writes for it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.parameter_server.engines.step_engine import Applied, StepResult
+from keras_strategies.parameter_server.server.loss_scale import has_dynamic_scale
+from keras_strategies.parameter_server.server.server_process import Pulled, Step
+from keras_strategies.parameter_server.wire.object_pickling import device_places
+from keras_strategies.parameter_server.wire.task_messages import Task
+from keras_strategies.parameter_server.worker.step_execution import Plan
+
+if TYPE_CHECKING:
+    from keras_strategies.parameter_server.worker.worker_loop import Worker
+
+
+class Closure:
+    """A closure under way: names its updates, and keeps what it has read."""
+
+    def __init__(self, worker: Worker, task: Task, numbers: tuple[int, ...]):
+        self.worker = worker
+        self.task = task
+        self.numbers = numbers
+        self.local: dict[int, np.ndarray] = {}
+        self.steps = 0
+        #: Updates that its steps have missed: in all, and at most.
+        self.staleness = (0, 0)
+        self._next_update = 0
+        self._cache: dict[int, np.ndarray] = {}
+        # What an optimizer's own variables last were to it, updates regardless: a loss
+        # scale is that of the gradients, however much happens before they are applied.
+        self._scalars: dict[int, np.ndarray] = {}
+
+    def next_update(self) -> tuple[int, int]:
+        """The name of the next update."""
+        self._next_update += 1
+        return self.task.number, self._next_update - 1
+
+    # Variables outside of programs (`keras_compat.VariableHost`)
+
+    def read(self, variable: Any) -> np.ndarray:
+        about = self.worker.receiver.describe(variable)
+        if about.kind == "local":
+            return self._local(about.number)
+        if about.number not in self._cache:
+            self._cache[about.number] = self.worker.execution.servers.read(about)
+        if about.kind == "scalar":
+            self._scalars[about.number] = self._cache[about.number]
+        return self._cache[about.number]
+
+    def _local(self, number: int) -> np.ndarray:
+        value = self.task.local[number]
+        return value + self.local[number] if number in self.local else value
+
+    def write(self, variable: Any, value: np.ndarray) -> None:
+        about = self.worker.receiver.describe(variable)
+        if about.kind == "local":
+            self.local[about.number] = value - self.task.local[about.number]
+            return
+        writes: dict[int, list[Any]] = {}
+        for part in about.parts:
+            cut = value[part.start : part.stop] if about.shape else value
+            key = (about.number, part.start)
+            writes.setdefault(part.server, []).append((key, cut))
+        self._send({i: Step(writes=tuple(w)) for i, w in writes.items()})
+
+    def add(self, variable: Any, delta: np.ndarray) -> None:
+        about = self.worker.receiver.describe(variable)
+        if about.kind == "local":
+            self.write(variable, self.read(variable) + delta)
+            return
+        adds: dict[int, list[Any]] = {}
+        for part in about.parts:
+            cut = delta[part.start : part.stop] if about.shape else delta
+            key = (about.number, part.start)
+            adds.setdefault(part.server, []).append((key, cut))
+        self._send({i: Step(adds=tuple(a)) for i, a in adds.items()})
+
+    def _send(self, steps: dict[int, Step]) -> None:
+        update = self.next_update()
+        done = self.task.done
+        named = {i: replace(s, update=update, done=done) for i, s in steps.items()}
+        servers = self.worker.execution.servers
+        servers.finish_steps(servers.begin_steps(named))
+        self._cache.clear()
+
+    def apply(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
+        """`optimizer.apply` outside of a program."""
+        if variables is None:
+            variables = keras_compat.trained_variables(optimizer)
+        arrays = [None if g is None else to_numpy(g) for g in gradients]
+        scale = None
+        if has_dynamic_scale(optimizer):
+            scale = self._scale(optimizer.dynamic_scale)
+        applied = Applied(optimizer, list(variables), arrays, scale)
+        result = StepResult(None, [applied])
+        self.push(Plan(), result, {})
+        return optimizer.iterations
+
+    def _scale(self, variable: Any) -> np.ndarray:
+        """The loss scale that this closure has computed with."""
+        number = self.worker.receiver.describe(variable).number
+        return self._scalars[number] if number in self._scalars else self.read(variable)
+
+    def push(
+        self, plan: Plan, result: StepResult, pulled: Mapping[int, Pulled]
+    ) -> None:
+        """Sends the servers what a step has come to, and waits until they have it.
+
+        Args:
+            plan: what the step had pulled.
+            result: what it has come to.
+            pulled: the answers, by server.
+        """
+        execution = self.worker.execution
+        steps, local = execution.pushes(
+            plan, result, self.next_update(), self.task.done
+        )
+        self.merge_local(local)
+        servers = execution.servers
+        self.note_staleness(pulled, servers.finish_steps(servers.begin_steps(steps)))
+        self._cache.clear()
+
+    def note_staleness(
+        self, pulled: Mapping[int, Pulled], pushed: Mapping[int, Pulled]
+    ) -> None:
+        """Counts the updates between the pull and the push of a step."""
+        missed = [
+            answer.version - pulled[server].version - 1
+            for server, answer in pushed.items()
+            if server in pulled
+        ]
+        most = max([0, *missed])
+        total, highest = self.staleness
+        self.staleness = total + most, max(highest, most)
+
+    def merge_local(self, changes: dict[int, np.ndarray]) -> None:
+        """Adds changes of variables that no server has."""
+        for number, change in changes.items():
+            self.local[number] = self.local.get(number, 0) + change
+
+    # Programs
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a function as a program: pull, compute, push."""
+        if self.worker.in_program:
+            return fn(*args, **kwargs)
+        program, batch = self.worker.function_program(fn, (args, kwargs), self.numbers)
+        with self.worker.inside_program():
+            plan = self.worker.execution.plan(program, batch)
+        servers = self.worker.execution.servers
+        pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
+        result = self.worker.compute(self, program, plan, pulled, batch)
+        for variable in program.variables.others:
+            about = self.worker.receiver.describe(variable)
+            if about.kind == "scalar":
+                value = np.array(self.worker.execution.engine.get_value(variable))
+                self._scalars[about.number] = value
+        self.push(plan, result, pulled)
+        return keras.tree.map_structure(_to_tensor, result.outputs)
+
+
+class WorkerHost:
+    """Where a worker's variables have their values: the closure under way."""
+
+    def __init__(self, worker: Worker):
+        self._worker = worker
+
+    @property
+    def is_local(self) -> bool:
+        return self._worker.in_program
+
+    def _closure(self) -> Closure:
+        closure = self._worker.closure
+        assert closure is not None, "outside of a closure"
+        return closure
+
+    def read(self, variable: Any) -> Any:
+        return self._closure().read(variable)
+
+    def read_slice(self, variable: Any, index: Any) -> Any:
+        return self.read(variable)[index]
+
+    def write(self, variable: Any, value: Any) -> None:
+        self._closure().write(variable, to_numpy(value))
+
+    def add(self, variable: Any, delta: Any) -> Any:
+        self._closure().add(variable, to_numpy(delta))
+        return variable.value
+
+    def is_large(self, variable: Any) -> bool:
+        return False
+
+    def pieces(self, variable: Any) -> Iterator[tuple[int, Any]]:
+        yield 0, self.read(variable)
+
+    def write_rows(self, variable: Any, start: int, rows: Any) -> None:
+        value = np.array(self.read(variable))
+        value[start : start + len(rows)] = rows
+        self.write(variable, value)
+
+    def places(self, variable: Any) -> list[tuple[str, int, int]]:
+        return device_places(self._worker.receiver.describe(variable))
+
+    def place(self, variable: Any) -> str:
+        return "on parameter servers"
+
+    def create(self, variable: Any, value: Any) -> None:
+        raise AssertionError("variables of workers are made by the coordinator")
+
+    create_with = create
+
+
+def is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    if isinstance(value, np.ndarray):
+        return value
+    return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+def _to_tensor(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return keras.ops.convert_to_tensor(value)
+    return value
+
+
+def portable_value(value: Any) -> Any:
+    """What a closure returns, with arrays of NumPy."""
+    if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
+        return to_numpy(value)
+    return value
+
+
+def portable_error(error: Exception, index: int) -> Exception:
+    text = "".join(traceback.format_exception(error))
+    try:
+        copy = cloudpickle.loads(cloudpickle.dumps(error))
+        if type(copy) is not type(error):
+            raise TypeError
+    except Exception:  # Pickling runs the exception's own code: anything may fail.
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note(f"Raised on worker {index}:\n{text}")
+    result: Exception = copy
+    return result

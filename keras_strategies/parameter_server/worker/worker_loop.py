@@ -1,0 +1,429 @@
+"""A worker: takes tasks from the coordinator and runs them against the servers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.errors import WorkerError
+from keras_strategies.parameter_server.engines.step_engine import (
+    OtherLookupsError,
+    Program,
+    StepResult,
+)
+from keras_strategies.parameter_server.wire.heartbeat import coordinator_lost
+from keras_strategies.parameter_server.wire.object_pickling import load
+from keras_strategies.parameter_server.wire.task_messages import (
+    Definition,
+    Outcome,
+    Reference,
+    Resource,
+    Task,
+)
+from keras_strategies.parameter_server.wire.transport import Connection
+from keras_strategies.parameter_server.worker.pull_ahead import DEPTH, Ahead, Pipeline
+from keras_strategies.parameter_server.worker.running_closure import (
+    Closure,
+    WorkerHost,
+    is_array,
+    portable_error,
+    portable_value,
+    to_numpy,
+)
+from keras_strategies.parameter_server.worker.step_execution import (
+    Execution,
+    Plan,
+    ProgramVariables,
+)
+
+#: Seconds between looks at whether the coordinator is there.
+_LOOK_SECONDS = 1.0
+
+
+class Worker:
+    """Runs tasks, one after the other, in the thread that calls `work`.
+
+    Args:
+        index: int, the number of this worker.
+        connection: to the coordinator.
+        execution: the servers, the variables and the backend.
+        incarnation: int, counts the processes that have been this worker.
+        patience: float, seconds that the coordinator may be gone.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        connection: Connection,
+        execution: Execution,
+        incarnation: int,
+        patience: float = math.inf,
+    ):
+        self.index = index
+        self.execution = execution
+        self.receiver = execution.receiver
+        self.receiver.host = WorkerHost(self)
+        self.closure: Closure | None = None
+        self.in_program = True  # Until a closure runs.
+        self._connection = connection
+        self._incarnation = incarnation
+        self._patience = patience
+        self._returns = 0
+        self._counted = (0, 0)
+        self._is_stopped = False
+        self._owner: str | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins as at first; what another coordinator has said means nothing."""
+        self._definitions: dict[int, Definition] = {}
+        self._functions: dict[int, Any] = {}
+        self._programs: dict[Any, Program] = {}
+        self._kept: list[Any] = []
+        self._resources: dict[int, Resource] = {}
+        self._values: dict[int, Any] = {}
+        self._tasks: collections.deque[Task] = collections.deque()
+        self._pipeline = Pipeline(self.execution.servers)
+        # Tasks that are done but for the answers to their last updates.
+        self._unreported: collections.deque[Callable[[], Outcome]] = collections.deque()
+
+    # Messages
+
+    def work(self) -> None:
+        """Takes tasks until told to stop.
+
+        Raises:
+            RuntimeError: `WorkerError` if the coordinator is gone for too long.
+        """
+        self._post("hello", (self.index, self._incarnation, os.getpid()))
+        while not self._is_stopped:
+            self._receive(_LOOK_SECONDS if not self._tasks else 0.0)
+            self._look_for_coordinator()
+            while self._tasks and not self._is_stopped:
+                self._do(self._tasks.popleft())
+                self._receive(0.0)
+
+    def _look_for_coordinator(self) -> None:
+        connection = self._connection
+        if connection.is_lost_for(self._patience):
+            raise WorkerError(coordinator_lost(connection, self._patience))
+        if connection.returns > self._returns:
+            # It may be another one, which does not know this worker.
+            self._returns = connection.returns
+            self._post("hello", (self.index, self._incarnation, os.getpid()))
+
+    def _post(self, kind: str, value: Any) -> None:
+        self._connection.post((0, (kind, value)))
+
+    def _receive(self, timeout: float) -> None:
+        """Takes in what has arrived; waits for the first message only."""
+        while True:
+            message = self._connection.receive(timeout)
+            if message is None:
+                return
+            _, (kind, value) = message
+            if kind == "task":
+                self._tasks.append(value)
+            elif kind == "define":
+                self._definitions[value.number] = value
+            elif kind == "resource":
+                self._resources[value.number] = value
+            elif kind == "welcome":
+                if self._owner not in (None, value):
+                    self._forget()
+                    self.receiver.forget()
+                self._owner = self.execution.servers.owner = value
+            elif kind == "stop":
+                self._is_stopped = True
+                return
+            timeout = 0.0
+
+    # Tasks
+
+    def _do(self, task: Task) -> None:
+        start = time.monotonic()
+        definition = self._definitions[task.definition]
+        try:
+            function = self._function(definition)
+            self._load_local(task)
+            closure = Closure(self, task, definition.variables)
+            self.closure = closure
+            if definition.kind == "call":
+                self._settle()
+                value = self._call(closure, function)
+                steps = max(1, closure.steps)
+            else:
+                value = self._model_steps(closure, definition)
+                steps = len(task.arguments)
+            seconds = time.monotonic() - start
+            # It is done when the servers have its last update.
+            self._unreported.append(
+                lambda: Outcome(
+                    task.number,
+                    value,
+                    None,
+                    closure.local,
+                    seconds,
+                    steps,
+                    self._traffic(),
+                    closure.staleness,
+                )
+            )
+            self._receive(0.0)
+            if not self._tasks or not task.pulls_ahead:
+                self._settle()
+        except Exception as error:  # The user's: the coordinator raises it.
+            failed = Outcome(task.number, error=portable_error(error, self.index))
+            self._pipeline.drop()
+            with contextlib.suppress(Exception):  # One error is enough.
+                self._settle()
+            self._report(failed)
+        finally:
+            self.closure = None
+            self.in_program = True
+
+    def _traffic(self) -> tuple[int, int]:
+        """Bytes that went to and came from the servers since this was asked last."""
+        before = self._counted
+        self._counted = self.execution.servers.traffic
+        return self._counted[0] - before[0], self._counted[1] - before[1]
+
+    def _report(self, outcome: Outcome) -> None:
+        try:
+            self._post("outcome", outcome)
+        except Exception as error:  # Pickling runs the user's code: anything may fail.
+            failed = Outcome(outcome.number, error=portable_error(error, self.index))
+            self._post("outcome", failed)
+
+    def _function(self, definition: Definition) -> Any:
+        number = definition.number
+        if number not in self._functions:
+            self._functions[number] = load(
+                definition.blob, self.receiver, definition.generation
+            )
+        return self._functions[number]
+
+    def _load_local(self, task: Task) -> None:
+        for number, value in task.local.items():
+            if number in self.receiver.variables:
+                self.execution.engine.set_value(self.receiver.variables[number], value)
+
+    def _call(self, closure: Closure, function: Callable[..., Any]) -> Any:
+        args, kwargs = load(
+            closure.task.arguments, self.receiver, closure.task.generation
+        )
+        args, kwargs = self._resolved((args, kwargs))
+        self.in_program = False
+        strategy = self.receiver.strategy()
+        with strategy.scope(), keras_compat.applying_through(closure.apply):
+            value = function(*args, **kwargs)
+        return keras.tree.map_structure(portable_value, value)
+
+    def _resolved(self, structure: Any) -> Any:
+        if isinstance(structure, Reference):
+            return self._value(structure.number)
+        if isinstance(structure, (list, tuple)) and type(structure) in (list, tuple):
+            return type(structure)(self._resolved(item) for item in structure)
+        if type(structure) is dict:
+            return {key: self._resolved(item) for key, item in structure.items()}
+        return structure
+
+    def _value(self, number: int) -> Any:
+        if number not in self._values:
+            resource = self._resources[number]
+            if resource.kind == "iterator":
+                self._values[number] = iter(self._value(resource.blob))
+            else:
+                make = load(resource.blob, self.receiver, resource.generation)
+                self._values[number] = make()
+        return self._values[number]
+
+    def _model_steps(self, closure: Closure, definition: Definition) -> Any:
+        """A model's steps on one batch or on several."""
+        program = self._model_program(definition)
+        batches = closure.task.arguments
+        outputs = []
+        for i, batch in enumerate(batches):
+            if self._pipeline.is_waiting:
+                self._settle()
+            ready = self._pipeline.take(closure.task, i)
+            if ready is None:
+                plan = self.execution.plan(program, batch)
+                servers = self.execution.servers
+                pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
+            else:
+                plan, pulled = ready
+            result = self.compute(closure, program, plan, pulled, batch)
+            outputs.append(result.outputs)
+            self._push(closure, plan, result, pulled, i)
+            if i + 1 < len(batches):
+                self._advance_local(closure)
+        if definition.kind == "predict":
+            return outputs
+        return outputs[-1]
+
+    def _advance_local(self, closure: Closure) -> None:
+        """Lets metrics go on from where the last step left them."""
+        for number, change in closure.local.items():
+            value = closure.task.local[number] + change
+            self.execution.engine.set_value(self.receiver.variables[number], value)
+
+    def _push(
+        self, closure: Closure, plan: Plan, result: StepResult, pulled: Any, i: int
+    ) -> None:
+        """Sends what a step has come to, and asks for the values of later ones."""
+        pushes, local = self.execution.pushes(
+            plan, result, closure.next_update(), closure.task.done
+        )
+        closure.local = (
+            local
+            if i == 0
+            else {
+                n: _sum(closure.local.get(n), local.get(n))
+                for n in {*closure.local, *local}
+            }
+        )
+        # The steps before this one.
+        self._settle()
+        depth = DEPTH if closure.task.pulls_ahead else 1
+        following = self._following(closure.task, i, depth)[len(self._pipeline) :]
+        steps = []
+        for task, index in following:
+            try:
+                program = self._model_program(self._definitions[task.definition])
+                plan_ahead = self.execution.plan(program, task.arguments[index])
+            except Exception:  # It is raised again when it is that step's turn.
+                break
+            steps.append(Ahead(task, index, plan_ahead))
+        self._pipeline.send(
+            pushes, steps, lambda found: closure.note_staleness(pulled, found)
+        )
+
+    def _following(self, task: Task, i: int, count: int) -> list[tuple[Task, int]]:
+        """The next steps that are known already, as far as they are models'."""
+        found = [(task, index) for index in range(i + 1, len(task.arguments))]
+        if len(found) < count:
+            self._receive(0.0)
+        for following in self._tasks:
+            definition = self._definitions[following.definition]
+            if definition.kind == "call" or len(found) >= count:
+                break
+            found += [(following, index) for index in range(len(following.arguments))]
+        return found[:count]
+
+    def _settle(self) -> None:
+        """Waits for the servers' answers, and reports the tasks that end with them.
+
+        Raises:
+            Exception: what a server raised for an update of the task under way.
+        """
+        error = None
+        try:
+            self._pipeline.settle()
+        except Exception as found:  # A server's: the coordinator raises it.
+            self._pipeline.drop()
+            error = found
+            if not self._unreported:
+                raise
+        while self._unreported:
+            outcome = self._unreported.popleft()()
+            if error is not None:
+                outcome = Outcome(
+                    outcome.number, error=portable_error(error, self.index)
+                )
+            self._report(outcome)
+
+    def _model_program(self, definition: Definition) -> Program:
+        if definition.number not in self._programs:
+            model = self._function(definition)
+            engine = self.execution.engine
+            variables = self.execution.variables(definition.variables)
+            body = engine.model_body(model, definition.kind)
+            self._programs[definition.number] = engine.program(
+                body, variables, definition.kind == "train"
+            )
+        return self._programs[definition.number]
+
+    def function_program(
+        self, fn: Callable[..., Any], arguments: Any, numbers: tuple[int, ...]
+    ) -> tuple[Program, Any]:
+        """The program of a function, and the arrays among its arguments."""
+        leaves = keras.tree.flatten(arguments)
+        sent = [is_array(leaf) for leaf in leaves]
+        rest = [None if a else x for a, x in zip(sent, leaves, strict=True)]
+        shape = keras.tree.map_structure(lambda leaf: 0, arguments)
+        key = (id(fn), repr(shape), repr(rest))
+        if key not in self._programs:
+            self._kept.append(fn)
+
+            def body(arrays: Any) -> Any:
+                found = iter(arrays)
+                filled = [
+                    next(found) if a else x for a, x in zip(sent, rest, strict=True)
+                ]
+                args, kwargs = keras.tree.pack_sequence_as(arguments, filled)
+                return fn(*args, **kwargs)
+
+            variables: ProgramVariables = self.execution.variables(numbers)
+            self._programs[key] = self.execution.engine.program(body, variables, True)
+        batch = [to_numpy(leaf) for a, leaf in zip(sent, leaves, strict=True) if a]
+        return self._programs[key], batch
+
+    def compute(
+        self, closure: Closure, program: Program, plan: Plan, pulled: Any, batch: Any
+    ) -> StepResult:
+        """Runs a program on what was pulled."""
+        closure.steps += 1
+        result = self._run(program, plan, pulled, batch)
+        # A program may return a variable as it is.
+        result.outputs = keras.tree.map_structure(self._own, result.outputs)
+        return result
+
+    def _own(self, value: Any) -> Any:
+        """A value that stays as it is when the servers are asked again."""
+        if isinstance(value, np.ndarray) and self.execution.servers.is_lent(value):
+            return np.array(value)
+        return value
+
+    def _run(self, program: Program, plan: Plan, pulled: Any, batch: Any) -> StepResult:
+        with self.inside_program():
+            if plan.is_of(program):
+                self.execution.fill(program, plan, pulled)
+                try:
+                    return program.run(batch, plan.lookups, plan.positions)
+                except OtherLookupsError:
+                    program.foresee_nothing()
+            # Nothing has been sent; this step begins again, with a closer look.
+            again = self.execution.plan(program, batch)
+            plan.ids, plan.lookups = again.ids, again.lookups
+            plan.positions = again.positions
+            plan.pulls, plan.dense = again.pulls, again.dense
+            servers = self.execution.servers
+            # Out of turn: the values of later steps may be here already.
+            numbers = servers.begin_steps(plan.pulls, takes_turns=False)
+            self.execution.fill(program, plan, servers.finish_steps(numbers))
+            return program.run(batch, plan.lookups, plan.positions)
+
+    @contextlib.contextmanager
+    def inside_program(self) -> Iterator[None]:
+        """Variables have values of their own, instead of asking the servers."""
+        before, self.in_program = self.in_program, True
+        try:
+            yield
+        finally:
+            self.in_program = before
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -1,1 +1,0 @@
-"""Where the parts of large variables are: partitioners, placement, served variables."""
