@@ -1,0 +1,111 @@
+"""Measures of the structure stay at or below what has been reached."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from architecture.measures import (
+    REPOSITORY,
+    Module,
+    Source,
+    cycles,
+    interface_members,
+    lines,
+    measures,
+    private_names,
+    replaced_attributes,
+)
+
+#: Bounds from above. They only go down.
+BOUNDS = {
+    "members of engine interfaces": 94,
+    "attributes replaced for the process": 67,
+    "StatelessScope subclasses": 9,
+    "communicators": 9,
+    "modules that start processes": 6,
+    "duplicate public class names": 19,
+    "lines of code": 24_700,
+    "folders of more than 12 files": 5,
+    "files of the largest folder": 21,
+    "import cycles": 5,
+    "modules in import cycles": 81,
+    "private names outside of compat files": 81,
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, int]:
+    return measures(Source(REPOSITORY / "keras_strategies"))
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_no_measure_has_grown(found: dict[str, int], name: str) -> None:
+    assert found[name] <= BOUNDS[name]
+
+
+def package(root: Path, **files: str) -> Source:
+    for name, text in files.items():
+        path = root.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Source(root)
+
+
+def test_members_are_those_of_abstract_classes_of_engines(tmp_path: Path) -> None:
+    source = package(
+        tmp_path,
+        runtime__base="class Backend(ABC):\n def a(self): ...\n def _b(self): ...\n"
+        "class Other(ABC):\n def c(self): ...\n",
+        engines__jax__backend="class JaxBackend(Backend): ...",
+    )
+    assert interface_members(source) == {"runtime.base.Backend": 1}
+
+
+def test_replaced_attributes_are_counted_through_loops(tmp_path: Path) -> None:
+    source = package(
+        tmp_path,
+        keras_compat__hooks="NAMES = ('fit', 'evaluate')\n"
+        "def install():\n replace(Layer, 'call', f)\n"
+        " for name in NAMES:\n  replace(Trainer, name, f)\n",
+        other="import ray\nray.x.y = 1\n",
+    )
+    assert replaced_attributes(source) == {"keras_compat.hooks": 3, "other": 1}
+
+
+def test_lines_are_counted_by_kind(tmp_path: Path) -> None:
+    text = '"""Doc."""\n\nimport os  # a\n\n# b\nx = """\n\n"""\n'
+    text += "\nif x:\n    raise E(\n1)\n"
+    assert lines(package(tmp_path, a=text)) == {
+        "docstrings": 1,
+        "blank": 3,
+        "imports": 1,
+        "comments": 1,
+        "code": 4,
+        "raises": 2,
+    }
+
+
+def test_cycles_are_groups_of_modules() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert cycles(graph) == [["b", "c"]]
+
+
+def test_private_names_of_frameworks_are_found_and_own_ones_are_not(
+    tmp_path: Path,
+) -> None:
+    source = package(
+        tmp_path,
+        a="from jax._src import core\nimport torch\n"
+        "class A:\n def f(self, v):\n  self._own = v._value\n  torch._C.g(v._own)\n",
+        compat="def f(variable):\n return variable._value\n",
+    )
+    assert private_names(source) == ["a:1 jax._src.core", "a:5 _value", "a:6 _C"]
+
+
+def test_a_module_of_the_package_is_known_by_its_name(tmp_path: Path) -> None:
+    source = package(tmp_path, engines__jax__run="", engines__jax____init__="")
+    assert source.own("keras_strategies.engines.jax.run.fn") == "engines.jax.run"
+    assert source.own("keras.ops") is None
+    assert Module("engines.jax.run", tmp_path, ast.parse("")).engine == "jax"
