@@ -94,7 +94,6 @@ def faults(options: argparse.Namespace) -> dict[str, Any]:
 
 PARTS = {
     "speed": speed,
-    "channels": part("channels"),
     "bytes": part("bytes"),
     "scaling": part("scaling"),
     "curves": curves,
@@ -155,7 +154,6 @@ def faults_table(found: dict[str, Any]) -> str:
 
 TABLES = {
     "speed": speed_table,
-    "channels": lambda found: pairs_table(found, "channel", "steps/s"),
     "bytes": lambda found: pairs_table(found, "rows of the table", "bytes/step"),
     "scaling": lambda found: pairs_table(found, "cluster", "steps/s"),
     "faults": faults_table,

@@ -56,14 +56,6 @@ def scaling() -> dict[str, float]:
     }
 
 
-def channels() -> dict[str, float]:
-    """Steps per second of the sparse model, by what carries the steps."""
-    return {
-        channel: max(ours(WORKLOADS["sparse"], channel=channel).values())
-        for channel in ("zeromq", "ray")
-    }
-
-
 # --- Loss curves --------------------------------------------------------------
 
 
@@ -207,7 +199,6 @@ def schedule_for(
 
 
 PARTS: dict[str, Callable[[], Any]] = {
-    "channels": channels,
     "bytes": bytes_per_step,
     "scaling": scaling,
     "curve-ours": curve_ours,

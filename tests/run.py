@@ -63,7 +63,6 @@ ONCE = (
     # Code of the pages; what strategies compute on each backend is tested elsewhere.
     "tests/test_pages.py",
     # Bytes on their way, and processes that meet: no backend has a part in it.
-    "tests/parameter_server/test_channels.py",
     "tests/parameter_server/test_local_cluster.py",
     "tests/parameter_server/test_server.py",
 )

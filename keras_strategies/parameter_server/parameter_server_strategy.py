@@ -29,7 +29,6 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
 from keras_strategies.parameter_server.variables.variable_registry import Registry
 from keras_strategies.parameter_server.wire.cluster_secret import cluster_keys
 from keras_strategies.parameter_server.wire.object_pickling import server_device
-from keras_strategies.parameter_server.wire.server_connections import check_channel
 from keras_strategies.parameter_server.worker.worker_loop import Worker
 from keras_strategies.runtime.base import Placement, TrainerAdapter, VariableCopy
 from keras_strategies.runtime.single_replica import SingleReplica
@@ -91,8 +90,6 @@ class ParameterServerStrategy(Strategy):
         silence_seconds: float, seconds without a sign of life after which a process is
             killed and replaced.
         start_seconds: float, seconds in which the cluster must have started.
-        channel: str, what carries the steps of a local cluster: `"zeromq"`, or `"ray"`,
-            which is slower (benchmarks/parameter_server.py).
 
     Raises:
         ValueError: for a cluster that cannot be: without a worker or a server, with two
@@ -125,7 +122,6 @@ class ParameterServerStrategy(Strategy):
         timeout_seconds: float = 120.0,
         silence_seconds: float = 30.0,
         start_seconds: float = 180.0,
-        channel: str = "zeromq",
     ):
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
@@ -162,7 +158,6 @@ class ParameterServerStrategy(Strategy):
             resolver = find_cluster() or LocalClusterResolver()
         spec = resolver.cluster_spec()
         check_parameter_server_cluster(spec)
-        check_channel(channel, isinstance(resolver, LocalClusterResolver))
         _check_installed(isinstance(resolver, LocalClusterResolver))
         self._resolver = resolver
         self._coordinator: Any = None
@@ -182,7 +177,6 @@ class ParameterServerStrategy(Strategy):
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
             start_seconds=start_seconds,
-            channel=channel,
         )
         self._cluster = _cluster(resolver, options)
         self._finalizer = weakref.finalize(self, self._cluster.close)

@@ -2,8 +2,8 @@
 
     python ray_coordinator.py FOLDER
 
-Its worker dies, then its server, and after two epochs it is killed itself. Steps travel
-over Ray. It leaves a backup in FOLDER/backup, and the numbers of its processes.
+Its worker dies, then its server, and after two epochs it is killed itself. It leaves a
+backup in FOLDER/backup, and the numbers of its processes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def main(folder: Path) -> None:
     with clusters.start(
         workers=1,
         ps=1,
-        channel="ray",
         max_staleness=0,
         snapshot_seconds=60.0,
         variable_partitioner=partitioners.FixedShardsPartitioner(2),

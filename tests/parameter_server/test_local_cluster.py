@@ -1,4 +1,4 @@
-"""A cluster as users start it: Ray, its processes, its channel, and their ends.
+"""A cluster as users start it: Ray, its processes, and their ends.
 
 Ray takes seconds to start, so that one cluster does everything here; its normal end is
 in `test_entry_points.py`. What it has in common with all clusters is tested with forks.

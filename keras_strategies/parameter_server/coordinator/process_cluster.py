@@ -18,7 +18,6 @@ from typing import Any
 from keras_strategies.errors import SnapshotError, WorkerError
 from keras_strategies.parameter_server.coordinator.cluster_state import LocalVariables
 from keras_strategies.parameter_server.coordinator.ray_launcher import (
-    LEAST_STORE_BYTES,
     Manager,
     Start,
     environment,
@@ -29,7 +28,6 @@ from keras_strategies.parameter_server.engines import get_engine
 from keras_strategies.parameter_server.server import server_process as server_module
 from keras_strategies.parameter_server.server.snapshots import check_folder
 from keras_strategies.parameter_server.wire.heartbeat import start_beating
-from keras_strategies.parameter_server.wire.ray_channel import STORE_BYTES
 from keras_strategies.parameter_server.wire.server_connections import Servers
 from keras_strategies.parameter_server.wire.transport import Connection, Keys, Service
 from keras_strategies.parameter_server.worker.step_execution import (
@@ -53,7 +51,6 @@ class ClusterOptions:
     timeout_seconds: float = 120.0
     silence_seconds: float = 30.0
     start_seconds: float = 180.0
-    channel: str = "zeromq"
 
 
 class Cluster:
@@ -121,7 +118,6 @@ class Cluster:
                     self._service.address,
                     environment(threads),
                     count,
-                    STORE_BYTES if options.channel == "ray" else LEAST_STORE_BYTES,
                 )
             self.dispatcher.start_all()
             self.dispatcher.wait_ready(options.start_seconds)
@@ -168,7 +164,6 @@ class Cluster:
             common |= {
                 "addresses": self._addresses,
                 "timeout": self.options.timeout_seconds,
-                "channel": self.options.channel,
             }
         return Start(kind, index, incarnation, entry, common)
 
@@ -254,7 +249,6 @@ def worker_process(
     timeout: float,
     make_strategy: Callable[[Worker], Any],
     patience: float = math.inf,
-    channel: str = "zeromq",
 ) -> None:
     """A worker's process.
 
@@ -267,11 +261,10 @@ def worker_process(
         timeout: float, seconds that a server may take to answer.
         make_strategy: makes what `ks.get_strategy()` returns in closures.
         patience: float, seconds that the coordinator may be gone.
-        channel: str, what carries steps.
     """
     engine = get_engine()
     receiver = WorkerReceiver(engine)
-    servers = Servers(addresses, keys, timeout, channel=channel)
+    servers = Servers(addresses, keys, timeout)
     connection = Connection(control, keys, "the coordinator")
     worker = Worker(
         index, connection, Execution(servers, receiver, engine), incarnation, patience

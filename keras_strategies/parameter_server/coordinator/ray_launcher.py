@@ -29,14 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategies.cluster.environment import QUIET
-from keras_strategies.parameter_server.wire.ray_channel import actor_name
 from keras_strategies.parameter_server.wire.transport import Connection
 from keras_strategies.processes import engine_messages
 
 #: Seconds after which a manager that does not end is killed.
 _END_SECONDS = 20.0
-#: Bytes of Ray's object store where it carries nothing; it wants no fewer.
-LEAST_STORE_BYTES = 80 << 20
+#: Bytes of Ray's object store, which carries nothing: the least that Ray accepts.
+_STORE_BYTES = 80 << 20
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,11 @@ class Setup:
         control: str, the coordinator's address.
         folder: str, for Ray's files.
         cpus: int, what Ray is told that there are.
-        store_bytes: int, bytes of Ray's object store.
     """
 
     control: str
     folder: str
     cpus: int
-    store_bytes: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,6 @@ class Manager:
         control: str, where the coordinator listens.
         environment: dict, for the manager and all that it starts.
         cpus: int, how many processes Ray is to allow for.
-        store_bytes: int, bytes of Ray's object store.
     """
 
     def __init__(
@@ -90,7 +86,6 @@ class Manager:
         control: str,
         environment: dict[str, str],
         cpus: int,
-        store_bytes: int = LEAST_STORE_BYTES,
     ):
         self._folder = tempfile.TemporaryDirectory(prefix="ks-ray-")
         token = secrets.token_hex(32)
@@ -116,7 +111,7 @@ class Manager:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        setup = Setup(control, self._folder.name, cpus, store_bytes)
+        setup = Setup(control, self._folder.name, cpus)
         self._process.stdin.write(pickle.dumps(setup))
         self._process.stdin.flush()
 
@@ -182,7 +177,7 @@ def _start_ray(setup: Setup) -> Any:
         num_cpus=setup.cpus,
         include_dashboard=False,
         logging_level=logging.ERROR,
-        object_store_memory=setup.store_bytes,
+        object_store_memory=_STORE_BYTES,
         _node_ip_address="127.0.0.1",
         _temp_dir=setup.folder,
         # Ray would run them at niceness 15, and any other program before them.
@@ -192,7 +187,7 @@ def _start_ray(setup: Setup) -> Any:
 
 
 def _manage(ray: Any, connection: Connection, gone: threading.Event) -> None:
-    host = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(_Host)
+    host = ray.remote(num_cpus=0, max_restarts=0)(_Host)
     running: dict[Any, tuple[Start, Any, int]] = {}
 
     def post(kind: str, value: Any) -> None:
@@ -204,9 +199,7 @@ def _manage(ray: Any, connection: Connection, gone: threading.Event) -> None:
         if message is not None:
             _, (kind, value) = message
             if kind == "start":
-                is_server = value.kind == "ps"
-                name = actor_name(value.index, value.incarnation) if is_server else None
-                actor = host.options(name=name).remote()
+                actor = host.remote()
                 ended = actor.run.remote(value.entry, value.arguments)
                 running[ended] = (value, actor, 0)
             elif kind == "kill":
@@ -251,13 +244,6 @@ class _Host:
         import_keras()
         module, function = entry.split(":")
         getattr(importlib.import_module(module), function)(**arguments)
-
-    def request(self, message: Any) -> tuple[str, Any]:
-        """A request to a parameter server, while `run` goes on."""
-        # Ray sends this class by value; the handler is that of the process it runs in.
-        from keras_strategies.parameter_server.wire.ray_channel import HANDLER
-
-        return HANDLER(message)
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +24,10 @@ from keras_strategies.parameter_server.server.variable_store import (
     UpdateId,
     empty_aligned,
 )
-from keras_strategies.parameter_server.wire.ray_channel import HANDLER
 from keras_strategies.parameter_server.wire.transport import (
     COPY_BYTES,
     Keys,
     Service,
-    answer,
     serve,
 )
 
@@ -344,30 +341,14 @@ def main(
         ready: called with the server when it listens.
     """
     server = ParameterServer(index, snapshots, interval)
-    # Ray's requests come on threads of its own.
-    lock = threading.Lock()
-
-    def handle(message: Any, empty: Empty) -> Any:
-        with lock:
-            return server.handle(message, empty)
-
-    def idle() -> None:
-        with lock:
-            server.idle()
-
-    def answer_whole(message: Any) -> tuple[str, Any]:
-        with lock:
-            return answer(server.handle, message)
-
-    HANDLER.serve(answer_whole)
     service = Service(address, keys)
     try:
         ready(server)
         serve(
             service,
-            handle,
+            server.handle,
             lambda: server.is_stopped,
-            idle,
+            server.idle,
             server.idle_seconds,
         )
     finally:

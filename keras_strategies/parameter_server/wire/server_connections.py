@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.errors import InvalidArgumentError, WorkerError
+from keras_strategies.errors import WorkerError
 from keras_strategies.parameter_server.server.server_process import Pulled, Step
-from keras_strategies.parameter_server.wire.channel import Channel
 from keras_strategies.parameter_server.wire.object_pickling import Described
 from keras_strategies.parameter_server.wire.transport import Connection, Keys
-
-#: What may carry the steps of workers.
-CHANNELS = ("zeromq", "ray")
 
 _CHUNK_BYTES = 32 << 20
 
@@ -30,7 +26,6 @@ class Servers:
         keys: `Keys` for TCP.
         timeout: float, seconds that a server may take to answer, a restart included.
         owner: str, the coordinator's name; of another one's steps, none is made.
-        channel: str, what carries requests, one of `CHANNELS`.
         check: called now and then during a wait; raises to end it. None for no check.
     """
 
@@ -40,12 +35,11 @@ class Servers:
         keys: Keys | None,
         timeout: float,
         owner: str | None = None,
-        channel: str = "zeromq",
         check: Callable[[], None] | None = None,
     ):
         self.owner = owner
         self._connections = [
-            _connected(channel, i, address, keys, check)
+            Connection(address, keys, f"parameter server {i}", check)
             for i, address in enumerate(addresses)
         ]
         self._timeout = timeout
@@ -91,7 +85,7 @@ class Servers:
 
         Args:
             steps: by server.
-            takes_turns: bool, as for `Channel.begin`.
+            takes_turns: bool, as for `Connection.begin`.
         """
         with self._lock:
             return {
@@ -199,34 +193,6 @@ class Servers:
             self._is_closed = True
             for connection in self._connections:
                 connection.close()
-
-
-def check_channel(channel: str, is_local: bool) -> None:
-    """Refuses what cannot carry steps."""
-    if channel not in CHANNELS:
-        raise InvalidArgumentError(
-            f"`channel` is one of {', '.join(map(repr, CHANNELS))}. "
-            f"Received: {channel!r}"
-        )
-    if channel == "ray" and not is_local:
-        raise InvalidArgumentError(
-            "`channel='ray'` is for clusters that the strategy starts on this machine. "
-            "`ks.Server`s at named addresses have no Ray; leave `channel` out."
-        )
-
-
-def _connected(
-    channel: str,
-    index: int,
-    address: str,
-    keys: Keys | None,
-    check: Callable[[], None] | None,
-) -> Channel:
-    if channel == "ray":
-        from keras_strategies.parameter_server.wire.ray_channel import RayChannel
-
-        return RayChannel(index)
-    return Connection(address, keys, f"parameter server {index}", check)
 
 
 def _row_bytes(described: Described) -> int:

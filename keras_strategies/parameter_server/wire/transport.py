@@ -4,8 +4,7 @@ Processes on one machine use Unix sockets in a folder that only their user may e
 between machines it is TCP, authenticated and encrypted by CurveZMQ with keys that all
 processes of the cluster, and no others, have been given. Everything has a deadline.
 
-`Service` and `Connection` are all that the rest of the package knows of it; workers may
-have another `Channel` to the servers (`ray_channel`).
+A service receives requests (`Service`), a client sends them (`Connection`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,6 @@ from keras_strategies.errors import ClusterTimeoutError, PeerError
 from keras_strategies.parameter_server.server.variable_store import Empty, empty_aligned
 from keras_strategies.parameter_server.wire import shared_buffers
 from keras_strategies.parameter_server.wire.array_messages import nbytes, pack, unpack
-from keras_strategies.parameter_server.wire.channel import Channel
 from keras_strategies.parameter_server.wire.shared_buffers import Borrower, Lender
 
 #: What answers a request, given what makes arrays for the reply.
@@ -267,8 +265,11 @@ class _Loans:
         self.lender.close()
 
 
-class Connection(Channel):
+class Connection:
     """Sends requests to a service, and matches the replies. For one thread.
+
+    A request may arrive twice, when the service died in between: updates have names,
+    so that each is made once.
 
     Args:
         address: str, the service's.
@@ -323,6 +324,14 @@ class Connection(Channel):
         self._turns = itertools.count(1)
 
     def begin(self, message: Any, takes_turns: bool = False) -> int:
+        """Sends a request without waiting; returns its number for `finish`.
+
+        Args:
+            message: anything that pickle takes.
+            takes_turns: bool, whether what this reply brings will have been read when
+                the request after the next one is sent, so that its memory may be
+                written to then.
+        """
         number = next(self._numbers)
         lends = takes_turns and self._loans is not None
         turn = next(self._turns) if lends else None
@@ -334,6 +343,10 @@ class Connection(Channel):
         self._waiting[number] = parts
         _send(self._socket, parts)
         return number
+
+    def request(self, message: Any, timeout: float) -> Any:
+        """Sends a request and waits for its reply (see `finish`)."""
+        return self.finish(self.begin(message), timeout)
 
     def post(self, message: Any) -> None:
         """Sends a message that has no reply."""
@@ -399,6 +412,7 @@ class Connection(Channel):
         return unpack(buffers)
 
     def is_lent(self, array: np.ndarray) -> bool:
+        """Whether an array lies in memory that later replies are written to."""
         return self._loans is not None and self._loans.borrower.has(array)
 
     def _watch(self) -> None:
@@ -495,18 +509,3 @@ def _portable(error: Exception) -> Exception:
         copy = PeerError(f"{type(error).__name__}: {error}")
     copy.add_note(f"Raised in another process:\n{text}")
     return copy  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def connected(
-    addresses: Sequence[str], keys: Keys | None, what: str
-) -> Iterator[list[Connection]]:
-    """Connections to several services, closed at the end."""
-    connections = [
-        Connection(address, keys, f"{what} {i}") for i, address in enumerate(addresses)
-    ]
-    try:
-        yield connections
-    finally:
-        for connection in connections:
-            connection.close()
