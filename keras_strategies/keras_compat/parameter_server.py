@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_strategies.keras_compat.hosted import host_of
@@ -298,21 +298,6 @@ def values_scope(mapping: Iterable[tuple[Any, Any]]) -> Any:
 def set_variable_shape(variable: Any, shape: tuple[int | None, ...]) -> None:
     """Lets a variable stand for values of another shape (`KerasVariable._shape`)."""
     variable._shape = shape
-
-
-@contextlib.contextmanager
-def shapes_as(
-    variables: Sequence[Any], shape: tuple[int | None, ...]
-) -> Iterator[None]:
-    """Lets variables stand for values of one shape for a while."""
-    before = [variable._shape for variable in variables]
-    try:
-        for variable in variables:
-            set_variable_shape(variable, shape)
-        yield
-    finally:
-        for variable, own in zip(variables, before, strict=True):
-            set_variable_shape(variable, own)
 
 
 def make_variable(path: str, trainable: bool, dtype: str, value: Any) -> Any:

@@ -34,7 +34,6 @@ EVERYWHERE = {
         "test_an_optimizer_does_what_it_does_on_one_device[adafactor_accumulating]",
         "test_what_several_variables_share_is_refused",
     ),
-    "test_packs": ("test_numbers_that_are_updated_alone_are_updated_together[adam]",),
     "test_partitioners": ("test_dtypes_of_every_framework",),
     "test_pipeline": ("test_a_step_misses_the_update_before_it_and_no_other[True-1]",),
     "test_places": (),

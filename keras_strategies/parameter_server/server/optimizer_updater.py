@@ -8,22 +8,15 @@ rows that a batch has touched. The backend compiles it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.engines.step_engine import Engine, bucket
-from keras_strategies.parameter_server.server.update_packs import (
-    Packs,
-    joined,
-    put_apart,
-)
 from keras_strategies.parameter_server.server.variable_store import (
     Key,
     Store,
@@ -78,8 +71,6 @@ class Updater:
         self._store = store
         self._engine = engine
         self._programs: dict[Any, Callable[..., Any]] = {}
-        apart = {*spec.constraints, *filter(self._has_whole_slots, spec.slots)}
-        self._packs = Packs(spec.slots, spec.decays, apart, self._attempt)
         self._by_rows: dict[int, bool] = {}
         optimizer = spec.optimizer
         self._is_of_keras = keras_compat.is_of_keras(optimizer)
@@ -102,12 +93,11 @@ class Updater:
             self._rows[number] = shape[0] if shape else None
             if shape and number not in spec.whole:
                 keras_compat.set_variable_shape(template, (None, *shape[1:]))
-        # What counts steps or keeps averages does so for variables, not for numbers.
-        self._is_plain = not (
-            optimizer.use_ema or optimizer.gradient_accumulation_steps
-        )
-        self._row_programs_change_others = not self._is_plain or (
-            spec.exact_rows and self._moves_at_rest()
+        # Steps of an accumulation and moving averages are of variables, not of rows.
+        self._row_programs_change_others = (
+            optimizer.use_ema
+            or bool(optimizer.gradient_accumulation_steps)
+            or (spec.exact_rows and self._moves_at_rest())
         )
 
     def _moves_at_rest(self) -> bool:
@@ -177,45 +167,20 @@ class Updater:
         )
         return [after, *others]
 
-    def _attempt(
-        self,
-        number: int,
-        value: np.ndarray,
-        kept: list[np.ndarray],
-        gradient: np.ndarray,
-        flat: bool,
-    ) -> list[np.ndarray]:
-        """The same as `_tried`, without compiling it."""
-        scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
-        tensors = keras.tree.map_structure(
-            keras.ops.convert_to_tensor, (scalars, [value], [kept], [gradient])
-        )
-        _, [after], [others] = self._update((number,), flat)(*tensors)
-        return [keras.ops.convert_to_numpy(each) for each in (after, *others)]
-
-    def _program(
-        self, numbers: tuple[int, ...], flat: bool = False
-    ) -> Callable[..., Any]:
+    def _program(self, numbers: tuple[int, ...]) -> Callable[..., Any]:
         """The compiled update of some variables."""
-        key = numbers, flat
-        if key not in self._programs:
-            self._programs[key] = self._engine.compile_update(
-                self._update(numbers, flat), self._is_of_keras
+        if numbers not in self._programs:
+            self._programs[numbers] = self._engine.compile_update(
+                self._update(numbers), self._is_of_keras
             )
-        return self._programs[key]
+        return self._programs[numbers]
 
-    def _update(self, numbers: tuple[int, ...], flat: bool) -> Callable[..., Any]:
-        """The update of some variables, a pure function.
-
-        Args:
-            numbers: the variables.
-            flat: bool, whether their values are vectors.
-        """
+    def _update(self, numbers: tuple[int, ...]) -> Callable[..., Any]:
+        """The update of some variables, a pure function."""
         spec = self.spec
         variables = [spec.templates[n] for n in numbers]
         slots = [[spec.templates[s] for s in spec.slots[n]] for n in numbers]
         scalars = [spec.templates[n] for n in spec.scalars]
-        shaped = [*variables, *itertools.chain(*slots)] if flat else []
 
         def update(scalar_values: Any, values: Any, kept: Any, grads: Any) -> Any:
             mapping = [
@@ -224,10 +189,7 @@ class Updater:
             ]
             for own, own_values in zip(slots, kept, strict=True):
                 mapping += zip(own, own_values, strict=True)
-            with (
-                keras_compat.shapes_as(shaped, (None,)),
-                keras_compat.values_scope(mapping) as scope,
-            ):
+            with keras_compat.values_scope(mapping) as scope:
                 spec.optimizer.apply(list(grads), variables)
             get = scope.get_current_value
             return (
@@ -263,10 +225,6 @@ class Updater:
             if key not in self._checked:
                 self._check_whole(key, gradient)
                 self._checked.add(key)
-        if self._is_plain:
-            packs, present = self._packs.split(store, present)
-            for pack in packs:
-                after = self._apply_pack(pack, scalars)
         # Parts of one variable share a template, so they are updated one by one.
         for group in _without_repeats(present):
             keys = [key for key, _ in group]
@@ -290,28 +248,6 @@ class Updater:
             after = self._count_only(scalars)
         for number, value in zip(spec.scalars, after, strict=True):
             store.write((number, 0), np.asarray(value))
-
-    def _apply_pack(
-        self, pack: Sequence[tuple[Key, np.ndarray]], scalars: list[np.ndarray]
-    ) -> list[np.ndarray]:
-        """Updates parts by the rules of the first of them."""
-        store, slots = self._store, self.spec.slots
-        keys = [key for key, _ in pack]
-        columns = [
-            [(slots[n][i], start) for n, start in keys]
-            for i in range(len(slots[keys[0][0]]))
-        ]
-        program = self._program((keys[0][0],), flat=True)
-        after: list[np.ndarray]
-        after, [value], [kept] = program(
-            [np.array(s) for s in scalars],
-            [joined(map(store.get, keys))],
-            [[joined(map(store.get, column)) for column in columns]],
-            [joined(gradient for _, gradient in pack)],
-        )
-        for names, whole in zip([keys, *columns], [value, *kept], strict=True):
-            put_apart(store, names, whole)
-        return after
 
     def _needs_all_rows(self, key: Key) -> bool:
         return (
