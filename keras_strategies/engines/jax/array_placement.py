@@ -1,4 +1,4 @@
-"""Putting arrays on devices, some of which may be other processes'."""
+"""Transfer of arrays to devices, also to those of several processes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 
 
 def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> list[Any]:
-    """Puts arrays where shardings say, in one transfer.
+    """Puts arrays on devices with shardings, in one transfer.
 
-    Over devices of several processes, each of them calls this with equal arrays and
-    copies what its own devices get. `jax.device_put` would compare the arrays first,
-    which is a message for each of them.
+    With devices of several processes, each process calls this with equal arrays and
+    copies the shards of its own devices. `jax.device_put` would compare the arrays
+    first, with a message for each of them.
 
     Args:
-        arrays: JAX's or NumPy's.
-        shardings: one for each array.
+        arrays: JAX or NumPy arrays.
+        shardings: a sharding for each array.
     """
     found: list[Any] = [None] * len(arrays)
     local: list[int] = []
     pieces: list[Any] = []
-    places: list[jax.Device] = []
+    devices: list[jax.Device] = []
     for i, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
-        if sharding.is_fully_addressable or is_spread(array):
+        if sharding.is_fully_addressable or spans_processes(array):
             local.append(i)
             continue
         own = sharding.addressable_devices_indices_map(tuple(array.shape))
-        whole = sharding.is_fully_replicated
-        pieces += [array if whole else array[index] for index in own.values()]
-        places += list(own)
+        replicated = sharding.is_fully_replicated
+        pieces += [array if replicated else array[index] for index in own.values()]
+        devices += list(own)
     if local:
         moved = jax.device_put(
             [arrays[i] for i in local], [shardings[i] for i in local]
@@ -39,8 +39,8 @@ def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> li
         for i, array in zip(local, moved, strict=True):
             found[i] = array
     if pieces:
-        # A copy of what JAX has: programs write over what is put here.
-        moved = iter(jax.device_put(pieces, places, may_alias=False))
+        # Copies, also of JAX arrays: programs donate the result.
+        moved = iter(jax.device_put(pieces, devices, may_alias=False))
         for i, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
             if found[i] is None:
                 parts = [next(moved) for _ in sharding.addressable_devices]
@@ -64,14 +64,14 @@ def put_one(array: Any, sharding: jax.sharding.Sharding) -> Any:
     return put_all([array], sharding)[0]
 
 
-def is_spread(array: Any) -> bool:
-    """Whether an array lies on devices of several processes."""
+def spans_processes(array: Any) -> bool:
+    """Whether an array is on devices of several processes."""
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 
 def local_value(array: Any) -> Any:
-    """What a device of this process has of a spread array; others as they are.
+    """A replicated array of several processes as an array of this one.
 
-    An array that is whole everywhere is meant, as batches and results are.
+    Other arrays are returned unchanged.
     """
-    return array.addressable_data(0) if is_spread(array) else array
+    return array.addressable_data(0) if spans_processes(array) else array

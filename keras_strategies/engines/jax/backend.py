@@ -22,7 +22,9 @@ from keras_strategies.engines.jax.fit.one_device_trainer import OneDeviceTrainer
 from keras_strategies.engines.jax.function import compiled_function, trace_scopes
 from keras_strategies.engines.jax.run import value_and_grad
 from keras_strategies.engines.jax.run.traceable_optimizers import traceable_apply
-from keras_strategies.engines.jax.sharding.model_parallel_trainer import ShardedTrainer
+from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
+    ModelParallelTrainer,
+)
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import BackendError, ContextError
 from keras_strategies.runtime.base import Backend, Placement, TrainerAdapter, Workers
@@ -51,9 +53,9 @@ class JaxBackend(Backend):
     ) -> None:
         if cross_device_ops is not None and not is_built_in(cross_device_ops):
             raise BackendError(
-                f"`cross_device_ops` is {cross_device_ops!r}, a reduction of your own. "
-                "On JAX a step is one program for all devices, in which XLA inserts "
-                "the all-reduces, so that `fit` could not use it. Leave it out, or use "
+                f"`cross_device_ops` is {cross_device_ops!r}, a custom reduction. On "
+                "JAX a step is one program for all devices, in which XLA inserts the "
+                "all-reduces; `fit` would never call it. Omit it, or use "
                 "ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce() or "
                 "ks.ReductionToOneDevice() without `accumulation_fn`; on Torch and "
                 "TensorFlow a strategy takes any CrossDeviceOps."
@@ -62,8 +64,7 @@ class JaxBackend(Backend):
             raise BackendError(
                 "`sync_batch_norm=False` needs replicas that are separate "
                 "computations, as on Torch and TensorFlow. On JAX a step is one "
-                "program, whose batch normalization is of the global batch. Leave it "
-                "out."
+                "program, which normalizes over the global batch. Omit it."
             )
 
     def is_tensor(self, value: Any) -> bool:
@@ -74,15 +75,17 @@ class JaxBackend(Backend):
 
     def to_device(self, value: Any, device: Device) -> jax.Array:
         if isinstance(value, jax.core.Tracer):
-            return value  # The compiler decides where it is computed.
+            return value  # The compiler places traced values.
         return jax.device_put(local_value(value), devices.jax_device(device))
 
     def transfer(
         self, parts: Sequence[Any], targets: Sequence[Device]
     ) -> Callable[[], list[Any]]:
-        # One call for all; the copies go on while the program does.
-        where = [devices.jax_device(target) for target in targets]
-        moved = jax.device_put([jax.tree.map(local_value, p) for p in parts], where)
+        # One asynchronous transfer of all components.
+        targets_of_jax = [devices.jax_device(target) for target in targets]
+        moved = jax.device_put(
+            [jax.tree.map(local_value, p) for p in parts], targets_of_jax
+        )
         return lambda: moved
 
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
@@ -91,7 +94,7 @@ class JaxBackend(Backend):
         return super().tensor_spec(shape, canonical.name)
 
     def device_of(self, tensor: jax.Array) -> Device:
-        # The first one of an array that lies on several.
+        # The first of several.
         return devices.device_of(tensor.addressable_shards[0].device)
 
     def on_device(self, device: Device) -> contextlib.AbstractContextManager[Any]:
@@ -110,8 +113,8 @@ class JaxBackend(Backend):
         devices: Sequence[Device] | None,
     ) -> Any:
         raise ContextError(
-            "A distributed dataset was asked for batches where JAX traces a program: "
-            "in a `ks.function`, or in a function that `run` calls. They would become "
+            "A distributed dataset was iterated while JAX traces a program: in a "
+            "`ks.function`, or in a function that `run` calls. Its batches would be "
             "constants of the program. Iterate outside, and call the function with "
             "each batch: `for batch in dataset: step(batch)`."
         )
@@ -159,12 +162,12 @@ class JaxBackend(Backend):
         return compiled_function.function(fn, jit_compile)
 
     def check_model_parallel(self) -> None:
-        pass  # XLA spreads programs over any mesh.
+        pass  # XLA partitions programs over any mesh.
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
         placement = strategy.placement
         if placement.mesh is not None:
-            return ShardedTrainer(strategy)
+            return ModelParallelTrainer(strategy)
         if placement.is_single:
             return OneDeviceTrainer(strategy)
         if placement.mirrored:

@@ -1,4 +1,4 @@
-"""Batches on their way to the devices."""
+"""Transfer of batches to the devices of a strategy."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies.engines.jax.array_placement import is_spread, put
+from keras_strategies.engines.jax.array_placement import put, spans_processes
 from keras_strategies.engines.jax.keras_distribution import splits
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.batch_prefetch import one_ahead
 
 
-class BatchPlacer(abc.ABC):
-    """Puts batches, structures of arrays, where a strategy computes."""
+class JaxBatchPlacer(abc.ABC):
+    """Transfers batches, structures of arrays, to the devices of a strategy."""
 
     @abc.abstractmethod
     def place(self, batch: Any) -> Any:
-        """The batch on the devices; nothing happens to what is there already."""
+        """The batch on the devices; arrays already there are not copied."""
 
     @abc.abstractmethod
-    def layout(self, shape: Sequence[int]) -> jax.sharding.Sharding:
-        """Where an array of a batch goes."""
+    def sharding(self, shape: Sequence[int]) -> jax.sharding.Sharding:
+        """The sharding of an array of a batch."""
 
     @abc.abstractmethod
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, on the devices when they are asked for."""
+        """The batches on the devices, transferred at or before `next`."""
 
     def _begin(self, batch: Any) -> Callable[[], Any]:
-        # JAX itself waits where the arrays are used.
+        # The transfer is asynchronous: programs wait for their inputs.
         placed = self.place(batch)
         return lambda: placed
 
 
-class MeshPlacer(BatchPlacer):
-    """Splits each array over a mesh by its rows, or copies it to each device.
+class MeshPlacer(JaxBatchPlacer):
+    """Shards each array over a mesh by its rows, or replicates it.
 
     Args:
-        mesh: a mesh along whose first axis rows are split.
-        compare: called with each batch before it is split, where other workers read
-            the same.
+        mesh: a mesh; rows are sharded along its first axis.
+        compare: called with each global batch, to compare those of workers.
     """
 
     def __init__(
@@ -54,21 +53,21 @@ class MeshPlacer(BatchPlacer):
         axis = mesh.axis_names[0]
         self._size = mesh.shape[axis]
         self._split = jax.NamedSharding(mesh, jax.P(axis))
-        self._whole = jax.NamedSharding(mesh, jax.P())
+        self._replicated = jax.NamedSharding(mesh, jax.P())
         self._ahead = mesh.devices.flat[0].platform != "cpu"
 
     def place(self, batch: Any) -> Any:
         check_batch(batch)
-        if not any(map(is_spread, jax.tree.leaves(batch))):
+        if not any(map(spans_processes, jax.tree.leaves(batch))):
             self._compare(batch)
-        # None is no leaf to JAX; a sparse array's parts are leaves.
+        # In JAX, None has no leaves, and the components of a sparse array are leaves.
         leaves, structure = jax.tree.flatten(batch)
         leaves = [_as_array(leaf) for leaf in leaves]
-        layouts = [self.layout(leaf.shape) for leaf in leaves]
-        return jax.tree.unflatten(structure, put(leaves, layouts))
+        shardings = [self.sharding(leaf.shape) for leaf in leaves]
+        return jax.tree.unflatten(structure, put(leaves, shardings))
 
-    def layout(self, shape: Sequence[int]) -> jax.sharding.Sharding:
-        return self._split if splits(shape, self._size) else self._whole
+    def sharding(self, shape: Sequence[int]) -> jax.sharding.Sharding:
+        return self._split if splits(shape, self._size) else self._replicated
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         if not self._ahead:
@@ -76,11 +75,11 @@ class MeshPlacer(BatchPlacer):
         return one_ahead(batches, self._begin)
 
 
-class DevicePlacer(BatchPlacer):
-    """Puts batches on one device.
+class DevicePlacer(JaxBatchPlacer):
+    """Transfers batches to one device.
 
-    On a CPU, NumPy arrays stay what they are: a compiled program reads them where
-    they lie.
+    NumPy arrays stay NumPy arrays on a CPU, where a compiled program reads them in
+    place.
     """
 
     def __init__(self, device: jax.Device):
@@ -92,12 +91,12 @@ class DevicePlacer(BatchPlacer):
             return batch
         return jax.tree.map(self._place_leaf, batch)
 
-    def layout(self, shape: Sequence[int]) -> jax.sharding.Sharding:
+    def sharding(self, shape: Sequence[int]) -> jax.sharding.Sharding:
         return jax.sharding.SingleDeviceSharding(self._device)
 
     def _place_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
-            # To the scope's default device, which this one is.
+            # This device is the default one in the strategy's scope.
             return jax.device_put(leaf)
         if leaf.devices() == {self._device}:
             return leaf

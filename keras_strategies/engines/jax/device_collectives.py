@@ -21,18 +21,18 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
 
 
 def all_reduce(op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
-    """The reduction of the tensors, on the device of each of them."""
-    places = _places(tensors)
-    if places is None:
+    """The reduction of the tensors, on each of their devices."""
+    devices = _distinct_devices(tensors)
+    if devices is None:
         reduced = _REDUCTIONS[op](_stacked_anywhere(tensors), axis=0)
         return _like(reduced, tensors)
-    reduced = _reduction(op, places)(_stacked(tensors, places))
+    reduced = _reduction(op, devices)(_stacked(tensors, devices))
     shards = {shard.device: shard.data for shard in reduced.addressable_shards}
-    return [shards[device] for device in places]
+    return [shards[device] for device in devices]
 
 
 def all_gather(tensors: Sequence[Any], axis: int) -> list[Any]:
-    """The concatenation of the tensors, on the device of each of them."""
+    """The concatenation of the tensors, on each of their devices."""
     first = tensors[0]
     if _is_traced(tensors):
         return [jnp.concatenate(tensors, axis)] * len(tensors)
@@ -40,14 +40,14 @@ def all_gather(tensors: Sequence[Any], axis: int) -> list[Any]:
     return _like(jnp.concatenate(moved, axis), tensors)
 
 
-def _places(tensors: Sequence[Any]) -> tuple[jax.Device, ...] | None:
-    """The tensors' devices, None where two share one or a program is traced."""
+def _distinct_devices(tensors: Sequence[Any]) -> tuple[jax.Device, ...] | None:
+    """The tensors' devices; None where two share one, and in a trace."""
     if len(tensors) == 1 or _is_traced(tensors):
         return None
     if any(len(tensor.devices()) > 1 for tensor in tensors):
         return None
-    places = tuple(next(iter(tensor.devices())) for tensor in tensors)
-    return places if len(set(places)) == len(places) else None
+    devices = tuple(next(iter(tensor.devices())) for tensor in tensors)
+    return devices if len(set(devices)) == len(devices) else None
 
 
 def _is_traced(tensors: Sequence[Any]) -> bool:
@@ -66,23 +66,23 @@ def _like(value: Any, tensors: Sequence[Any]) -> list[Any]:
     return [jax.device_put(value, tensor.sharding) for tensor in tensors]
 
 
-def _stacked(tensors: Sequence[Any], places: tuple[jax.Device, ...]) -> jax.Array:
-    """One array of shape `(replicas, ...)` whose rows lie where they were."""
+def _stacked(tensors: Sequence[Any], devices: tuple[jax.Device, ...]) -> jax.Array:
+    """One array of shape `(replicas, ...)`, whose shards are the tensors."""
     rows = [jnp.expand_dims(tensor, 0) for tensor in tensors]
     return jax.make_array_from_single_device_arrays(
         (len(rows), *tensors[0].shape),
-        jax.NamedSharding(_mesh(places), jax.P("replica")),
+        jax.NamedSharding(_mesh(devices), jax.P("replica")),
         rows,
     )
 
 
-def _mesh(places: tuple[jax.Device, ...]) -> jax.sharding.Mesh:
-    return jax.sharding.Mesh(np.array(places), ("replica",))
+def _mesh(devices: tuple[jax.Device, ...]) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(devices), ("replica",))
 
 
 @functools.cache
-def _reduction(op: ReduceOp, places: tuple[jax.Device, ...]) -> Callable[..., Any]:
-    """A program over the devices, in which XLA's collective does the reduction."""
+def _reduction(op: ReduceOp, devices: tuple[jax.Device, ...]) -> Callable[..., Any]:
+    """A program over the devices that is one XLA collective."""
     reduce = _REDUCTIONS[op]
-    whole = jax.NamedSharding(_mesh(places), jax.P())
-    return jax.jit(lambda rows: reduce(rows, axis=0), out_shardings=whole)
+    replicated = jax.NamedSharding(_mesh(devices), jax.P())
+    return jax.jit(lambda rows: reduce(rows, axis=0), out_shardings=replicated)

@@ -1,4 +1,4 @@
-"""JAX's devices under Keras's names."""
+"""Names of JAX devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _cpu_devices() -> list[jax.Device]:
 
 
 def jax_device(device: Device, process: int | None = None) -> jax.Device:
-    """The JAX device of a name. Indices count the devices of one process.
+    """The JAX device with a name. Indices count the devices of one process.
 
     Args:
         device: the name.
@@ -49,13 +49,13 @@ def device_of(device: jax.Device) -> Device:
 
 
 def default_device() -> jax.Device:
-    """Where JAX puts what nobody places."""
+    """The device of arrays without a placement."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
 
 def cpu_device_count() -> int:
-    """CPU devices that JAX has, or will have when it is first used."""
+    """The number of CPU devices that JAX has, or will have when first used."""
     if devices_are_fixed():
         return len(_cpu_devices())
     configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
@@ -66,29 +66,28 @@ def cpu_device_count() -> int:
 
 
 def set_virtual_cpu_devices(count: int) -> None:
-    """Makes `count` CPU devices exist; fewer than there are is no error."""
+    """Creates `count` CPU devices, if fewer exist."""
     if not devices_are_fixed():
         jax.config.update("jax_num_cpu_devices", count)
-        _ask_for_threads(count)
+        _raise_thread_count(count)
         return
     existing = cpu_device_count()
     if existing < count:
         raise BackendInUseError(
-            f"{count} CPU devices were asked for, but JAX has already been used and "
-            f"has fixed its number of CPU devices, {existing}. Call "
+            f"Cannot create {count} CPU devices: JAX is already in use with "
+            f"{existing}. Call "
             f"`keras_strategies.set_virtual_cpu_devices({count})` first in the "
             "program, before any array or model is made, or set the environment "
             f"variable JAX_NUM_CPU_DEVICES={count}."
         )
 
 
-def _ask_for_threads(count: int) -> None:
-    """Lets XLA make enough threads for programs that wait for each other.
+def _raise_thread_count(count: int) -> None:
+    """Raises the size of XLA's thread pool, so that all-reduces do not deadlock.
 
     XLA 0.10 runs the programs of all CPU devices on one pool, by default with one
-    thread per core. A program that waits in an all-reduce keeps its thread, and when
-    the next step's programs take the others, the device that everybody waits for
-    gets none: after 40 seconds XLA ends the process. NPROC is where XLA reads the
-    size of the pool, when it makes its client.
+    thread per core. A program in an all-reduce blocks its thread; when programs of the
+    next step take the other threads, a device of this step may get none, and XLA ends
+    the process after 40 seconds. XLA reads the size of the pool from NPROC.
     """
     os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 2 * count))

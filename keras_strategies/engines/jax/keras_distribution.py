@@ -1,4 +1,4 @@
-"""Where batches and variables go, for Keras: `keras.distribution` objects."""
+"""Layouts of batches and variables, as a `keras.distribution.Distribution`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from keras_strategies.layouts import BATCH_AXIS
 
 
 def device_mesh(devices: Sequence[Device | jax.Device]) -> DeviceMesh:
-    """A mesh with one axis, over which batches are split."""
+    """A mesh with one axis, over which batches are sharded."""
     found = [jax_device(d) if isinstance(d, Device) else d for d in devices]
-    # "cpu:1": JAX's own numbers, which Keras looks devices up by.
+    # "cpu:1": the ids of JAX, by which Keras finds devices.
     names = [f"{d.platform}:{d.id}" for d in found]
     return DeviceMesh((len(names),), [BATCH_AXIS], np.array(names))
 
@@ -26,13 +26,13 @@ def device_mesh(devices: Sequence[Device | jax.Device]) -> DeviceMesh:
 class StrategyDistribution(keras.distribution.DataParallel):
     """Data parallelism for batches of any size.
 
-    A batch whose rows divide over the devices is split. JAX cannot split another
-    one, such as the last batch of an epoch; every device gets and computes all of
-    it. Numbers are the same either way, because a program describes the global
+    A batch whose rows divide by the number of devices is sharded. JAX cannot shard
+    others, such as the last batch of an epoch: they are replicated, and every device
+    computes all rows. Results are equal, because a program is written for the global
     batch.
 
     Args:
-        devices: the device of each replica; JAX's own where some are of other
+        devices: the device of each replica; JAX devices where some are of other
             processes.
         variables: the device of all variables; None for a copy on each replica.
     """
@@ -60,15 +60,15 @@ class StrategyDistribution(keras.distribution.DataParallel):
         return self.own_layout(variable)
 
     def own_layout(self, variable: Any) -> TensorLayout:
-        """Where this strategy keeps a variable, whatever layout it has."""
-        # No axes for any rank, so that a variable's sharding equals that of a
-        # compiled program's outputs, and no second program is compiled for it.
+        """The layout that this strategy gives a variable, regardless of its own."""
+        # No axes at any rank: equal to the sharding of a program's outputs, which
+        # would otherwise be compiled a second time.
         return TensorLayout((), self._variable_mesh)
 
     def get_tensor_layout(self, path: str) -> None:
         return None
 
 
-def splits(shape: Sequence[int], parts: int) -> bool:
-    """Whether an array's rows divide over so many devices."""
-    return len(shape) > 0 and shape[0] > 0 and shape[0] % parts == 0
+def splits(shape: Sequence[int], count: int) -> bool:
+    """Whether an array's rows divide evenly by the number of devices."""
+    return len(shape) > 0 and shape[0] > 0 and shape[0] % count == 0

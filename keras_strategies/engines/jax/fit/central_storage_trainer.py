@@ -25,7 +25,7 @@ import jax
 
 from keras_strategies import keras_compat
 from keras_strategies.engines.jax.fit import compiled_steps
-from keras_strategies.engines.jax.fit.mesh_programs import Copies, MeshProgram
+from keras_strategies.engines.jax.fit.mesh_programs import MeshCopies, MeshProgram
 from keras_strategies.engines.jax.fit.mesh_trainer import DistributionTrainer
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 from keras_strategies.errors import ContextError
@@ -48,7 +48,7 @@ class CentralStorageTrainer(DistributionTrainer):
             strategy, StrategyDistribution(placement.replicas, placement.variables)
         )
         self.at_home = jax.sharding.SingleDeviceSharding(self.home)
-        self.copies_on_mesh = Copies(self.whole)
+        self.copies_on_mesh = MeshCopies(self.replicated)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         if kind == "train":
@@ -68,7 +68,7 @@ class _ReadingStep:
         self._step = compiled_steps.keras_step(model, kind)
         self._lengths: list[int] = []
         self._program = (
-            MeshProgram(self._flat_step, trainer.whole)
+            MeshProgram(self._flat_step, trainer.replicated)
             if compiled_steps.compiles(model)
             else None
         )
@@ -101,7 +101,7 @@ class _TrainStep:
         self._program: MeshProgram | None = None
         self._update: Callable[..., Any] = self._apply
         if compiled_steps.compiles(model):
-            self._program = MeshProgram(self._flat_step, trainer.whole)
+            self._program = MeshProgram(self._flat_step, trainer.replicated)
             self._update = jax.jit(
                 self._apply, donate_argnums=(0, 2), out_shardings=self._home
             )
@@ -133,7 +133,7 @@ class _TrainStep:
     def _updated(self, state: Any, gradients: Any) -> Any:
         """The state after the update, noted as soon as it exists."""
         trainable, non_trainable, optimizer, metrics = state
-        # As in `compiled_steps.noting`: no interrupt between the call and the list.
+        # As in `compiled_steps.compiled`: no interrupt between the call and the list.
         results: list[Any] = []
         try:
             results.extend(map(self._update, (optimizer,), (gradients,), (trainable,)))

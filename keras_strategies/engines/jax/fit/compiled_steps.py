@@ -1,13 +1,12 @@
-"""The functions that Keras's loops call, around one step.
+"""Compiled steps, and the functions around them that Keras's loops call.
 
-# Why state is noted so often
+# Recording the state
 
-A compiled step donates its state: it writes the new values over the old ones, and
-the arrays that went in are gone. Keras, for its part, takes the values away from
-the variables while a loop runs. An exception between the two, bad data, Ctrl-C,
-would leave a model without weights. So the state is noted before a step asks for
-its batch, and again when the step returns, with no bytecode in between at which
-Python could raise a KeyboardInterrupt.
+A compiled step donates its state: new values overwrite the old arrays. Keras empties
+the variables while a loop runs. An exception between the two, bad data or Ctrl-C, would
+leave a model without weights. So the state is recorded before a step reads its batch,
+and again when it returns, with no bytecode in between at which Python could raise a
+KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def keras_step(model: Any, kind: str) -> Step:
-    """One step as Keras or the user wrote it, a pure function."""
+    """The step of Keras or of the user, as a pure function."""
 
     def predict_step(state: Any, batch: Any) -> tuple[Any, Any]:
         outputs, non_trainable = model.predict_step(state, batch)
@@ -35,8 +34,8 @@ def keras_step(model: Any, kind: str) -> Step:
     original = predict_step if kind == "predict" else getattr(model, f"{kind}_step")
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        # Layers of Keras 3.15 know their losses by `id`, also those of an earlier
-        # trace; when a new loss gets the id of one of them, it is forgotten.
+        # Layers of Keras 3.15 hold the `id`s of losses of earlier traces, and drop a
+        # new loss with one of these ids.
         keras_compat.clear_losses(model)
         return original(state, batch)
 
@@ -48,9 +47,9 @@ def compiles(model: Any) -> bool:
     return bool(model.jit_compile) and not model.run_eagerly
 
 
-# What a program may overwrite: the groups of the state that its loop alone holds.
-# Weights are left alone where they do not change, since after a fit with moving
-# averages the optimizer has the same arrays.
+# Groups of the state that a program may overwrite: those that only its loop references.
+# Unchanged weights are not donated: after a fit with moving averages the optimizer
+# has the same arrays.
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
@@ -58,50 +57,51 @@ def compiled(
     model: Any,
     kind: str,
     step: Step,
-    layout: Callable[[Sequence[jax.Array]], Any] | None = None,
+    state_sharding: Callable[[Sequence[jax.Array]], Any] | None = None,
     outputs: jax.sharding.Sharding | None = None,
-    other: Step | None = None,
+    alternative: Step | None = None,
 ) -> Step:
-    """A compiled step, whose new state is noted as soon as it exists.
+    """A compiled step, whose new state is recorded as soon as it exists.
 
     Args:
         model: the model.
         kind: str, "train", "test" or "predict".
         step: the step to compile.
-        layout: gives the shardings of a group of arrays that the step overwrites,
-            which the next step then finds as it was compiled for; None leaves them
-            to JAX.
+        state_sharding: returns the shardings of a donated group of arrays, equal to
+            those that the next step is compiled for; None leaves them to JAX.
         outputs: the sharding of the outputs; None leaves it to JAX.
-        other: a step that computes the same with other messages between devices. The
-            first batch says which of the two it is: that whose program sends less.
+        alternative: an equivalent step with other collectives. At the first batch both
+            are compiled, and the one that sends fewer bytes is used.
     """
     donated = _DONATED[kind]
     programs: dict[tuple[int, ...], Callable[..., Any]] = {}
-    chosen = [step] if other is None else []
+    chosen = [step] if alternative is None else []
 
     def program_for(state: Any, batch: Any) -> Callable[..., Any]:
         if not chosen:
-            assert other is not None
-            found = [jitted(state, each) for each in (step, other)]
+            assert alternative is not None
+            found = [jitted(state, each) for each in (step, alternative)]
             # JAX keeps what it has compiled for the call.
             sent = [_sent(each.lower(*state, batch)) for each in found]
             best = sent.index(min(sent))
-            chosen.append((step, other)[best])
+            chosen.append((step, alternative)[best])
             return found[best]
         return jitted(state, chosen[0])
 
     def jitted(state: Any, step: Step) -> Any:
-        layouts = [
-            layout(group) if layout is not None and i in donated else None
+        shardings = [
+            state_sharding(group)
+            if state_sharding is not None and i in donated
+            else None
             for i, group in enumerate(state)
         ]
         return jax.jit(
             lambda *args: step(args[:-1], args[-1]),
             donate_argnums=donated,
-            out_shardings=(outputs, tuple(layouts)),
+            out_shardings=(outputs, tuple(shardings)),
         )
 
-    def noting(state: Any, batch: Any) -> tuple[Any, Any]:
+    def recording(state: Any, batch: Any) -> tuple[Any, Any]:
         results: list[Any] = []
         key = tuple(map(len, state))
         program = programs.get(key)
@@ -116,18 +116,18 @@ def compiled(
                 keras_compat.record_jax_state(model, kind, results[0][1])
         return results[0]
 
-    return noting
+    return recording
 
 
 def _sent(lowered: Any) -> int:
-    """The bytes that a device sends when a program runs."""
+    """The bytes that a device sends in a run of a program."""
     found = sent_bytes(lowered.compile().as_text() or "")
     return sum(nbytes for _, nbytes in found.values())
 
 
-def with_outputs(step: Step, layout: jax.sharding.Sharding) -> Step:
-    """A step whose outputs, where they are arrays, have a sharding."""
-    moved = jax.jit(lambda outputs: outputs, out_shardings=layout)
+def with_outputs(step: Step, sharding: jax.sharding.Sharding) -> Step:
+    """A step whose output arrays have a sharding."""
+    moved = jax.jit(lambda outputs: outputs, out_shardings=sharding)
 
     def placing(state: Any, batch: Any) -> tuple[Any, Any]:
         outputs, state = step(state, batch)
@@ -137,7 +137,7 @@ def with_outputs(step: Step, layout: jax.sharding.Sharding) -> Step:
 
 
 class Returned(tuple[Any, ...]):
-    """A state that a step returned; Keras hands it to the next one as it is."""
+    """A state that a step returned, and that Keras passes to the next step."""
 
 
 def loop_function(
@@ -147,10 +147,10 @@ def loop_function(
     prepare: Callable[[Any], Any],
     count: Callable[[int], None] = lambda steps: None,
 ) -> Callable[..., Any]:
-    """What Keras calls for each item of its loop: one step, or several.
+    """The function that Keras calls for each item of its loop: one step, or several.
 
-    `prepare` is called with a state that comes from the variables; `count` with 1
-    before each batch is read, and with -1 if there was none.
+    `prepare` is called with a state read from the variables; `count` with 1 before each
+    batch is read, and with -1 at the end of the data.
     """
     several = model.steps_per_execution
 
@@ -183,10 +183,10 @@ def loop_function(
 
 
 def unshared(state: Any) -> tuple[Any, ...]:
-    """The state, with a copy of each array but the first that variables share.
+    """The state without aliases: repeated arrays are copied.
 
-    A program cannot overwrite one array with two values. Keras 3.15 makes variables
-    share arrays at the end of a `fit` with `use_ema=True`, and cannot fit again.
+    A program cannot donate an array twice. In Keras 3.15 variables share arrays after a
+    `fit` with `use_ema=True`.
     """
     seen: set[int] = set()
 

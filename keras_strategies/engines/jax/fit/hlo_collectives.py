@@ -1,4 +1,4 @@
-"""Which collectives a compiled program runs, read from its text."""
+"""Collectives of a compiled program, read from its HLO text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Computation:
 
 
 def sent_bytes(text: str) -> dict[str, tuple[int, int]]:
-    """How many collectives a program runs, and what a device sends in them.
+    """Counts the collectives of a program and the bytes that a device sends in them.
 
     Bytes are those of a ring: each device sends (n-1)/n of what is gathered or
     scattered, and twice that for an all-reduce.
@@ -90,12 +90,12 @@ def _ring(kind: str, nbytes: int, line: str) -> int:
     share = nbytes * (size - 1) / size
     if kind == "all-reduce":
         return round(2 * share)
-    # What comes out of a reduce-scatter is one part of what went in.
+    # The result of a reduce-scatter is one shard of its operand.
     return round(share * size if kind == "reduce-scatter" else share)
 
 
 def _group_size(line: str) -> int:
-    """How many devices take part in each instance of a collective."""
+    """The number of devices in each group of a collective."""
     if groups := _GROUPS.search(line):
         return groups[1].count(",") + 1
     if iota := _IOTA_GROUPS.search(line):

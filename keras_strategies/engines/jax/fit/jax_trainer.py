@@ -1,4 +1,4 @@
-"""`Model.fit` and its siblings on JAX: one program describes the global batch."""
+"""Training on JAX: one compiled program computes the global batch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.array_placement import is_spread
-from keras_strategies.engines.jax.batch_placement import BatchPlacer
+from keras_strategies.engines.jax.array_placement import spans_processes
+from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
 from keras_strategies.engines.jax.devices import default_device, device_of, jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
-from keras_strategies.engines.jax.function.program_sharding import Layout
-from keras_strategies.engines.jax.function.state_refs import LocalStacks
+from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
+from keras_strategies.engines.jax.function.state_refs import OnReadValues
 from keras_strategies.engines.jax.function.trace_scopes import in_trace
-from keras_strategies.engines.jax.run.replica_program import JaxRun, run_single_replica
+from keras_strategies.engines.jax.run.replica_program import (
+    ReplicaProgram,
+    run_single_replica,
+)
 from keras_strategies.engines.jax.run.replica_scope import current_replica_scope
 from keras_strategies.engines.jax.run.run_programs import RunPrograms
 from keras_strategies.engines.jax.sharding import orbax_checkpoints
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
-    Parts,
-    put_variable,
-    reader,
+    CrossWorkerShards,
+    place_variable,
+    variable_reader,
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ModelScopeError
@@ -38,38 +41,42 @@ if TYPE_CHECKING:
 
 
 class JaxTrainer(TrainerAdapter):
-    """What training has in common on one device and on many.
+    """Base of the trainers of one device and of a mesh.
 
     Args:
         strategy: the strategy.
-        placer: what puts batches on the devices.
+        placer: the transfer of batches to the devices.
     """
 
-    def __init__(self, strategy: Strategy, placer: BatchPlacer):
+    def __init__(self, strategy: Strategy, placer: JaxBatchPlacer):
         super().__init__(strategy)
         keras_compat.hook_jax_input()
         self.placer = placer
         if self.placement.workers is not None:
-            keras_compat.hook_jax_placement(put_variable, is_spread, reader(_parts_of))
+            keras_compat.hook_jax_placement(
+                place_variable,
+                spans_processes,
+                variable_reader(_cross_worker_shards_of),
+            )
         self.home = jax_device(self.placement.variables)
         #: The devices of all replicas, those of other workers too.
         self.devices = [jax_device(device) for device in self.placement.replicas]
 
     @abc.abstractmethod
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
-        """One step on a batch that has been placed."""
+        """One step on a batch that is on the devices."""
 
     def prepared(self, state: Any) -> Any:
-        """The state for the first step after the variables had their values."""
+        """The state for the first step of a loop, from the variables."""
         return compiled_steps.unshared(state)
 
     @abc.abstractmethod
-    def is_in_place(self, variable: Any) -> bool:
-        """Whether a variable is one of those that the strategy keeps."""
+    def is_placed(self, variable: Any) -> bool:
+        """Whether a variable has the placement of the strategy."""
 
     @abc.abstractmethod
-    def adopt(self, variable: Any) -> None:
-        """Moves a variable that was made outside of the scope to its place."""
+    def place(self, variable: Any) -> None:
+        """Moves a variable made outside of the scope to the strategy's devices."""
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -84,7 +91,7 @@ class JaxTrainer(TrainerAdapter):
 
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
-        # A callback of `fit` may call `evaluate` while the variables are empty.
+        # A callback of `fit` may call `evaluate`, and `fit` empties the variables.
         keras_compat.sync_jax_state(model)
         self.check_model(model)
         try:
@@ -100,7 +107,7 @@ class JaxTrainer(TrainerAdapter):
         if getattr(model, name) is not None and not force:
             return
         if kind != "predict":
-            self._adopt_compiled(model)
+            self._place_compiled(model)
         step = self.step(model, kind)
         if kind == "predict":
             step = self._placing(step)
@@ -112,44 +119,44 @@ class JaxTrainer(TrainerAdapter):
             )
         setattr(model, name, function)
 
-    def _adopt_compiled(self, model: Any) -> None:
-        """Moves what was handed to `compile` ready-made: optimizer and metrics."""
+    def _place_compiled(self, model: Any) -> None:
+        """Moves an optimizer and metrics that were built before `compile`."""
         optimizer = [] if model.optimizer is None else model.optimizer.variables
         for variable in (*optimizer, *model.metrics_variables):
-            if not self.is_in_place(variable):
-                self.adopt(variable)
+            if not self.is_placed(variable):
+                self.place(variable)
 
     def _placing(self, step: compiled_steps.Step) -> compiled_steps.Step:
-        # Keras 3.15 hands the input of `predict_on_batch` over as it is.
+        # Keras 3.15 does not place the input of `predict_on_batch`.
         return lambda state, batch: step(state, self.placer.place(batch))
 
     def check_model(self, model: Any) -> None:
         for variable in (*model.trainable_variables, *model.non_trainable_variables):
-            if not self.is_in_place(variable):
+            if not self.is_placed(variable):
                 raise ModelScopeError(
-                    f"Variable {variable.path!r} of model {model.name!r} lies on "
-                    f"{_places(variable)}, but {self.strategy!r} keeps variables on "
-                    f"{self._place_of_variables()}: it belongs to a layer that was "
-                    "made outside of the strategy's scope. Move the lines that make "
-                    "it into `with strategy.scope():`."
+                    f"Variable {variable.path!r} of model {model.name!r} is on "
+                    f"{_device_names(variable)}, but {self.strategy!r} places "
+                    f"variables on {self._variable_devices()}: its layer was made "
+                    "outside of the strategy's scope. Move the lines that make it into "
+                    "`with strategy.scope():`."
                 )
 
-    def _place_of_variables(self) -> str:
+    def _variable_devices(self) -> str:
         return ", ".join(str(device) for device in self.placement.keepers)
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         keras_compat.sync_jax_state(model)
-        with self._together(f"save_sharded to {str(directory)!r}"):
+        with self._barriers(f"save_sharded to {str(directory)!r}"):
             return orbax_checkpoints.save(model, directory, keep)
 
     def load_sharded(self, model: Any, directory: Path) -> int:
         keras_compat.sync_jax_state(model)
-        with self._together(f"load_sharded from {str(directory)!r}"):
+        with self._barriers(f"load_sharded from {str(directory)!r}"):
             return orbax_checkpoints.load(model, directory, self._sharding_now)
 
     @contextlib.contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Entered by all workers; those that do not come are named."""
+    def _barriers(self, what: str) -> Iterator[None]:
+        """Barriers before and after a block; an absent worker is named in the error."""
         workers = self.placement.workers
         if workers is None:
             yield
@@ -158,7 +165,7 @@ class JaxTrainer(TrainerAdapter):
         workers.group.barrier(what)
         with workers.exchange():
             yield
-        # Nobody reads what another has not finished.
+        # No worker reads an unfinished checkpoint.
         workers.group.barrier(f"the end of {what}")
 
     def _sharding_now(self, variable: Any) -> jax.sharding.Sharding:
@@ -178,25 +185,33 @@ class JaxTrainer(TrainerAdapter):
         ]
 
     @functools.cached_property
-    def run(self) -> JaxRun | None:
-        """What traces replicas; None where there is one that does everything."""
-        return None if self.placement.is_single else JaxRun(self.strategy, self.devices)
+    def replica_program(self) -> ReplicaProgram | None:
+        """The trace of replicas; None for a strategy of one device."""
+        return (
+            None
+            if self.placement.is_single
+            else ReplicaProgram(self.strategy, self.devices)
+        )
 
     @functools.cached_property
     def _run_programs(self) -> RunPrograms:
         return RunPrograms(self.strategy)
 
     @property
-    def layout(self) -> Layout:
-        """Where programs run that use this strategy's variables."""
-        if self.run is None:
-            return Layout(jax.sharding.SingleDeviceSharding(self.home))
-        return self.run.layout
+    def program_sharding(self) -> ProgramSharding:
+        """Shardings of programs that use this strategy's variables."""
+        if self.replica_program is None:
+            return ProgramSharding(jax.sharding.SingleDeviceSharding(self.home))
+        return self.replica_program.sharding
 
     @property
-    def local_stacks(self) -> LocalStacks | None:
-        """The values of on-read variables; None where there is but one."""
-        return None if self.run is None else self.run.local_stacks
+    def on_read_values(self) -> OnReadValues | None:
+        """The replica values of on-read variables; None with one replica."""
+        return (
+            None
+            if self.replica_program is None
+            else self.replica_program.on_read_values
+        )
 
     def run_replicas(
         self,
@@ -205,10 +220,10 @@ class JaxTrainer(TrainerAdapter):
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         """See `Backend.run_replicas`."""
-        if self.run is None:
+        if self.replica_program is None:
             return [run_single_replica(self.strategy, fn, args[0], kwargs[0])]
         if in_trace():
-            return self.run(fn, args, kwargs)
+            return self.replica_program(fn, args, kwargs)
         return self._run_programs(fn, args, kwargs)
 
     def beside(self, variable: Any, tensor: Any) -> Any:
@@ -221,16 +236,16 @@ class JaxTrainer(TrainerAdapter):
         return jax.device_put(tensor, sharding)
 
     def local_values(self, variable: Any) -> list[Any]:
-        if self.local_stacks is None or not is_local(variable):
+        if self.on_read_values is None or not is_local(variable):
             return super().local_values(variable)
-        # Of several devices of a replica, each has its value.
-        shards = self.local_stacks.get(variable).addressable_shards
+        # Each of several devices of a replica has its value.
+        shards = self.on_read_values.get(variable).addressable_shards
         parts = {shard.index[0].start or 0: shard.data[0] for shard in shards}
         return [parts[i] for i in sorted(parts)]
 
     def variable_assigned(self, variable: Any, value: Any) -> None:
-        if self.local_stacks is not None:
-            self.local_stacks.drop(variable)
+        if self.on_read_values is not None:
+            self.on_read_values.drop(variable)
 
     def apply_gradients(
         self,
@@ -247,11 +262,15 @@ class JaxTrainer(TrainerAdapter):
         return optimizer.iterations
 
 
-def _parts_of(variable: Any) -> Parts | None:
+def _cross_worker_shards_of(variable: Any) -> CrossWorkerShards | None:
     strategy = keras_compat.strategy_of(variable)
-    return None if strategy is None else getattr(strategy.trainer, "parts", None)
+    return (
+        None
+        if strategy is None
+        else getattr(strategy.trainer, "cross_worker_shards", None)
+    )
 
 
-def _places(variable: Any) -> str:
+def _device_names(variable: Any) -> str:
     raw = keras_compat.raw_value(variable)
     return ", ".join(sorted(str(device_of(device)) for device in raw.devices()))

@@ -15,8 +15,8 @@ from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 FlatStep = Callable[[list[Any], Any], tuple[Any, list[Any], list[Any]]]
 
 
-class Copies:
-    """Copies, on every device of a mesh, of arrays that lie elsewhere.
+class MeshCopies:
+    """MeshCopies, on every device of a mesh, of arrays that lie elsewhere.
 
     A copy that is kept serves for as long as its original exists. Updates make new
     arrays, so it is never out of date.

@@ -1,4 +1,4 @@
-"""Training on a mesh of devices, over which batches are split."""
+"""Training on a mesh of devices, over which batches are sharded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class DistributionTrainer(JaxTrainer):
-    """Batches split over a mesh, variables laid out by a Keras distribution.
+    """Batches sharded over a mesh, variables with the layouts of a distribution.
 
     Args:
         strategy: the strategy.
-        distribution: says where batches and variables go.
+        distribution: the layouts of batches and variables.
     """
 
     def __init__(self, strategy: Strategy, distribution: StrategyDistribution):
@@ -35,7 +35,7 @@ class DistributionTrainer(JaxTrainer):
         if strategy.workers is not None:
             placer = MeshPlacer(mesh, strategy.workers.check_batch)
         super().__init__(strategy, placer)
-        self.whole = jax.NamedSharding(mesh, jax.P())
+        self.replicated = jax.NamedSharding(mesh, jax.P())
         self._distribution = distribution
         self._devices = distribution.own_layout(None).backend_layout.device_set
 
@@ -48,24 +48,24 @@ class DistributionTrainer(JaxTrainer):
                 layout = self._distribution.own_layout(variable)
                 keras_compat.set_layout(variable, layout)
 
-    def is_in_place(self, variable: Any) -> bool:
+    def is_placed(self, variable: Any) -> bool:
         raw = keras_compat.raw_value(variable)
         if raw is None:
             return True
-        # Without a layout it would not stay where it happens to be.
+        # Without a layout the next assignment would move it.
         layout = keras_compat.layout_of(variable)
         return layout is not None and raw.sharding.device_set == self._devices
 
-    def adopt(self, variable: Any) -> None:
+    def place(self, variable: Any) -> None:
         layout = self._distribution.own_layout(variable)
         keras_compat.move_variable(variable, layout)
 
 
 class MeshTrainer(DistributionTrainer):
-    """A copy of the variables on each device of a mesh, batches split over it.
+    """A copy of the variables on each device of a mesh, batches sharded over it.
 
-    Where there are workers, the mesh has the devices of all of them, and each worker
-    gets the whole of what a step returns.
+    In a cluster the mesh has the devices of all workers, and the outputs of a step are
+    replicated.
     """
 
     def __init__(
@@ -77,36 +77,36 @@ class MeshTrainer(DistributionTrainer):
             assert isinstance(workers, JaxWorkers)
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
-        self.devices = list(self.whole.mesh.devices.flat)
+        self.devices = list(self.replicated.mesh.devices.flat)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)
-        outputs = None if self.strategy.workers is None else self.whole
+        outputs = None if self.strategy.workers is None else self.replicated
         if compiled_steps.compiles(model):
-            other = self.other_step(model, kind)
+            other = self.alternative_step(model, kind)
             return compiled_steps.compiled(
-                model, kind, step, self.kept_layout, outputs, other
+                model, kind, step, self.state_sharding, outputs, other
             )
         return step if outputs is None else compiled_steps.with_outputs(step, outputs)
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         self.lay_out([*model.variables, *model.optimizer.variables])
         self.lay_out(model.metrics_variables)
-        found = (self.plain_step(model, "train"), self.other_step(model, "train"))
+        found = (self.plain_step(model, "train"), self.alternative_step(model, "train"))
         costs = [
-            step_cost(model, step, batch, self.placer.layout)
+            step_cost(model, step, batch, self.placer.sharding)
             for step in found
             if step is not None
         ]
-        # As `compiled_steps.compiled` chooses.
+        # `compiled_steps.compiled` chooses by the same rule.
         return min(costs, key=lambda cost: sum(n for _, n in cost.sent.values()))
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
         return compiled_steps.keras_step(model, kind)
 
-    def other_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
-        """A step that computes the same with other messages; None without one."""
+    def alternative_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
+        """An equivalent step with other collectives; None without one."""
         return None
 
-    def kept_layout(self, group: Sequence[Any]) -> Any:
-        return self.whole
+    def state_sharding(self, group: Sequence[Any]) -> Any:
+        return self.replicated

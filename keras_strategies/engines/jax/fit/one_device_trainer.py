@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class OneDeviceTrainer(JaxTrainer):
-    """Everything on one device, as Keras does it."""
+    """Variables and batches on one device."""
 
     def __init__(self, strategy: Strategy):
         device = jax_device(strategy.placement.variables)
         super().__init__(strategy, DevicePlacer(device))
-        self._at_home = jax.sharding.SingleDeviceSharding(device)
+        self._sharding = jax.sharding.SingleDeviceSharding(device)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = compiled_steps.keras_step(model, kind)
@@ -31,17 +31,16 @@ class OneDeviceTrainer(JaxTrainer):
         return compiled_steps.compiled(model, kind, step)
 
     def prepared(self, state: Any) -> Any:
-        # An array that nothing has bound to a device is another argument to JAX
-        # than one that a program has put there, and would be compiled for
-        # separately.
-        return jax.device_put(compiled_steps.unshared(state), self._at_home)
+        # JAX compiles separately for committed arrays, as a program returns them, and
+        # for uncommitted ones, as initializers do.
+        return jax.device_put(compiled_steps.unshared(state), self._sharding)
 
-    def is_in_place(self, variable: Any) -> bool:
-        # JAX moves what is not bound to a device by itself.
+    def is_placed(self, variable: Any) -> bool:
+        # JAX moves uncommitted arrays by itself.
         raw = keras_compat.raw_value(variable)
         return raw is None or not raw.committed or raw.devices() == {self.home}
 
-    def adopt(self, variable: Any) -> None:
+    def place(self, variable: Any) -> None:
         keras_compat.move_variable(variable, None)
         raw = keras_compat.raw_value(variable)
         variable.assign(jax.device_put(raw, self.home))

@@ -1,6 +1,6 @@
-"""What a training step costs, read from its compiled program.
+"""Cost of a training step, read from its compiled program.
 
-A program is compiled for shapes; nothing of its size is allocated.
+A program is compiled from shapes, and its arrays are never allocated.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from keras_strategies.engines.jax.fit.compiled_steps import Step
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.runtime.base import StepCost
 
-Layout = Callable[[Sequence[int]], jax.sharding.Sharding]
+ShardingOfShape = Callable[[Sequence[int]], jax.sharding.Sharding]
 
 
-def step_cost(model: Any, step: Step, batch: Any, layout: Layout) -> StepCost:
+def step_cost(
+    model: Any, step: Step, batch: Any, sharding: ShardingOfShape
+) -> StepCost:
     """The cost of a step.
 
     Args:
-        model: a built model whose variables have layouts, and need no values.
+        model: a built model whose variables have layouts; values are not needed.
         step: the training step, not compiled.
-        batch: structure of what has a shape and a dtype.
-        layout: says where an array of a batch of some shape goes.
+        batch: structure of objects with a shape and a dtype.
+        sharding: returns the sharding of an array of a batch, given its shape.
     """
     groups = (
         model.trainable_variables,
@@ -38,7 +40,7 @@ def step_cost(model: Any, step: Step, batch: Any, layout: Layout) -> StepCost:
         lambda leaf: jax.ShapeDtypeStruct(
             tuple(leaf.shape),
             jax.dtypes.canonicalize_dtype(str(leaf.dtype)),
-            sharding=layout(leaf.shape),
+            sharding=sharding(leaf.shape),
         ),
         batch,
     )

@@ -1,4 +1,4 @@
-"""Arguments of compiled functions: which are arrays, and what makes two calls alike."""
+"""Arguments of compiled functions: their arrays, and the key of a program for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCALARS = (int, float, complex, bool, str, bytes, type(None))
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is data: JAX's, NumPy's, or another framework's tensor."""
+    """Whether a value is a tensor of JAX, NumPy or another framework."""
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return True
     if isinstance(value, (type, keras.Variable, keras.KerasTensor, *_SCALARS)):
@@ -25,7 +25,7 @@ def is_array(value: Any) -> bool:
 
 
 def as_array(value: Any) -> Any:
-    """JAX's and NumPy's arrays as they are, others as NumPy's."""
+    """A JAX or NumPy array unchanged; another tensor as a NumPy array."""
     return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
 
 
@@ -35,7 +35,7 @@ def array_key(array: Any) -> Any:
 
 
 def structure_key(structure: Any) -> Any:
-    """Equal for structures of the same containers; their leaves do not matter."""
+    """A key of a structure's containers, without its leaves."""
     if isinstance(structure, Mapping):
         items = tuple((k, structure_key(v)) for k, v in structure.items())
         return (type(structure), items)
@@ -44,13 +44,13 @@ def structure_key(structure: Any) -> Any:
     return None
 
 
-class Packed:
-    """A call's arguments, with the arrays taken out.
+class CallArguments:
+    """A call's arguments as inputs of a program: arrays, and a key of the rest.
 
     Args:
         structure: arguments; leaves may be `PerReplica`.
-        total: int, how many replicas there are where components of one shape are
-            those of the local ones; None where they are all.
+        total: int, the number of all replicas where `PerReplica` leaves have the local
+            components only; None where they have all.
     """
 
     def __init__(self, structure: Any, total: int | None = None):
@@ -87,13 +87,13 @@ class Packed:
         return ("uneven", start, len(parts), type(leaf)), key
 
     def build(self, plain: Sequence[Any], joined: Sequence[Any], split: Any) -> Any:
-        """The arguments, with these arrays.
+        """The arguments with other arrays, such as tracers.
 
         Args:
-            plain: arrays for those of `self.plain`.
-            joined: one array for each of `self.parts`.
-            split: callable of such an array, the number of its parts and whether
-                they are stacked; returns the parts.
+            plain: arrays in place of `self.plain`.
+            joined: arrays in place of `self.parts`, one for all components.
+            split: callable of a joined array, the number of its components and whether
+                they are stacked; returns the components.
         """
         slots = iter(self._slots)
 
@@ -111,37 +111,44 @@ class Packed:
 
         return map_structure(leaf, self._structure)
 
-    def without_arrays(self) -> Packed:
-        """The same, to keep: it does not hold on to the arrays."""
+    def without_arrays(self) -> CallArguments:
+        """Drops the arrays, so that a cached program does not hold them."""
         self._structure = map_structure(lambda _: None, self._structure)
         self.plain, self.parts = [], []
         return self
 
 
-class Columns:
+class ReplicaArguments:
     """The arguments of all replicas, leaf by leaf.
 
     Args:
-        rows: for each replica, its arguments and keyword arguments.
+        calls: for each replica, its arguments and keyword arguments.
+
+    Attributes:
+        is_uniform: bool, whether one trace fits all replicas: equal structures,
+            shapes, dtypes and constants.
+        shared: arrays that are one object on all replicas.
+        parts: for each other array, the replicas' components.
+        signature: a key of structures, shapes, dtypes and constants.
     """
 
-    def __init__(self, rows: list[tuple[Any, Any]]):
-        self.rows = rows
-        self.even = True
-        self.whole: list[Any] = []
+    def __init__(self, calls: list[tuple[Any, Any]]):
+        self.calls = calls
+        self.is_uniform = True
+        self.shared: list[Any] = []
         self.parts: list[Sequence[Any]] = []
         self._slots: list[tuple[str, Any]] = []
-        keys: list[Any] = [structure_key(rows[0])]
-        leaves = [flatten(row) for row in rows]
-        if len({structure_key(row) for row in rows}) > 1:
-            self.even = False
-            keys += [structure_key(row) for row in rows]
+        keys: list[Any] = [structure_key(calls[0])]
+        leaves = [flatten(call) for call in calls]
+        if len({structure_key(call) for call in calls}) > 1:
+            self.is_uniform = False
+            keys += [structure_key(call) for call in calls]
         else:
             keys += [self._take(column) for column in zip(*leaves, strict=True)]
         self.signature = tuple(keys)
 
     @classmethod
-    def of(cls, args: list[Any], kwargs: list[Any]) -> Columns:
+    def of(cls, args: list[Any], kwargs: list[Any]) -> ReplicaArguments:
         return cls(list(zip(args, kwargs, strict=True)))
 
     def _take(self, column: Sequence[Any]) -> Any:
@@ -150,40 +157,42 @@ class Columns:
             if not is_array(first):
                 self._slots.append(("static", first))
                 return static_key(first)
-            self._slots.append(("whole", len(self.whole)))
-            self.whole.append(as_array(first))
-            return array_key(self.whole[-1])
+            self._slots.append(("shared", len(self.shared)))
+            self.shared.append(as_array(first))
+            return array_key(self.shared[-1])
         numbers = (int, float)
         if not all(is_array(leaf) or isinstance(leaf, numbers) for leaf in column):
             keys = [static_key(leaf) for leaf in column]
-            self.even = self.even and len(set(keys)) == 1
+            self.is_uniform = self.is_uniform and len(set(keys)) == 1
             self._slots.append(("static", first))
             return tuple(keys)
         parts = [number_or_array(leaf) for leaf in column]
-        self.even = self.even and len({(p.shape, p.dtype) for p in parts}) == 1
+        self.is_uniform = (
+            self.is_uniform and len({(p.shape, p.dtype) for p in parts}) == 1
+        )
         self._slots.append(("parts", len(self.parts)))
         self.parts.append(parts)
         return tuple(map(array_key, parts))
 
     def build(
-        self, whole: Sequence[Any], parts: Sequence[Any]
+        self, shared: Sequence[Any], parts: Sequence[Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments of the replica that has these arrays."""
+        """The arguments of a replica with these arrays."""
         slots = iter(self._slots)
 
         def leaf(_: Any) -> Any:
             kind, value = next(slots)
             if kind == "static":
                 return value
-            if kind == "whole":
-                return whole[value]
+            if kind == "shared":
+                return shared[value]
             part = parts[value]
             stacked = len(self.parts[value][0].shape) == 0 or (
                 self.parts[value][0].shape[0] == 0
             )
             return part[0] if stacked else part
 
-        return map_structure(leaf, self.rows[0])
+        return map_structure(leaf, self.calls[0])
 
 
 def number_or_array(leaf: Any) -> Any:

@@ -10,38 +10,35 @@ from typing import Any
 import jax
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines.jax.function.call_arguments import Packed
-from keras_strategies.engines.jax.function.program_keys import Same
-from keras_strategies.engines.jax.function.program_sharding import Layout
-from keras_strategies.engines.jax.function.state_program import Program
+from keras_strategies.engines.jax.function.call_arguments import CallArguments
+from keras_strategies.engines.jax.function.program_keys import IdentityKey
+from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
+from keras_strategies.engines.jax.function.state_program import StateProgram
 from keras_strategies.engines.jax.function.trace_scopes import (
     AllReplicasNeededError,
     ProgramScope,
     in_trace,
     is_stacked,
 )
-from keras_strategies.engines.jax.function.worker_arguments import pack_with
+from keras_strategies.engines.jax.function.worker_arguments import gather_arguments
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.values import DistributedValues, PerReplica, map_structure
 
-# Programs that are kept for functions that are no longer called, at most.
+# Programs in a cache, at most; the least recently added is dropped.
 MAX_PROGRAMS = 128
 
 
 class CompiledFunction:
-    """A function as programs with Keras state, one for each kind of arguments.
+    """A function compiled once for each structure, shapes and dtypes of arguments.
 
     Args:
         fn: the function.
-        layout: gives the layout of a program for the strategies that were met while
-            it was traced.
     """
 
-    def __init__(self, fn: Callable[..., Any], layout: Callable[[Any], Layout]):
+    def __init__(self, fn: Callable[..., Any]):
         self._fn = fn
-        self._layout = layout
         self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
-        # By key, the workers that make the call together, once they are known.
+        # By key, the workers of a call, known after its first trace.
         self._workers: dict[Any, JaxWorkers] = {}
 
     def __call__(self, args: Any, kwargs: dict[str, Any], key: Any = None) -> Any:
@@ -57,21 +54,21 @@ class CompiledFunction:
     def on_replicas(
         self, args: Any, kwargs: dict[str, Any], workers: JaxWorkers | None
     ) -> Any:
-        """A call whose arguments are those of replicas, of the local ones here."""
+        """A call with arguments of replicas, the local ones of this worker."""
         return self._call((list(args), kwargs), None, workers, workers is not None)
 
     def _call(
         self, structure: Any, key: Any, workers: JaxWorkers | None, own: bool
     ) -> Any:
         if workers is None:
-            packed = Packed(structure)
+            packed = CallArguments(structure)
         else:
             name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
-            packed = pack_with(workers, structure, name, own)
+            packed = gather_arguments(workers, structure, name, own)
         key = (key, workers is None, packed.key)
         call = self._calls.get(key)
         if call is None:
-            call = _Call(self._fn, packed, self._layout, workers)
+            call = _Call(self._fn, packed, workers)
             self._calls[key] = call
             if len(self._calls) > MAX_PROGRAMS:
                 self._calls.popitem(last=False)
@@ -79,35 +76,34 @@ class CompiledFunction:
 
 
 class _Call:
-    """A function for arguments of one kind."""
+    """A function compiled for one key of arguments."""
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        packed: Packed,
-        layout: Callable[[ProgramScope], Layout],
+        packed: CallArguments,
         workers: JaxWorkers | None,
     ):
         self._fn = fn
         self._packed = packed
         self._result: Any = None
-        self._program = Program(self._flat, layout, workers)
+        self._program = StateProgram(self._flat, sharding_of_program, workers)
 
-    def __call__(self, packed: Packed) -> Any:
+    def __call__(self, packed: CallArguments) -> Any:
         self._packed = packed
         plain, joined = self._program(packed.plain, packed.parts)
-        layout = self._program.layout
+        sharding = self._program.sharding
 
-        def leaf(slot: _Slot) -> Any:
+        def leaf(slot: _ResultLeaf) -> Any:
             if slot.kind == "static":
                 return slot.value
             if slot.kind == "plain":
                 return plain[slot.index]
             if slot.kind == "uneven":
                 own = plain[slot.index : slot.index + slot.count]
-                return _of_replicas(layout.own_shards(own))
+                return _per_replica(sharding.own_shards(own))
             array = joined[slot.index]
-            return _of_replicas(layout.part_shards(array, slot.count, slot.stacked))
+            return _per_replica(sharding.part_shards(array, slot.count, slot.stacked))
 
         return map_structure(leaf, self._result)
 
@@ -119,32 +115,32 @@ class _Call:
         results: list[Any] = []
         split: list[Any] = []
 
-        def place(leaf: Any) -> _Slot:
+        def place(leaf: Any) -> _ResultLeaf:
             if isinstance(leaf, jax.Array):
                 results.append(leaf)
-                return _Slot("plain", len(results) - 1)
+                return _ResultLeaf("plain", len(results) - 1)
             if not isinstance(leaf, DistributedValues) or not all(
                 isinstance(part, jax.Array) for part in leaf.values
             ):
-                return _Slot("static", value=leaf)
+                return _ResultLeaf("static", value=leaf)
             parts, count = leaf.values, len(leaf.values)
             if len({(part.shape, part.dtype) for part in parts}) == 1:
                 split.append(scope.joined(parts))
-                return _Slot("parts", len(split) - 1, count, is_stacked(parts[0]))
+                return _ResultLeaf("parts", len(split) - 1, count, is_stacked(parts[0]))
             results.extend(parts)
-            return _Slot("uneven", len(results) - count, count)
+            return _ResultLeaf("uneven", len(results) - count, count)
 
         self._result = map_structure(place, result)
         return results, split
 
 
-def _of_replicas(values: Sequence[Any]) -> Any:
-    # A worker's only replica has no wrapper.
+def _per_replica(values: Sequence[Any]) -> Any:
+    # Values of a single local replica have no wrapper.
     return PerReplica(values) if len(values) > 1 else values[0]
 
 
-class _Slot:
-    """Where a leaf of a program's result comes from."""
+class _ResultLeaf:
+    """Source of a leaf of the result: an output of the program, or a constant."""
 
     def __init__(
         self,
@@ -161,28 +157,28 @@ class _Slot:
         self.value = value
 
 
-def layout_of(scope: ProgramScope) -> Layout:
-    """Where a program runs that uses these strategies and variables."""
+def sharding_of_program(scope: ProgramScope) -> ProgramSharding:
+    """Shardings for the first strategy of a trace or of its variables."""
     found = dict(scope.strategies)
-    for cell in (*scope.reads.values(), *scope.written.values()):
-        strategy = keras_compat.strategy_of(cell.variable)
+    for ref in (*scope.reads.values(), *scope.written.values()):
+        strategy = keras_compat.strategy_of(ref.variable)
         if strategy is not None:
             found.setdefault(id(strategy), strategy)
     for strategy in found.values():
-        return strategy.trainer.layout  # type: ignore[attr-defined]
-    return Layout()
+        return strategy.trainer.program_sharding  # type: ignore[attr-defined]
+    return ProgramSharding()
 
 
 def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., Any]:
     """See `ks.function`."""
     if jit_compile is False:
         return fn
-    compiled = CompiledFunction(fn, layout_of)
+    compiled = CompiledFunction(fn)
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if in_trace():
             return fn(*args, **kwargs)
-        return compiled(args, kwargs, Same(context.current_strategy()))
+        return compiled(args, kwargs, IdentityKey(context.current_strategy()))
 
     return wrapped

@@ -1,19 +1,19 @@
-"""What a function depends on beside its arguments: when one program serves two calls.
+"""Keys of functions: when a compiled program serves another call of `Strategy.run`.
 
-`Strategy.run` outside of `ks.function` looks like Python that runs in every call, and
-on JAX it is a program that is compiled once. So a program is used again only where
-what the function closes over has not changed, as far as its code shows:
+`Strategy.run` outside of `ks.function` reads like Python that runs in every call; on
+JAX it is a compiled program. So a program is reused only where the values that the
+function closes over are unchanged, as far as its code shows them:
 
 - names of the enclosing functions and of the module, and default arguments;
 - attributes that the code names, of the objects behind those names: `self.rate`,
   `config.loss.weight`, `settings.RATE`, also in methods, properties and helpers that
   the code names in turn;
-- what is in lists, tuples, sets and dictionaries;
-- of Keras layers, which of their weights are trainable, and numbers, strings and
-  switches that are public attributes, like a dropout's `rate`.
+- items of lists, tuples, sets and dictionaries;
+- `trainable` of the weights of Keras layers, and public attributes that are numbers,
+  strings or booleans, like a dropout's `rate`.
 
-The contents of NumPy arrays, what libraries read of objects that they are given, files
-and the time are not among it: these have to be arguments or Keras variables.
+Not compared are the contents of NumPy arrays, attributes read by libraries, files and
+the time: pass them as arguments, or hold them in Keras variables.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _LIBRARIES = frozenset(
 )
 
 
-class Same:
-    """Equal to another one of the same object only, which it keeps alive."""
+class IdentityKey:
+    """Key of an object by identity; holds the object, so that its `id` stays unique."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -46,21 +46,21 @@ class Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, IdentityKey) and other.value is self.value
 
 
 def static_key(value: Any) -> Any:
-    """Equal for values that a program may take for each other."""
+    """Key of a constant: by value for scalars, by identity for other objects."""
     if isinstance(value, _SCALARS):
         return (type(value), value)
-    return Same(value)
+    return IdentityKey(value)
 
 
 def function_key(fn: Callable[..., Any]) -> Any:
-    """Equal for functions that do the same: one code over objects that are the same.
+    """Key of a function: its code and the values that it closes over.
 
-    A lambda in a loop is a new function each time, and is not to be compiled anew;
-    a function of which something has changed that it closes over is.
+    A lambda in a loop is a new function each time, with an equal key. A function with
+    another value in its closure has another key.
 
     Args:
         fn: a function, a method, or another callable.
@@ -69,29 +69,29 @@ def function_key(fn: Callable[..., Any]) -> Any:
 
 
 def code_of(fn: Callable[..., Any]) -> types.CodeType | None:
-    """What functions that are made anew have in common; None if it is not Python's."""
+    """The code that equal lambdas share; None for a callable without Python code."""
     function = getattr(fn, "__func__", fn)
     return getattr(function, "__code__", None)
 
 
 class _Walk:
-    """One look at all that a function depends on."""
+    """Traversal of the values that a function depends on."""
 
     def __init__(self) -> None:
-        # What was visited, and for which names; it is held, so that ids are its own.
+        # Visited objects and names. Holding the objects keeps their ids unique.
         self._seen: dict[tuple[int, frozenset[str]], Any] = {}
 
     def key(self, value: Any, names: frozenset[str] = frozenset()) -> Any:
-        """Equal for values that code which uses these names cannot tell apart.
+        """Key of a value for code that uses these names.
 
         Args:
-            value: anything that code can get at.
-            names: the attributes that it asks for.
+            value: any object.
+            names: the attributes that the code reads.
         """
         if isinstance(value, _SCALARS):
             return (type(value), value)
         if (id(value), names) in self._seen or _is_array(value):
-            return Same(value)
+            return IdentityKey(value)
         self._seen[id(value), names] = value
         if isinstance(value, types.MethodType):
             owner = self.key(value.__self__, _names(value.__func__))
@@ -103,44 +103,46 @@ class _Walk:
             return self._function(value)
         if isinstance(value, (list, tuple, set, frozenset, Mapping)):
             return self._container(value, names)
-        return (Same(value), *self._attributes(value, names))
+        return (IdentityKey(value), *self._attributes(value, names))
 
     def _function(self, fn: types.FunctionType) -> Any:
         if _is_of_library(fn):
-            return Same(fn)
+            return IdentityKey(fn)
         names = _names(fn)
 
-        def cell(given: Any) -> Any:
+        def ref(given: Any) -> Any:
             try:
                 return self.key(given.cell_contents, names)
             except ValueError:  # Not assigned yet.
-                return Same(given)
+                return IdentityKey(given)
 
         used = [name for name in sorted(names) if name in fn.__globals__]
         return (
             fn.__code__,
-            tuple(map(cell, fn.__closure__ or ())),
+            tuple(map(ref, fn.__closure__ or ())),
             tuple(self.key(value, names) for value in fn.__defaults__ or ()),
             self._items(fn.__kwdefaults__ or {}, names),
             self._items({name: fn.__globals__[name] for name in used}, names),
-            Same(fn.__globals__),
+            IdentityKey(fn.__globals__),
         )
 
     def _container(self, value: Any, names: frozenset[str]) -> Any:
         if isinstance(value, Mapping):
             return (type(value), self._items(value, names))
-        keys = [self.key(part, names) for part in value if not _is_left_over(part)]
+        keys = [
+            self.key(part, names) for part in value if not _is_leftover_tracer(part)
+        ]
         return (type(value), frozenset(keys) if isinstance(value, set) else (*keys,))
 
     def _items(self, items: Mapping[Any, Any], names: frozenset[str]) -> Any:
         return tuple(
             (static_key(key), self.key(value, names))
             for key, value in items.items()
-            if not _is_left_over(value)
+            if not _is_leftover_tracer(value)
         )
 
     def _attributes(self, value: Any, names: frozenset[str]) -> list[Any]:
-        """What is found under the names that code asks an object for."""
+        """Keys of an object's attributes with these names."""
         if isinstance(value, (type, keras.Variable)) or _is_of_library(value):
             return []
         if isinstance(value, types.ModuleType):
@@ -153,8 +155,8 @@ class _Walk:
         return found
 
 
-def _is_left_over(value: Any) -> bool:
-    """Whether a trace has put it there; what it appends to is as it was before."""
+def _is_leftover_tracer(value: Any) -> bool:
+    """Whether a value is a leftover of an earlier trace, such as an appended tracer."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -163,7 +165,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_of_library(value: Any) -> bool:
-    """Whether it is a function or a module that does not change."""
+    """Whether a value is a function or module of a library, taken as constant."""
     if not isinstance(value, (types.FunctionType, types.ModuleType)):
         return False
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
@@ -186,7 +188,7 @@ def _chosen(attributes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]
 
 
 def _names(fn: Any) -> frozenset[str]:
-    """The names that a function's code uses, of globals and of attributes."""
+    """The names of globals and attributes in a function's code."""
     code = getattr(fn, "__code__", None)
     return frozenset() if code is None else _names_in(code)
 
@@ -199,8 +201,8 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _reached(kind: type, names: frozenset[str]) -> frozenset[str]:
-    """These names, and those that the methods and properties behind them use."""
-    # What `value(...)` calls, of a Keras layer at second hand.
+    """These names, and those in the methods and properties that they name."""
+    # `value(...)` calls `__call__`, and a Keras layer's calls `call`.
     pending = [*names, "__call__", "call"]
     found = set(names)
     while pending:

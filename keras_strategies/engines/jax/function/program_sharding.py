@@ -1,4 +1,4 @@
-"""Layouts: on which devices the arrays of a program are."""
+"""Shardings of the inputs, results and state of a program."""
 
 from __future__ import annotations
 
@@ -13,81 +13,83 @@ from keras_strategies.engines.jax.array_placement import put_all
 from keras_strategies.engines.jax.function.trace_scopes import is_stacked
 
 
-class Layout:
-    """Where a program runs.
+class ProgramSharding:
+    """Shardings of a program's arrays.
 
     Args:
-        whole: the sharding of an array that every replica has; None to leave arrays
-            where they are.
-        split: the sharding of an array whose first axis is split over replicas: along
-            the first axis of its mesh.
-        home: the sharding of variables, where that is elsewhere.
-        own: gives the sharding of a variable, where they are not all alike.
+        replicated: the sharding of an array on every device; None to leave arrays on
+            their devices.
+        split: the sharding of an array whose first axis is that of replicas, along the
+            first axis of its mesh.
+        home: the sharding of variables between programs, where it is another.
+        sharding_of: returns the sharding of a variable; None where variables are
+            replicated.
     """
 
     def __init__(
         self,
-        whole: jax.sharding.Sharding | None = None,
+        replicated: jax.sharding.Sharding | None = None,
         split: jax.sharding.NamedSharding | None = None,
         home: jax.sharding.Sharding | None = None,
-        own: Callable[[Any], jax.sharding.Sharding] | None = None,
+        sharding_of: Callable[[Any], jax.sharding.Sharding] | None = None,
     ):
-        self.whole = whole
+        self.replicated = replicated
         self.split = split
         self.home = home
-        self.own = own
-        # For each replica the devices that have its part; the first one gives it out.
+        self.sharding_of = sharding_of
+        # The devices of each replica; its results are read from the first one.
         self._rows: list[list[jax.Device]] = []
         if split is not None:
             devices = split.mesh.devices
             self._rows = [list(row) for row in devices.reshape(len(devices), -1)]
 
     def place_state(self, variables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        """The variables' arrays, where a program expects them."""
-        if self.own is None:
+        """The arrays of variables with the shardings of a program's inputs."""
+        if self.sharding_of is None:
             return self.place(arrays)
         found = list(arrays)
         for i, variable in enumerate(variables):
-            own = self.own(variable)
+            own = self.sharding_of(variable)
             if found[i].sharding != own or not found[i].committed:
                 found[i] = jax.device_put(found[i], own)
         return found
 
     def state_shardings(self, variables: Sequence[Any]) -> Any:
-        """The shardings of variables that come out of a program."""
-        if self.own is None:
-            return self.whole
-        return [self.own(variable) for variable in variables]
+        """The shardings of variables among a program's results."""
+        if self.sharding_of is None:
+            return self.replicated
+        return [self.sharding_of(variable) for variable in variables]
 
     @functools.cached_property
     def _own_rows(self) -> list[list[jax.Device]]:
-        """The rows of this process."""
+        """The devices of each local replica."""
         own = jax.process_index()
         return [row for row in self._rows if row[0].process_index == own]
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays, where every replica has them; moved in one transfer."""
-        whole = self.whole
-        if whole is None:
+        """The arrays, replicated; moved in one transfer."""
+        replicated = self.replicated
+        if replicated is None:
             return list(arrays)
         return self._moved(
-            arrays, lambda array: array.sharding == whole and array.committed
+            arrays, lambda array: array.sharding == replicated and array.committed
         )
 
     def place_inputs(self, arrays: Sequence[Any]) -> list[Any]:
-        """As `place`, for what comes from outside of programs.
+        """The arguments of a program, replicated.
 
-        What is on the only device may stay as it is. State may not: it comes out of a
-        program with another sharding than it went in, and that is another program.
+        On a single device an argument keeps a sharding of another type. State cannot:
+        a program returns it with the program's type of sharding, and the next call
+        would be compiled again.
         """
-        whole = self.whole
-        if whole is None:
+        replicated = self.replicated
+        if replicated is None:
             return list(arrays)
-        if len(whole.device_set) > 1:
+        if len(replicated.device_set) > 1:
             return self.place(arrays)
         return self._moved(
             arrays,
-            lambda array: array.committed and array.devices() == whole.device_set,
+            lambda array: array.committed and array.devices() == replicated.device_set,
         )
 
     def _moved(
@@ -100,17 +102,16 @@ class Layout:
             if not isinstance(array, jax.Array) or not is_there(array)
         ]
         if away:
-            assert self.whole is not None
-            moved = put_all([found[i] for i in away], self.whole)
+            assert self.replicated is not None
+            moved = put_all([found[i] for i in away], self.replicated)
             for i, array in zip(away, moved, strict=True):
                 found[i] = array
         return found
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """One array of the replicas' parts, each of which goes to its device.
+        """One array, sharded over replicas, of the local replicas' components.
 
-        The parts are those of this process, as `part_shards` and `own_shards` are;
-        the other ones', of the same shape, are where those processes are.
+        Components of other workers' replicas have the same shape and stay there.
         """
         if self.split is None:
             return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
@@ -131,7 +132,7 @@ class Layout:
         return jax.make_array_from_single_device_arrays(shape, self.split, parts)
 
     def own_shards(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        """Of the n-th array, which all devices have, what is on the n-th of them."""
+        """Of the n-th replicated array, the shard on replica n, for local replicas."""
         if self.split is None:
             return list(arrays)
         found = []
@@ -143,7 +144,7 @@ class Layout:
         return found
 
     def part_shards(self, array: jax.Array, count: int, stacked: bool) -> list[Any]:
-        """The replicas' parts of a program's result, each on its device."""
+        """The local replicas' components of a result, each on its device."""
         if self.split is None:
             parts = jnp.split(array, count)
         else:

@@ -1,15 +1,14 @@
-"""Keras state in compiled programs: what a function reads goes in, what it assigns
-comes out.
+"""Compiled functions with Keras state threaded through as inputs and outputs.
 
-# How state is found
+# Discovery of state
 
-A function is traced with the variables that it is known to read as inputs. Where it
-reads another one, the trace goes on with zeros in its place, notes it, and is done
-again with that variable as an input too. The first trace knows none; the second one
-is usually the last. What comes out new, is what was assigned.
+A function is traced with the variables that it is known to read as inputs. A read of
+another variable yields zeros, the variable is noted, and the function is traced again
+with it as an input. The first trace starts without variables; the second one is usually
+the last. Assigned variables are outputs.
 
-Variables that the function makes are made without a value, as Keras does it in a
-`StatelessScope`, and get it between two traces.
+Variables created by the function have no value in the trace, as in any Keras
+`StatelessScope`, and are initialized between two traces.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import jax
 from jax import numpy as jnp
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.function.program_sharding import Layout
-from keras_strategies.engines.jax.function.state_refs import Cell, VariableCell
+from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
+from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
 from keras_strategies.engines.jax.function.trace_scopes import (
     MAX_TRACES,
     MissingStateError,
@@ -37,52 +36,52 @@ from keras_strategies.runtime.run_scope import MAKE_ONCE
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 
-# Held by its cell, and by the call of `sys.getrefcount`.
-_REFERENCES_OF_A_CELL = 2
+# The variable's, and the argument of `sys.getrefcount`.
+_REFERENCES_OF_A_REF = 2
 
 # Plain results, results split over replicas, and new state, the same two kinds.
 Results = tuple[list[Any], list[Any], list[Any], list[Any]]
 
 
-class Program:
+class StateProgram:
     """A compiled function of arrays, with Keras state threaded through.
 
     Args:
         function: callable of lists of plain and of joined arrays, which returns the
             same two; traced once or twice.
-        layout: gives the layout for the strategies that were met in the trace.
-        workers: the workers that call it together; None where there is one.
+        choose_sharding: returns the shardings for a trace's strategies and variables.
+        workers: the workers of the program; None without a cluster.
     """
 
     def __init__(
         self,
         function: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]],
-        layout: Callable[[ProgramScope], Layout],
+        choose_sharding: Callable[[ProgramScope], ProgramSharding],
         workers: JaxWorkers | None = None,
     ):
         self._workers = workers
         self._function = function
-        self._choose_layout = layout
-        self._cells: dict[Any, Cell] = {}
-        self._donated: list[Cell] = []
-        self._kept: list[Cell] = []
-        self._new: list[Cell] = []
-        # The variables that will come out new, for each of which a layout is needed.
+        self._choose_sharding = choose_sharding
+        self._refs: dict[Any, StateRef] = {}
+        self._donated: list[StateRef] = []
+        self._kept: list[StateRef] = []
+        self._new: list[StateRef] = []
+        # The variables among the outputs, whose shardings `jax.jit` needs in advance.
         self._expected: list[Any] = []
-        self._new_stacks: list[Cell] = []
-        # The variables that the last trace has made.
+        self._new_stacks: list[StateRef] = []
+        # The variables that the last trace created.
         self._made: list[Any] = []
         self._jitted: Callable[..., Results] | None = None
-        self.layout = Layout()
+        self.sharding = ProgramSharding()
 
     def __call__(
         self, plain: list[Any], parts: list[Sequence[Any]]
     ) -> tuple[list[Any], list[Any]]:
-        """The function's results; variables have their new values then.
+        """Runs the function, and assigns the variables their new values.
 
         Args:
             plain: arrays.
-            parts: for each array that is split, the replicas' parts.
+            parts: for each array that is sharded over replicas, the components.
         """
         self._made = []
         for _ in range(MAX_TRACES):
@@ -92,17 +91,17 @@ class Program:
             try:
                 return self._run(plain, parts)
             except MissingStateError as missing:
-                # The function took another way than in the traces before.
+                # The function took another branch than in the traces before.
                 self._extend(missing.scope)
         raise ContextError(
-            f"A function was traced {MAX_TRACES} times, and each trace read or made "
-            f"variables that the traces before had not. {MAKE_ONCE}"
+            f"A function was traced {MAX_TRACES} times, and each trace read or created "
+            f"variables that no earlier trace had. {MAKE_ONCE}"
         )
 
     def _discover(self, plain: list[Any], parts: list[Sequence[Any]]) -> None:
         joined = [_joined_shape(own, self._replicas(own)) for own in parts]
-        state = [cell.spec() for cell in self._cells.values()]
-        self._donated, self._kept = [], list(self._cells.values())
+        state = [ref.spec() for ref in self._refs.values()]
+        self._donated, self._kept = [], list(self._refs.values())
         scopes: list[ProgramScope] = []
 
         def trace(*inputs: Any) -> Results:
@@ -116,27 +115,27 @@ class Program:
         except MissingStateError as missing:
             scope = missing.scope
         except Exception:
-            # What was built before the error can be used.
+            # Layers built before the error are usable.
             keras_compat.initialize_deferred_variables(_scope_of)
             raise
         self._extend(scope)
 
     def _replicas(self, parts: Sequence[Any]) -> int:
-        """How many replicas there are, of which these parts are the local ones'."""
+        """The number of all replicas, given the components of the local ones."""
         return len(parts) if self._workers is None else self._workers.share.total
 
     def _extend(self, scope: ProgramScope) -> None:
-        """Prepares the program for the state that a trace has met."""
+        """Adds the state that a trace read, created or assigned to the program."""
         made = keras_compat.deferred_variables()
         keras_compat.initialize_deferred_variables(_scope_of)
         self._check_made(made, scope)
         if self._workers is not None:
-            _share([cell.variable for cell in scope.missing.values()])
-        self._cells.update(scope.missing)
-        cells = self._cells.items()
-        self._donated = [cell for key, cell in cells if key in scope.written]
-        self._kept = [cell for key, cell in cells if key not in scope.written]
-        self.layout = layout = self._choose_layout(scope)
+            _broadcast_from_chief([ref.variable for ref in scope.missing.values()])
+        self._refs.update(scope.missing)
+        refs = self._refs.items()
+        self._donated = [ref for key, ref in refs if key in scope.written]
+        self._kept = [ref for key, ref in refs if key not in scope.written]
+        self.sharding = sharding = self._choose_sharding(scope)
         self._expected = _variables(scope.written.values())
         self._jitted = None
         if made:
@@ -145,25 +144,25 @@ class Program:
             self._trace,
             donate_argnums=0,
             out_shardings=(
-                layout.whole,
-                layout.split,
-                layout.state_shardings(self._expected),
-                layout.split,
+                sharding.replicated,
+                sharding.split,
+                sharding.state_shardings(self._expected),
+                sharding.split,
             ),
         )
 
     def _check_made(self, made: list[Any], scope: ProgramScope) -> None:
-        """Raises if a function makes its variables in each trace, for none to use."""
+        """Raises if each trace creates variables and drops those of the last one."""
         before, self._made = self._made, made
         if not made or list(map(_kind, before)) != list(map(_kind, made)):
             return
-        cells = (*scope.reads.values(), *scope.written.values())
-        used = {id(cell.variable) for cell in (*cells, *scope.missing.values())}
+        refs = (*scope.reads.values(), *scope.written.values())
+        used = {id(ref.variable) for ref in (*refs, *scope.missing.values())}
         if not any(id(variable) in used for variable in before):
             paths = ", ".join(repr(variable.path) for variable in made)
             raise ContextError(
-                "A function that `run` or `ks.function` compiles makes new variables "
-                f"each time that it is traced: {paths}. {MAKE_ONCE}"
+                "A function compiled by `run` or `ks.function` creates new variables "
+                f"in each trace: {paths}. {MAKE_ONCE}"
             )
 
     def _trace(
@@ -173,8 +172,8 @@ class Program:
         plain: list[Any],
         joined: list[Any],
     ) -> Results:
-        cells = [*self._donated, *self._kept]
-        known = zip(cells, [*donated, *kept], strict=True)
+        refs = [*self._donated, *self._kept]
+        known = zip(refs, [*donated, *kept], strict=True)
         scope = ProgramScope(known, self._workers is not None)
         with scope:
             results, split_results = self._function(plain, joined)
@@ -182,25 +181,25 @@ class Program:
             raise MissingStateError(scope)
         self._scope = scope
         written = scope.written.values()
-        if self.layout.own is not None and not _same_objects(
+        if self.sharding.sharding_of is not None and not _same_objects(
             _variables(written), self._expected
         ):
             raise MissingStateError(scope)
-        self._new = [cell for cell in written if isinstance(cell, VariableCell)]
-        self._new_stacks = [c for c in written if not isinstance(c, VariableCell)]
-        values = [jnp.asarray(scope.value(cell)) for cell in self._new]
-        stacks = [jnp.asarray(scope.value(cell)) for cell in self._new_stacks]
+        self._new = [ref for ref in written if isinstance(ref, VariableRef)]
+        self._new_stacks = [c for c in written if not isinstance(c, VariableRef)]
+        values = [jnp.asarray(scope.value(ref)) for ref in self._new]
+        stacks = [jnp.asarray(scope.value(ref)) for ref in self._new_stacks]
         return results, split_results, values, stacks
 
     def _run(
         self, plain: list[Any], parts: list[Sequence[Any]]
     ) -> tuple[list[Any], list[Any]]:
         assert self._jitted is not None
-        layout = self.layout
-        plain = layout.place_inputs(plain)
-        joined = [layout.join(own) for own in parts]
+        sharding = self.sharding
+        plain = sharding.place_inputs(plain)
+        joined = [sharding.join(own) for own in parts]
         kept = self._state(self._kept)
-        # As in `compiled_steps.noting`: no interrupt between the call and the list.
+        # As in `compiled_steps.compiled`: no interrupt between the call and the list.
         done: list[Results] = []
         try:
             donated = _unshared(self._donated)
@@ -208,11 +207,11 @@ class Program:
             with self._exchange():
                 done.extend(map(self._jitted, (donated,), (kept,), (plain,), (joined,)))
                 if self._workers is not None:
-                    # What fails of the others' absence fails here.
+                    # Raises here, and not at a later read, if a worker is lost.
                     jax.block_until_ready(done[0])
         finally:
             if done:
-                self._keep(done[0])
+                self._commit(done[0])
         return done[0][0], done[0][1]
 
     def _exchange(self) -> contextlib.AbstractContextManager[Any]:
@@ -220,53 +219,53 @@ class Program:
             return contextlib.nullcontext()
         return self._workers.exchange()
 
-    def _state(self, cells: list[Cell]) -> list[Any]:
-        return self._placed(cells, [cell.get() for cell in cells])
+    def _state(self, refs: list[StateRef]) -> list[Any]:
+        return self._placed(refs, [ref.get() for ref in refs])
 
-    def _placed(self, cells: list[Cell], arrays: list[Any]) -> list[Any]:
-        if self.layout.split is None:
-            return self.layout.place(arrays)
-        mine = [i for i, cell in enumerate(cells) if isinstance(cell, VariableCell)]
-        placed = self.layout.place_state(
-            [cells[i].variable for i in mine], [arrays[i] for i in mine]
+    def _placed(self, refs: list[StateRef], arrays: list[Any]) -> list[Any]:
+        if self.sharding.split is None:
+            return self.sharding.place(arrays)
+        mine = [i for i, ref in enumerate(refs) if isinstance(ref, VariableRef)]
+        placed = self.sharding.place_state(
+            [refs[i].variable for i in mine], [arrays[i] for i in mine]
         )
         for i, array in zip(mine, placed, strict=True):
             arrays[i] = array
         return arrays
 
-    def _keep(self, results: Results) -> None:
+    def _commit(self, results: Results) -> None:
         _, _, values, stacks = results
-        if self.layout.home is not None:
-            values = jax.device_put(values, self.layout.home)
-        for cell, value in zip(self._new, values, strict=True):
-            cell.set(value)
-        for cell, value in zip(self._new_stacks, stacks, strict=True):
-            cell.set(value)
+        if self.sharding.home is not None:
+            values = jax.device_put(values, self.sharding.home)
+        for ref, value in zip(self._new, values, strict=True):
+            ref.set(value)
+        for ref, value in zip(self._new_stacks, stacks, strict=True):
+            ref.set(value)
 
 
 def _kind(variable: Any) -> Any:
     return (tuple(variable.shape), variable.dtype)
 
 
-def _variables(cells: Iterable[Cell]) -> list[Any]:
-    return [cell.variable for cell in cells if isinstance(cell, VariableCell)]
+def _variables(refs: Iterable[StateRef]) -> list[Any]:
+    return [ref.variable for ref in refs if isinstance(ref, VariableRef)]
 
 
 def _same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return list(map(id, one)) == list(map(id, other))
 
 
-def _unshared(cells: list[Cell]) -> list[Any]:
-    """Arrays that a program may write over: those that somebody else holds, copied."""
+def _unshared(refs: list[StateRef]) -> list[Any]:
+    """Arrays to donate: copies of those with references from elsewhere."""
     arrays: list[Any] = []
-    for cell in cells:
-        shared = sys.getrefcount(cell.get()) > _REFERENCES_OF_A_CELL
-        arrays.append(jnp.copy(cell.get()) if shared else cell.get())
+    for ref in refs:
+        shared = sys.getrefcount(ref.get()) > _REFERENCES_OF_A_REF
+        arrays.append(jnp.copy(ref.get()) if shared else ref.get())
     return arrays
 
 
-def _share(variables: Sequence[Any]) -> None:
-    """Gives variables that are used for the first time the chief's values."""
+def _broadcast_from_chief(variables: Sequence[Any]) -> None:
+    """Broadcasts the chief's values of variables at their first use."""
     by_strategy: dict[int, tuple[Any, list[Any]]] = {}
     for variable in {id(v): v for v in variables}.values():
         strategy = keras_compat.strategy_of(variable)

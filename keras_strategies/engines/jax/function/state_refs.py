@@ -1,4 +1,4 @@
-"""Cells: places that hold state, which compiled programs read and write."""
+"""References to state that compiled programs read and write."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from keras_strategies.engines.jax.array_placement import put_one
 from keras_strategies.runtime import run_scope
 
 
-class Cell(abc.ABC):
-    """A place that holds one array of state."""
+class StateRef(abc.ABC):
+    """Reference to one array of state."""
 
     def __init__(self, variable: Any):
         self.variable = variable
@@ -23,7 +23,7 @@ class Cell(abc.ABC):
     @property
     @abc.abstractmethod
     def key(self) -> Any:
-        """What equal cells have in common."""
+        """Equal for references to the same state."""
 
     @abc.abstractmethod
     def spec(self) -> jax.ShapeDtypeStruct | None:
@@ -31,14 +31,14 @@ class Cell(abc.ABC):
 
     @abc.abstractmethod
     def get(self) -> jax.Array:
-        """The array; not while something is traced, since it may have to be made."""
+        """The array, made if it does not exist; not in a trace."""
 
     @abc.abstractmethod
     def set(self, value: jax.Array) -> None: ...
 
 
-class VariableCell(Cell):
-    """A variable's value."""
+class VariableRef(StateRef):
+    """Reference to the value of a variable."""
 
     @property
     def key(self) -> Any:
@@ -55,16 +55,16 @@ class VariableCell(Cell):
         keras_compat.set_raw_value(self.variable, value)
 
 
-class LocalStacks:
-    """The values of on-read variables on the replicas of one strategy.
+class OnReadValues:
+    """Replica values of on-read variables, stacked.
 
-    Each is one array of shape `(replicas, ...)`, split over the devices. It is made
-    from the variable's value when it is first needed, and dropped when the variable
-    is assigned outside of `run`.
+    A variable's values are one array of shape `(replicas, ...)`, sharded over the
+    replicas' devices. It is made from the variable's value at the first read in `run`,
+    and dropped when the variable is assigned outside of `run`.
 
     Args:
-        count: int, how many replicas there are.
-        split: the sharding of an array whose first axis is split over them.
+        count: int, the number of replicas.
+        split: the sharding of an array whose first axis is that of replicas.
     """
 
     def __init__(self, count: int, split: jax.sharding.Sharding):
@@ -76,8 +76,8 @@ class LocalStacks:
         reference, stack = self._stacks.get(id(variable), (None, None))
         if stack is not None and reference is not None and reference() is variable:
             return stack
-        whole = keras_compat.raw_value(variable)
-        self.set(variable, put_one(self.parts(variable, whole), self._split))
+        value = keras_compat.raw_value(variable)
+        self.set(variable, put_one(self.parts(variable, value), self._split))
         return self._stacks[id(variable)][1]
 
     def set(self, variable: Any, stack: jax.Array) -> None:
@@ -88,14 +88,15 @@ class LocalStacks:
     def drop(self, variable: Any) -> None:
         self._stacks.pop(id(variable), None)
 
-    def parts(self, variable: Any, whole: Any) -> jax.Array:
-        return jnp.stack(run_scope.parts(variable, jnp.asarray(whole), self.count))
+    def parts(self, variable: Any, value: Any) -> jax.Array:
+        """The stacked replica values of a variable assigned outside of `run`."""
+        return jnp.stack(run_scope.parts(variable, jnp.asarray(value), self.count))
 
 
-class LocalCell(Cell):
-    """An on-read variable's values on all replicas."""
+class OnReadRef(StateRef):
+    """Reference to the values of an on-read variable on all replicas."""
 
-    def __init__(self, variable: Any, stacks: LocalStacks):
+    def __init__(self, variable: Any, stacks: OnReadValues):
         super().__init__(variable)
         self._stacks = stacks
 
@@ -116,9 +117,9 @@ class LocalCell(Cell):
         self._stacks.set(self.variable, value)
 
 
-def stacks_of(variable: Any) -> LocalStacks | None:
-    """Where a variable's values on replicas are kept; None where it has but one."""
+def on_read_values_of(variable: Any) -> OnReadValues | None:
+    """The store of an on-read variable's values; None for another variable."""
     strategy = keras_compat.strategy_of(variable)
     if strategy is None or not run_scope.is_local(variable):
         return None
-    return strategy.trainer.local_stacks
+    return strategy.trainer.on_read_values

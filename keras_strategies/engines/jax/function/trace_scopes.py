@@ -1,4 +1,4 @@
-"""Scopes of traces: they note which cells a function reads and assigns."""
+"""Scopes of traces: they note which refs a function reads and assigns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax import numpy as jnp
 from keras_strategies import keras_compat
 from keras_strategies.engines.jax import jax_compat
 from keras_strategies.engines.jax.function.state_refs import (
-    Cell,
-    LocalCell,
-    VariableCell,
-    stacks_of,
+    OnReadRef,
+    StateRef,
+    VariableRef,
+    on_read_values_of,
 )
 from keras_strategies.runtime.run_scope import RunScope
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_TRACES = 100
 
 
-class Given:
+class ValueOverrides:
     """Values of variables that a scope has in place of those around it.
 
     Args:
@@ -55,53 +55,55 @@ class TraceScope(keras.StatelessScope):
         given: what is not to be looked up there.
     """
 
-    def __init__(self, parent: keras.StatelessScope | None, given: Given | None = None):
+    def __init__(
+        self, parent: keras.StatelessScope | None, given: ValueOverrides | None = None
+    ):
         super().__init__(collect_losses=True, initialize_variables=False)
         self._parent = parent
-        self._given = given or Given()
+        self._given = given or ValueOverrides()
         self._values: dict[Any, Any] = {}
-        self.reads: dict[Any, Cell] = {}
-        self.written: dict[Any, Cell] = {}
+        self.reads: dict[Any, StateRef] = {}
+        self.written: dict[Any, StateRef] = {}
 
-    def read(self, cell: Cell) -> Any:
-        """The value of a cell; None if its variable has none yet."""
-        value = self._values.get(cell.key)
+    def read(self, ref: StateRef) -> Any:
+        """The value of a ref; None if its variable has none yet."""
+        value = self._values.get(ref.key)
         if value is None:
-            value = self._read_outside(cell)
+            value = self._read_outside(ref)
             if value is not None:
-                self._values[cell.key] = value
-                self.reads[cell.key] = cell
+                self._values[ref.key] = value
+                self.reads[ref.key] = ref
         return value
 
-    def _read_outside(self, cell: Cell) -> Any:
-        if isinstance(cell, VariableCell):
-            given = self._given.get(cell.variable)
+    def _read_outside(self, ref: StateRef) -> Any:
+        if isinstance(ref, VariableRef):
+            given = self._given.get(ref.variable)
             if given is not None:
                 return given
         if isinstance(self._parent, TraceScope):
-            return self._parent.read(cell)
-        if self._parent is not None and isinstance(cell, VariableCell):
-            found = self._parent.get_current_value(cell.variable)
+            return self._parent.read(ref)
+        if self._parent is not None and isinstance(ref, VariableRef):
+            found = self._parent.get_current_value(ref.variable)
             if found is not None:
                 return found
-        return None if cell.spec() is None else cell.get()
+        return None if ref.spec() is None else ref.get()
 
-    def write(self, cell: Cell, value: Any) -> None:
-        self._values[cell.key] = value
-        self.written[cell.key] = cell
+    def write(self, ref: StateRef, value: Any) -> None:
+        self._values[ref.key] = value
+        self.written[ref.key] = ref
 
-    def value(self, cell: Cell) -> Any:
-        return self._values[cell.key]
+    def value(self, ref: StateRef) -> Any:
+        return self._values[ref.key]
 
     def get_current_value(self, variable: Any) -> Any:
-        return self.read(VariableCell(variable))
+        return self.read(VariableRef(variable))
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        self.write(VariableCell(variable), value)
-        stacks = stacks_of(variable)
+        self.write(VariableRef(variable), value)
+        stacks = on_read_values_of(variable)
         if stacks is not None:
-            self.write(LocalCell(variable, stacks), stacks.parts(variable, value))
+            self.write(OnReadRef(variable, stacks), stacks.parts(variable, value))
 
     def updated_values(self) -> list[Any]:
         """The new values, in the order of their first assignment."""
@@ -109,15 +111,15 @@ class TraceScope(keras.StatelessScope):
 
     def commit(self, values: Sequence[Any]) -> None:
         """Gives the scope around this one, or the variables, the new values."""
-        for cell, value in zip(self.written.values(), values, strict=True):
+        for ref, value in zip(self.written.values(), values, strict=True):
             if isinstance(self._parent, TraceScope):
-                self._parent.write(cell, value)
-            elif not isinstance(cell, VariableCell):
-                cell.set(value)
+                self._parent.write(ref, value)
+            elif not isinstance(ref, VariableRef):
+                ref.set(value)
             elif self._parent is not None:
-                self._parent.add_update((cell.variable, value))
+                self._parent.add_update((ref.variable, value))
             else:
-                cell.variable.assign(value)
+                ref.variable.assign(value)
 
     @property
     def root(self) -> ProgramScope | None:
@@ -129,25 +131,25 @@ class ProgramScope(TraceScope):
     """The outermost state of a program that is being traced.
 
     Args:
-        known: the cells that the program has as inputs, and their values there.
+        known: the refs that the program has as inputs, and their values there.
         sees_all: bool, whether values of replicas have a component for each replica
             of all workers.
     """
 
-    def __init__(self, known: Iterable[tuple[Cell, Any]], sees_all: bool = False):
+    def __init__(self, known: Iterable[tuple[StateRef, Any]], sees_all: bool = False):
         super().__init__(None)
         self.sees_all = sees_all
-        for cell, value in known:
-            self._values[cell.key] = value
-        self.missing: dict[Any, Cell] = {}
+        for ref, value in known:
+            self._values[ref.key] = value
+        self.missing: dict[Any, StateRef] = {}
         self.strategies: dict[int, Strategy] = {}
         self._origins: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
 
-    def _read_outside(self, cell: Cell) -> Any:
-        found = cell.spec()
+    def _read_outside(self, ref: StateRef) -> Any:
+        found = ref.spec()
         if found is None:
             return None
-        self.missing[cell.key] = cell
+        self.missing[ref.key] = ref
         return jnp.zeros(found.shape, found.dtype)
 
     @property

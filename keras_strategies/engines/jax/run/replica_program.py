@@ -1,14 +1,14 @@
-"""`Strategy.run` on JAX: replicas are one program over a mesh.
+"""`Strategy.run` in a trace: all replicas become one program over a mesh.
 
 # Two ways to trace replicas
 
-*Sharded.* `jax.shard_map` over the replicas' devices: the function is traced once, and
-each device runs its own part. The replica's number is a traced scalar there.
+*`shard_map`*. The function is traced once over the replicas' devices, and each device
+computes its shard. The replica's number is a traced scalar.
 
-*Side by side.* Where replicas have different shapes, as in an uneven last batch, or
-where the function's Python depends on the replica's number, the function is traced
-once for each replica, all of them into one program. Every device computes the whole of
-it then: right in every case, but no faster than one device.
+*Unrolled*. Where replicas have different shapes, as in an uneven last batch, or where
+Python branches on the replica's number, the function is traced once for each replica,
+all into one program. Every device computes all replicas: correct in every case, but no
+faster than one device.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 
 from keras_strategies import context, keras_compat
 from keras_strategies.engines.jax.devices import jax_device
-from keras_strategies.engines.jax.function.call_arguments import Columns
+from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.program_keys import function_key
-from keras_strategies.engines.jax.function.program_sharding import Layout
-from keras_strategies.engines.jax.function.state_refs import Cell, LocalStacks
+from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
+from keras_strategies.engines.jax.function.state_refs import OnReadValues, StateRef
 from keras_strategies.engines.jax.function.trace_scopes import (
     MAX_TRACES,
     ProgramScope,
@@ -33,8 +33,8 @@ from keras_strategies.engines.jax.function.trace_scopes import (
     check_sees_all,
 )
 from keras_strategies.engines.jax.run.replica_scope import MergeScope
-from keras_strategies.engines.jax.run.shard_map_replicas import Sharded
-from keras_strategies.engines.jax.run.unrolled_replicas import SideBySide
+from keras_strategies.engines.jax.run.shard_map_replicas import ShardMapReplicas
+from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
 from keras_strategies.runtime.single_replica import SingleReplica
 
@@ -45,19 +45,20 @@ if TYPE_CHECKING:
 REPLICA_AXIS = "replica"
 
 
-class JaxRun:
-    """Runs functions on the replicas of one strategy.
+class ReplicaProgram:
+    """Traces functions on the replicas of one strategy.
 
-    A program is about the replicas of all workers, whose devices are those of its
-    mesh; what goes in and comes out is that of the local ones.
+    A program computes the replicas of all workers, over a mesh of all their devices.
+    Its inputs and results are those of the local replicas.
 
     Args:
         strategy: the strategy.
         devices: the devices of all replicas.
-        mesh: a mesh whose first axis has the replicas; None for one that has no
-            other. Along the others XLA cuts what a replica computes, by the
-            variables' layouts.
-        own: gives the sharding that a variable has; None where all are whole.
+        mesh: a mesh whose first axis is that of replicas; None for a mesh without
+            other axes. Along other axes XLA shards the computation of a replica, by
+            the shardings of variables.
+        sharding_of: returns the sharding of a variable; None where all variables are
+            replicated.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class JaxRun:
         strategy: Strategy,
         devices: Sequence[jax.Device],
         mesh: jax.sharding.Mesh | None = None,
-        own: Callable[[Any], jax.sharding.Sharding] | None = None,
+        sharding_of: Callable[[Any], jax.sharding.Sharding] | None = None,
     ):
         self.strategy = strategy
         placement = strategy.placement
@@ -77,16 +78,16 @@ class JaxRun:
         split = jax.NamedSharding(self.mesh, jax.P(self.axis))
         home = jax_device(placement.variables)
         at_home = placement.mirrored or placement.mesh is not None
-        self.layout = Layout(
+        self.sharding = ProgramSharding(
             jax.NamedSharding(self.mesh, jax.P()),
             split,
             None if at_home else jax.sharding.SingleDeviceSharding(home),
-            own,
+            sharding_of,
         )
-        self.local_stacks = LocalStacks(self.count, split)
-        # What sharded functions are known to read, and which cannot be sharded.
-        self._known: dict[Any, dict[Any, Cell]] = {}
-        self._own_traces: set[Any] = set()
+        self.on_read_values = OnReadValues(self.count, split)
+        # The state that functions under `shard_map` read; functions that are unrolled.
+        self._known: dict[Any, dict[Any, StateRef]] = {}
+        self._unrolled: set[Any] = set()
 
     def __call__(
         self,
@@ -94,35 +95,35 @@ class JaxRun:
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        """The replicas' results, inside of a trace."""
+        """The replicas' results, in a trace."""
         scope = keras_compat.current_stateless_scope()
         root = scope.root if isinstance(scope, TraceScope) else None
         if isinstance(scope, MergeScope):
             raise ContextError(
                 "`run` was called in the function of a `merge_call`, inside another "
-                "`run`. On JAX replicas do not run inside replicas: call it after the "
-                "outer `run` has returned."
+                "`run`. On JAX runs do not nest: call it after the outer `run` has "
+                "returned."
             )
         if root is None:
             raise ContextError(
-                "`run` was called where JAX traces or differentiates a function that "
-                "is not a `ks.function`. Call it outside, and differentiate in the "
-                "replica function, with `ks.value_and_grad`."
+                "`run` was called in a function that JAX traces or differentiates and "
+                "that is not a `ks.function`. Call `run` outside of it, and "
+                "differentiate in the replica function, with `ks.value_and_grad`."
             )
         check_sees_all(root, self.strategy)
         root.strategies[id(self.strategy)] = self.strategy
-        columns = Columns.of([list(own) for own in args], list(kwargs))
-        key = (function_key(fn), columns.signature)
-        if self.count == 1 or not columns.even or key in self._own_traces:
-            return SideBySide(self, scope, fn)(columns)
+        arguments = ReplicaArguments.of([list(own) for own in args], list(kwargs))
+        key = (function_key(fn), arguments.signature)
+        if self.count == 1 or not arguments.is_uniform or key in self._unrolled:
+            return UnrolledReplicas(self, scope, fn)(arguments)
         try:
-            return self._sharded(key, scope, root, fn, columns)
+            return self._sharded(key, scope, root, fn, arguments)
         except Exception as error:
-            # Whatever Python makes of a traced replica number, a branch, a shape, an
-            # index; what is wrong in any case is raised again.
-            results = SideBySide(self, scope, fn)(columns)
-            self._own_traces.add(key)
-            _warn_of_own_traces(fn, error)
+            # Python that depends on the traced replica number, a branch, a shape, an
+            # index, can raise any error. Errors with other causes are raised again.
+            results = UnrolledReplicas(self, scope, fn)(arguments)
+            self._unrolled.add(key)
+            _warn_of_unrolling(fn, error)
             return results
 
     def _sharded(
@@ -131,27 +132,27 @@ class JaxRun:
         scope: TraceScope,
         root: ProgramScope,
         fn: Callable[..., Any],
-        columns: Columns,
+        arguments: ReplicaArguments,
     ) -> list[Any]:
-        cells = self._known.get(key, {})
+        refs = self._known.get(key, {})
         for _ in range(MAX_TRACES):
-            body = Sharded(self, fn, columns, list(cells.values()))
-            program = body.program()
-            inputs = body.inputs(scope, root)
-            results = (program if cells else _abstractly(program))(*inputs)
-            if not body.missing:
+            replicas = ShardMapReplicas(self, fn, arguments, list(refs.values()))
+            program = replicas.program()
+            inputs = replicas.inputs(scope, root)
+            results = (program if refs else _shape_inference(program))(*inputs)
+            if not replicas.missing:
                 break
-            cells = {**cells, **body.missing}
+            refs = {**refs, **replicas.missing}
         else:
             raise ContextError(
-                f"{fn!r} was traced {MAX_TRACES} times, and read variables in each "
-                "trace that it had not read in the ones before."
+                f"{fn!r} was traced {MAX_TRACES} times, and each trace read variables "
+                "that no earlier trace had read."
             )
-        if not cells:
+        if not refs:
             results = program(*inputs)
         if len(self._known) < 1000:
-            self._known[key] = cells
-        return body.finish(scope, root, results)
+            self._known[key] = refs
+        return replicas.finish(scope, root, results)
 
 
 def run_single_replica(
@@ -171,21 +172,21 @@ def run_single_replica(
         return fn(*args, **kwargs)
 
 
-def _abstractly(program: Callable[..., Any]) -> Callable[..., Any]:
+def _shape_inference(program: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: jax.eval_shape(program, *inputs)
 
 
-def _warn_of_own_traces(fn: Callable[..., Any], error: Exception) -> None:
+def _warn_of_unrolling(fn: Callable[..., Any], error: Exception) -> None:
     code = getattr(fn, "__code__", None)
     if code is None:
         return
     reason = f"{type(error).__name__}: {error}".split("\n")[0]
     warnings.warn_explicit(
-        f"The Python of {fn.__qualname__!r} depends on the replica that it runs on, so "
-        "that its replicas are not one program. On JAX every device then computes all "
-        "of them, one after the other. With `keras.ops.where` or `keras.ops.cond` in "
-        "place of Python's `if`, each device computes its own alone. What did not "
-        f"work: {reason}",
+        f"Python in {fn.__qualname__!r} depends on the replica, so its replicas cannot "
+        "be one sharded program. On JAX every device then computes all replicas, one "
+        "after the other. With `keras.ops.where` or `keras.ops.cond` in place of "
+        "Python's `if`, each device computes its own replica only. Tracing failed "
+        f"with: {reason}",
         UserWarning,
         code.co_filename,
         code.co_firstlineno,

@@ -11,7 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines.jax.function.trace_scopes import Given
+from keras_strategies.engines.jax.function.trace_scopes import ValueOverrides
 from keras_strategies.runtime import run_scope
 from keras_strategies.runtime.base import Communicator
 from keras_strategies.runtime.run_scope import LocalValues, RunScope
@@ -33,7 +33,7 @@ class _TraceLocals(LocalValues):
         raise NotImplementedError
 
 
-class Replicas(Communicator):
+class TracedReplicas(Communicator):
     """The replicas of one run, and what all of them do together."""
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class ReplicaScope(RunScope):
         replica: context.ReplicaContext,
         copy: Callable[[Any], Any],
         local: Callable[[Any, int], Any],
-        replicas: Replicas,
+        replicas: TracedReplicas,
         parent: ReplicaScope | None = None,
     ):
         super().__init__(replica, copy, _TraceLocals(local))
@@ -95,7 +95,7 @@ class ReplicaScope(RunScope):
             return self._parent.agrees_on(variable)
         return keras_compat.seed_offset(variable, 1) == 0
 
-    def nested(self, given: Given) -> ReplicaScope:
+    def nested(self, given: ValueOverrides) -> ReplicaScope:
         """A scope inside this one, whose updates `take_over` brings out."""
 
         def copy(variable: Any) -> Any:

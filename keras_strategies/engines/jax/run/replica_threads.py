@@ -1,9 +1,8 @@
-"""Replicas that are traced one after the other, each until it meets the others.
+"""Threads that trace one replica each, in lockstep from collective to collective.
 
-Replicas whose shapes or whose Python differ cannot be one program that all devices
-run alike. They are traced side by side into one program instead: each in a thread of
-its own, of which one runs at a time, so that what one leaves in a collective is there
-for the others.
+Replicas with different shapes or different Python cannot be one SPMD program. They are
+traced one after the other into one program instead, each in a thread. One thread runs
+at a time: up to its next collective, where it waits for the operands of the others.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 
 
 @dataclass
-class _Meeting:
-    """What a replica has come with to a collective."""
+class _CollectiveCall:
+    """A replica's operands in a collective."""
 
     kind: str
     value: Any
@@ -29,23 +28,23 @@ class _Meeting:
 
 
 class _Current(threading.local):
-    strand: Strand | None = None
+    thread: ReplicaThread | None = None
 
 
 _current = _Current()
 
 
-class Strand:
-    """One replica: a thread that runs when it is told to, until it meets others."""
+class ReplicaThread:
+    """The trace of one replica, which runs from collective to collective."""
 
     def __init__(self, number: int, task: Callable[[], Any]):
         self.number = number
         self._task = task
-        self._go = threading.Semaphore(0)
+        self._resumed = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
-        self._answer: Any = None
+        self._call_result: Any = None
         self._abort: BaseException | None = None
-        self.meeting: _Meeting | None = None
+        self.call: _CollectiveCall | None = None
         self.result: Any = None
         self.error: BaseException | None = None
         self.is_done = False
@@ -59,8 +58,8 @@ class Strand:
         self._thread.start()
 
     def _run(self) -> None:
-        self._go.acquire()
-        _current.strand = self
+        self._resumed.acquire()
+        _current.thread = self
         try:
             if self._abort is not None:
                 raise self._abort
@@ -69,93 +68,95 @@ class Strand:
                 keras_compat.with_thread_state(self._keras),
             ):
                 self.result = self._task()
-        except BaseException as error:  # Handed to the thread that waits.
+        except BaseException as error:  # Raised in the thread that waits.
             self.error = error
         finally:
             self.is_done = True
-            self.meeting = None
+            self.call = None
             self._stopped.release()
 
-    def proceed(self, answer: Any = None) -> None:
-        """Runs the replica until it meets the others or ends."""
-        self._answer = answer
-        self._go.release()
+    def resume(self, call_result: Any = None) -> None:
+        """Runs the replica up to its next collective, or its end."""
+        self._call_result = call_result
+        self._resumed.release()
         self._stopped.acquire()
 
     def abort(self) -> None:
-        """Ends the replica where it waits."""
-        kind = self.meeting.kind if self.meeting else "its first call"
+        """Raises `ReplicaAbortedError` in the collective where the replica waits."""
+        kind = self.call.kind if self.call else "its first call"
         self._abort = ReplicaAbortedError(f"Stopped in `{kind}`: another one failed.")
         while not self.is_done:
-            self.proceed()
+            self.resume()
         self._thread.join()
 
     def join(self) -> None:
         self._thread.join()
 
-    def meet(self, meeting: _Meeting) -> Any:
-        self.meeting = meeting
+    def wait(self, call: _CollectiveCall) -> Any:
+        self.call = call
         self._stopped.release()
-        self._go.acquire()
+        self._resumed.acquire()
         if self._abort is not None:
             raise self._abort
-        return self._answer
+        return self._call_result
 
 
-def meet(kind: str, value: Any, merge: Callable[[list[Any]], list[Any]]) -> Any:
-    """Waits for the other replicas' values; returns this one's part of the merge.
+def collective_call(
+    kind: str, value: Any, merge: Callable[[list[Any]], list[Any]]
+) -> Any:
+    """Combines the replicas' operands; returns this replica's result.
 
     Args:
-        kind: str, the name of the call, which has to be that of the others.
-        value: what this replica brings.
-        merge: makes the replicas' results of their values, in the thread that
+        kind: str, the name of the call, equal on all replicas.
+        value: this replica's operands.
+        merge: computes the replicas' results from their operands, in the thread that
             started the replicas.
     """
-    strand = _current.strand
-    assert strand is not None
-    return strand.meet(_Meeting(kind, value, merge))
+    thread = _current.thread
+    assert thread is not None
+    return thread.wait(_CollectiveCall(kind, value, merge))
 
 
 def run_in_lockstep(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs one task per replica, from collective to collective; their results.
+    """Runs one task per replica, from collective to collective; returns their results.
 
     Raises:
         RuntimeError: if the replicas do not make the same calls.
     """
-    strands = [Strand(number, task) for number, task in enumerate(tasks)]
+    threads = [ReplicaThread(number, task) for number, task in enumerate(tasks)]
     with contextlib.ExitStack() as ends:
-        for strand in strands:
-            strand.start()
-            ends.callback(strand.abort)
-        answers: list[Any] = [None] * len(strands)
+        for thread in threads:
+            thread.start()
+            ends.callback(thread.abort)
+        call_results: list[Any] = [None] * len(threads)
         while True:
-            for strand, answer in zip(strands, answers, strict=True):
-                strand.proceed(answer)
-                if strand.error is not None:
-                    raise strand.error
-            if all(strand.is_done for strand in strands):
+            for thread, call_result in zip(threads, call_results, strict=True):
+                thread.resume(call_result)
+                if thread.error is not None:
+                    raise thread.error
+            if all(thread.is_done for thread in threads):
                 break
-            meetings = _meetings(strands)
-            answers = meetings[0].merge([meeting.value for meeting in meetings])
-        return [strand.result for strand in strands]
+            calls = _pending_calls(threads)
+            call_results = calls[0].merge([call.value for call in calls])
+        return [thread.result for thread in threads]
 
 
-def _meetings(strands: Sequence[Strand]) -> list[_Meeting]:
-    """The collective that all replicas are in."""
-    waiting = [strand for strand in strands if strand.meeting is not None]
-    assert waiting[0].meeting is not None
-    kind = waiting[0].meeting.kind
-    for strand in strands:
-        if strand.meeting is None:
+def _pending_calls(threads: Sequence[ReplicaThread]) -> list[_CollectiveCall]:
+    """The call of the same collective on each replica."""
+    waiting = [thread for thread in threads if thread.call is not None]
+    assert waiting[0].call is not None
+    kind = waiting[0].call.kind
+    for thread in threads:
+        if thread.call is None:
             raise ReplicaMismatchError(
-                f"Replica {strand.number} has ended without the call of `{kind}` that "
-                "the others wait in. All replicas must make the same collective "
-                "calls; check for a branch on the replica or on its data."
+                f"Replica {thread.number} ended without the call of `{kind}` "
+                "that other replicas wait in. All replicas must make the same "
+                "collective calls; check for a branch on the replica or on its data."
             )
-        if strand.meeting.kind != kind:
+        if thread.call.kind != kind:
             raise ReplicaMismatchError(
-                f"Replica {strand.number} called `{strand.meeting.kind}` where another "
+                f"Replica {thread.number} called `{thread.call.kind}` where another "
                 f"replica called `{kind}`. All replicas must make the same collective "
                 "calls in the same order."
             )
-    return [strand.meeting for strand in strands if strand.meeting is not None]
+    return [thread.call for thread in threads if thread.call is not None]

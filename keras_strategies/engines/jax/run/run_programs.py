@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from keras_strategies.engines.jax.function.compiled_function import (
     MAX_PROGRAMS,
     CompiledFunction,
-    layout_of,
 )
 from keras_strategies.engines.jax.function.program_keys import code_of, function_key
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
@@ -20,14 +19,15 @@ from keras_strategies.values import regroup, select_replica
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
 
-# Programs of one function, after which something seems to be wrong.
+# Programs of one function, after which a warning names its cause.
 _MANY_PROGRAMS = 32
 
 
 class RunPrograms:
-    """`Strategy.run` outside of `ks.function`: a program for each function.
+    """Cache of `Strategy.run`'s programs; `program_keys` defines its keys.
 
-    What else makes two calls different is said in `closures`.
+    Args:
+        strategy: the strategy.
     """
 
     def __init__(self, strategy: Strategy):
@@ -46,7 +46,7 @@ class RunPrograms:
         key = function_key(fn)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = CompiledFunction(self._traced(fn), layout_of)
+            compiled = CompiledFunction(self._traced(fn))
             self._compiled[key] = compiled
             if len(self._compiled) > MAX_PROGRAMS:
                 self._compiled.popitem(last=False)
@@ -64,9 +64,9 @@ class RunPrograms:
         if self._made[code] == _MANY_PROGRAMS and isinstance(code, types.CodeType):
             name = getattr(fn, "__qualname__", repr(fn))
             warnings.warn_explicit(
-                f"`run` has compiled {name!r} {_MANY_PROGRAMS} times, because what it "
-                "closes over was another thing each time: a number, an attribute, an "
-                "array. Pass what changes as an argument, or keep it in a "
+                f"`run` has compiled {name!r} {_MANY_PROGRAMS} times, because a value "
+                "that it closes over was different each time: a number, an attribute, "
+                "an array. Pass changing values as arguments, or hold them in a "
                 "`keras.Variable`.",
                 UserWarning,
                 code.co_filename,
@@ -74,12 +74,12 @@ class RunPrograms:
             )
 
     def _traced(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        run = self._strategy.trainer.run  # type: ignore[attr-defined]
+        replica_program = self._strategy.trainer.replica_program  # type: ignore[attr-defined]
         replicas = range(self._strategy.num_replicas_in_sync)
 
         def traced(*args: Any, kwargs: dict[str, Any]) -> Any:
             own_args = [tuple(select_replica(i, list(args))) for i in replicas]
             own_kwargs = [select_replica(i, kwargs) for i in replicas]
-            return regroup(run(fn, own_args, own_kwargs))
+            return regroup(replica_program(fn, own_args, own_kwargs))
 
         return traced

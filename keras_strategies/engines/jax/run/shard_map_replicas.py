@@ -1,4 +1,4 @@
-"""Replicas as shards of one program: traced once, and each device runs its part."""
+"""Replicas under `jax.shard_map`: one trace, of which each device runs its shard."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jax import lax
 from jax import numpy as jnp
 
 from keras_strategies import context
-from keras_strategies.engines.jax.function.call_arguments import Columns
+from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.state_refs import (
-    Cell,
-    LocalCell,
-    VariableCell,
+    OnReadRef,
+    StateRef,
+    VariableRef,
 )
 from keras_strategies.engines.jax.function.trace_scopes import (
     ProgramScope,
@@ -25,8 +25,8 @@ from keras_strategies.engines.jax.function.trace_scopes import (
 )
 from keras_strategies.engines.jax.run.replica_scope import (
     MergeScope,
-    Replicas,
     ReplicaScope,
+    TracedReplicas,
     current_replica_scope,
     one_value,
     with_seed_offset,
@@ -41,45 +41,47 @@ from keras_strategies.types import ReduceOp
 from keras_strategies.values import PerReplica, map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.jax.run.replica_program import JaxRun
+    from keras_strategies.engines.jax.run.replica_program import ReplicaProgram
 
 
-class _NeedsOwnTraceError(Exception):
-    """Replicas of this function cannot be one trace."""
+class _NotUniformError(Exception):
+    """The replicas of this function cannot share one trace."""
 
 
 class _ShardedContext(context.ReplicaContext):
-    """The replica context of a program that all replicas run."""
+    """The replica context of a trace for all replicas."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Python on the host, different on each replica: one trace has no value."""
-        raise _NeedsOwnTraceError(
-            "`ReplicaContext.devices` names another device on each replica"
-        )
+        """Different Python values on each replica, of which one trace has none."""
+        raise _NotUniformError("`ReplicaContext.devices` differs between replicas")
 
     def __repr__(self) -> str:
         return f"<ReplicaContext of each replica of {self._strategy!r}>"
 
 
-class Sharded(Replicas):
-    """A function that is traced once and run by each device."""
+class ShardMapReplicas(TracedReplicas):
+    """A function on replicas that share one trace."""
 
     def __init__(
-        self, run: JaxRun, fn: Callable[..., Any], columns: Columns, cells: list[Cell]
+        self,
+        run: ReplicaProgram,
+        fn: Callable[..., Any],
+        arguments: ReplicaArguments,
+        refs: list[StateRef],
     ):
         self._run = run
         self._axis = run.axis
         self._fn = fn
-        self._columns = columns
-        self._cells = cells
+        self._arguments = arguments
+        self._refs = refs
         self._blocks: dict[Any, Any] = {}
-        # Traced values that are the same on all replicas, by identity.
-        self._agreed: dict[int, Any] = {}
-        self._whole_inputs: dict[int, int] = {}
-        self.missing: dict[Any, Cell] = {}
-        self._written: list[Cell] = []
-        self._written_stacks: list[Cell] = []
+        # Traced values that are equal on all replicas, by identity.
+        self._replicated: dict[int, Any] = {}
+        self._shared_inputs: dict[int, int] = {}
+        self.missing: dict[Any, StateRef] = {}
+        self._written: list[StateRef] = []
+        self._written_stacks: list[StateRef] = []
         self._result: Any = None
 
     # Around the trace.
@@ -97,24 +99,24 @@ class Sharded(Replicas):
         )
 
     def inputs(self, scope: TraceScope, root: ProgramScope) -> tuple[Any, ...]:
-        state = [c for c in self._cells if isinstance(c, VariableCell)]
-        stacks = [c for c in self._cells if not isinstance(c, VariableCell)]
+        state = [c for c in self._refs if isinstance(c, VariableRef)]
+        stacks = [c for c in self._refs if not isinstance(c, VariableRef)]
         return (
-            [scope.read(cell) for cell in state],
-            [scope.read(cell) for cell in stacks],
-            [jnp.asarray(value) for value in self._columns.whole],
-            [root.joined(parts) for parts in self._columns.parts],
+            [scope.read(ref) for ref in state],
+            [scope.read(ref) for ref in stacks],
+            [jnp.asarray(value) for value in self._arguments.shared],
+            [root.joined(parts) for parts in self._arguments.parts],
         )
 
     def finish(
         self, scope: TraceScope, root: ProgramScope, results: tuple[Any, ...]
     ) -> list[Any]:
-        """Writes the new state; one result for each replica."""
+        """Writes the new state; returns a result for each replica."""
         whole, joined, values, stacks = results
-        for cell, value in zip(self._written, values, strict=True):
-            scope.write(cell, value)
-        for cell, value in zip(self._written_stacks, stacks, strict=True):
-            scope.write(cell, value)
+        for ref, value in zip(self._written, values, strict=True):
+            scope.write(ref, value)
+        for ref, value in zip(self._written_stacks, stacks, strict=True):
+            scope.write(ref, value)
         count = self._run.count
         parts = [
             root.split(array, count, stacked)
@@ -126,7 +128,7 @@ class Sharded(Replicas):
             if kind == "static":
                 return value
             if kind == "input":
-                return self._columns.whole[value]
+                return self._arguments.shared[value]
             return whole[value] if kind == "whole" else parts[value][replica_id]
 
         return [
@@ -139,10 +141,10 @@ class Sharded(Replicas):
     def _body(
         self, state: list[Any], stacks: list[Any], whole: list[Any], parts: list[Any]
     ) -> tuple[list[Any], ...]:
-        for cell, value in zip(self._cells_in_order(), [*state, *stacks], strict=True):
-            self._blocks[cell.key] = value
-        self._whole_inputs = {id(value): i for i, value in enumerate(whole)}
-        self._agreed.update({id(value): value for value in whole})
+        for ref, value in zip(self._refs_in_order(), [*state, *stacks], strict=True):
+            self._blocks[ref.key] = value
+        self._shared_inputs = {id(value): i for i, value in enumerate(whole)}
+        self._replicated.update({id(value): value for value in whole})
         self._replica_id = lax.axis_index(self._axis)
         replica = _ShardedContext(
             self._run.strategy,
@@ -150,35 +152,35 @@ class Sharded(Replicas):
             self,
         )
         self._scope = ReplicaScope(replica, self._copy, self._local, self)
-        args, kwargs = self._columns.build(whole, parts)
+        args, kwargs = self._arguments.build(whole, parts)
         with context.on_replica(replica), self._scope:
             result = self._fn(*args, **kwargs)
             outputs = self._sorted_outputs(result)
         return (*outputs, *self._new_state())
 
-    def _cells_in_order(self) -> list[Cell]:
-        state = [c for c in self._cells if isinstance(c, VariableCell)]
-        return state + [c for c in self._cells if not isinstance(c, VariableCell)]
+    def _refs_in_order(self) -> list[StateRef]:
+        state = [c for c in self._refs if isinstance(c, VariableRef)]
+        return state + [c for c in self._refs if not isinstance(c, VariableRef)]
 
-    def _read(self, cell: Cell) -> Any:
-        value = self._blocks.get(cell.key)
+    def _read(self, ref: StateRef) -> Any:
+        value = self._blocks.get(ref.key)
         if value is None:
-            found = cell.spec()
+            found = ref.spec()
             if found is None:
                 return None
-            self.missing[cell.key] = cell
+            self.missing[ref.key] = ref
             shape = found.shape
-            if isinstance(cell, LocalCell):
+            if isinstance(ref, OnReadRef):
                 shape = (1, *shape[1:])
-            value = self._blocks[cell.key] = jnp.zeros(shape, found.dtype)
+            value = self._blocks[ref.key] = jnp.zeros(shape, found.dtype)
         return value
 
     def _copy(self, variable: Any) -> Any:
-        value = self._read(VariableCell(variable))
+        value = self._read(VariableRef(variable))
         return with_seed_offset(variable, value, self._replica_id)
 
     def _local(self, variable: Any, replica_id: Any) -> Any:
-        block = self._read(LocalCell(variable, self._run.local_stacks))
+        block = self._read(OnReadRef(variable, self._run.on_read_values))
         return None if block is None else block[0]
 
     def _sorted_outputs(self, result: Any) -> tuple[list[Any], list[Any]]:
@@ -189,9 +191,9 @@ class Sharded(Replicas):
         def place(leaf: Any) -> Any:
             if not isinstance(leaf, jax.Array):
                 return _Leaf(("static", leaf))
-            if id(leaf) in self._whole_inputs:
-                return _Leaf(("input", self._whole_inputs[id(leaf)]))
-            if id(leaf) in self._agreed or not isinstance(leaf, jax.core.Tracer):
+            if id(leaf) in self._shared_inputs:
+                return _Leaf(("input", self._shared_inputs[id(leaf)]))
+            if id(leaf) in self._replicated or not isinstance(leaf, jax.core.Tracer):
                 whole.append(leaf)
                 return _Leaf(("whole", len(whole) - 1))
             self._stacked.append(is_stacked(leaf))
@@ -206,20 +208,22 @@ class Sharded(Replicas):
         self._written, self._written_stacks = [], []
         for variable, value in self._scope.updates.values():
             if run_scope.is_local(variable):
-                self._written_stacks.append(LocalCell(variable, self._run.local_stacks))
+                self._written_stacks.append(
+                    OnReadRef(variable, self._run.on_read_values)
+                )
                 stacks.append(value[None])
-            self._written.append(VariableCell(variable))
+            self._written.append(VariableRef(variable))
             values.append(one_value(variable, self._values_of(self._scope, variable)))
         return values, stacks
 
     def _values_of(self, scope: ReplicaScope, variable: Any) -> list[Any]:
-        """A variable's values on the replicas; one if that is the same for all."""
+        """A variable's values on the replicas; a single one if they are equal."""
         value = scope.get_current_value(variable)
         if value is None or scope.agrees_on(variable):
             return [value]
-        return self._everywhere(value)
+        return self._gather(value)
 
-    def _everywhere(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         gathered = lax.all_gather(value, self._axis)
         return [gathered[i] for i in range(self._run.count)]
 
@@ -244,9 +248,9 @@ class Sharded(Replicas):
         kwargs: dict[str, Any],
     ) -> Any:
         def gathered(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.core.Tracer) or id(leaf) in self._agreed:
+            if not isinstance(leaf, jax.core.Tracer) or id(leaf) in self._replicated:
                 return leaf
-            return PerReplica(self._everywhere(leaf))
+            return PerReplica(self._gather(leaf))
 
         args, kwargs = map_structure(gathered, (tuple(args), dict(kwargs)))
         with self._merged():
@@ -254,16 +258,16 @@ class Sharded(Replicas):
         return map_structure(self._own, result)
 
     def _own(self, leaf: Any) -> Any:
-        """This replica's part of what a merged function returned."""
+        """This replica's component of the result of a merged function."""
         if isinstance(leaf, PerReplica):
             parts = leaf.values
             if not all(isinstance(part, jax.Array) for part in parts) or (
                 len({(part.shape, part.dtype) for part in parts}) > 1
             ):
-                raise _NeedsOwnTraceError
+                raise _NotUniformError
             return jnp.stack(parts)[self._replica_id]
         if isinstance(leaf, jax.core.Tracer):
-            self._agreed[id(leaf)] = leaf
+            self._replicated[id(leaf)] = leaf
         return leaf
 
     @contextlib.contextmanager
@@ -298,7 +302,7 @@ class Sharded(Replicas):
 
 
 class _Leaf:
-    """A leaf of a structure, whatever it holds."""
+    """A leaf of a structure; tuples would be containers."""
 
     def __init__(self, value: Any):
         self.value = value

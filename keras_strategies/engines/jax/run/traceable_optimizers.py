@@ -1,4 +1,4 @@
-"""Optimizers whose `apply` JAX cannot trace as it is."""
+"""`Optimizer.apply` in a form that JAX can trace."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from keras_strategies import keras_compat
 
 
 def traceable_apply(optimizer: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`optimizer.apply`, in a form that may be traced.
+    """`optimizer.apply` for a trace.
 
-    A `LossScaleOptimizer` assigns variables in the branches of a condition, and JAX
-    lets nothing out of these but results. Its `stateless_apply`, which `fit` uses,
-    returns the new values.
+    A `LossScaleOptimizer` assigns variables in the branches of a condition; tracers
+    may leave these only as results. Its `stateless_apply`, which `fit` uses, returns
+    the new values.
     """
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return apply

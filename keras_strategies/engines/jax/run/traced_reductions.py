@@ -15,7 +15,7 @@ from keras_strategies.types import ReduceOp
 
 
 def check_axis(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
-    """Raises `GatherError` where these cannot be concatenated along the axis."""
+    """Raises `GatherError` for shapes that cannot be concatenated along an axis."""
     rank = len(shapes[0])
     rests = {s[: axis % max(rank, 1)] + s[axis % max(rank, 1) + 1 :] for s in shapes}
     if not -rank <= axis < rank or len(rests) > 1 or len({*map(len, shapes)}) > 1:
@@ -42,7 +42,7 @@ _STACKED: dict[ReduceOp, Callable[..., Any]] = {
 
 
 def all_reduce_over(op: ReduceOp, leaf: Any, axis: str) -> Any:
-    """Reduces what each replica of a mesh has, along the replicas' axis."""
+    """Reduces each replica's value along the replica axis of a mesh."""
     leaf = keras.ops.convert_to_tensor(leaf)
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return _rounded(_SHARDED[op](_widened(leaf), axis), leaf)
@@ -50,7 +50,7 @@ def all_reduce_over(op: ReduceOp, leaf: Any, axis: str) -> Any:
 
 
 def sums_over(tensors: list[Any], axis: str) -> list[Any]:
-    """Sums tensors along the replicas' axis, in one collective."""
+    """Sums tensors along the replica axis, in one collective."""
     totals = lax.psum(list(map(_widened, tensors)), axis)
     return list(map(_rounded, totals, tensors))
 
@@ -59,17 +59,17 @@ _HALF = (jnp.float16, jnp.bfloat16)
 
 
 def _widened(tensor: Any) -> Any:
-    """What is summed: float32 in place of half precision."""
+    """The tensor in float32 if it is of half precision."""
     return tensor.astype("float32") if tensor.dtype in _HALF else tensor
 
 
 def _rounded(total: Any, term: Any) -> Any:
-    """A sum or mean in half precision, if its terms are."""
+    """A float32 sum or mean, rounded to half precision if its terms were."""
     return total.astype(term.dtype) if term.dtype in _HALF else total
 
 
 def reduce_parts(op: ReduceOp, parts: list[Any]) -> Any:
-    """Reduces the values of replicas that are traced side by side."""
+    """Reduces the values of unrolled replicas."""
     if len({part.shape for part in parts}) > 1:
         raise GatherError(
             "`all_reduce` combines values of one shape. Found shapes "
@@ -86,7 +86,7 @@ def reduce_parts(op: ReduceOp, parts: list[Any]) -> Any:
 def _without_gradient(
     op: ReduceOp, reduce: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """A reduction that refuses to be differentiated, as on the other backends."""
+    """A reduction whose gradient is an error, as on the other backends."""
     function = jax.custom_jvp(reduce)
 
     def jvp(primals: Any, tangents: Any) -> Any:

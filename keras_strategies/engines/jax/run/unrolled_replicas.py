@@ -1,4 +1,4 @@
-"""Replicas that are traced one by one, side by side in one program."""
+"""Replicas traced one by one, unrolled into one program."""
 
 from __future__ import annotations
 
@@ -11,43 +11,46 @@ import keras
 from jax import numpy as jnp
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines.jax.function.call_arguments import Columns
-from keras_strategies.engines.jax.function.state_refs import LocalCell, VariableCell
+from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
+from keras_strategies.engines.jax.function.state_refs import OnReadRef, VariableRef
 from keras_strategies.engines.jax.function.trace_scopes import TraceScope
 from keras_strategies.engines.jax.run.replica_scope import (
     MergeScope,
-    Replicas,
     ReplicaScope,
+    TracedReplicas,
     current_replica_scope,
     one_value,
     with_seed_offset,
 )
-from keras_strategies.engines.jax.run.replica_threads import meet, run_in_lockstep
+from keras_strategies.engines.jax.run.replica_threads import (
+    collective_call,
+    run_in_lockstep,
+)
 from keras_strategies.engines.jax.run.traced_reductions import check_axis, reduce_parts
 from keras_strategies.runtime import run_scope
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import flatten, map_structure, regroup, select_replica
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.jax.run.replica_program import JaxRun
+    from keras_strategies.engines.jax.run.replica_program import ReplicaProgram
 
 
-class SideBySide(Replicas):
-    """A function that is traced for each replica, all into one program."""
+class UnrolledReplicas(TracedReplicas):
+    """A function on replicas that are traced one by one into one program."""
 
-    def __init__(self, run: JaxRun, scope: TraceScope, fn: Callable[..., Any]):
+    def __init__(self, run: ReplicaProgram, scope: TraceScope, fn: Callable[..., Any]):
         self._run = run
         self._scope = scope
         self._fn = fn
 
-    def __call__(self, columns: Columns) -> list[Any]:
+    def __call__(self, arguments: ReplicaArguments) -> list[Any]:
         keras_compat.has_deferred_variables()  # One list for all threads.
         scopes, tasks = [], []
         for i in range(self._run.count):
             replica = context.ReplicaContext(self._run.strategy, i, self)
             scope = ReplicaScope(replica, self._copier(i), self._local, self)
             scopes.append(scope)
-            tasks.append(self._task(columns.rows[i], replica, scope))
+            tasks.append(self._task(arguments.calls[i], replica, scope))
         results = run_in_lockstep(tasks)
         self._commit(scopes)
         return results
@@ -66,13 +69,13 @@ class SideBySide(Replicas):
 
     def _copier(self, replica_id: int) -> Callable[[Any], Any]:
         def copy(variable: Any) -> Any:
-            value = self._scope.read(VariableCell(variable))
+            value = self._scope.read(VariableRef(variable))
             return with_seed_offset(variable, value, replica_id)
 
         return copy
 
     def _local(self, variable: Any, replica_id: int) -> Any:
-        stack = self._scope.read(LocalCell(variable, self._run.local_stacks))
+        stack = self._scope.read(OnReadRef(variable, self._run.on_read_values))
         return None if stack is None else stack[replica_id]
 
     def _commit(self, scopes: Sequence[ReplicaScope]) -> None:
@@ -81,13 +84,13 @@ class SideBySide(Replicas):
             variable = having[0].updates[key][0]
             if run_scope.is_local(variable):
                 values = [scope.get_current_value(variable) for scope in scopes]
-                cell = LocalCell(variable, self._run.local_stacks)
-                self._scope.write(cell, jnp.stack(values))
+                ref = OnReadRef(variable, self._run.on_read_values)
+                self._scope.write(ref, jnp.stack(values))
             else:
                 values = [scope.updates[key][1] for scope in having]
                 if all(scope.agrees_on(variable) for scope in having):
                     values = values[:1]
-            self._scope.write(VariableCell(variable), one_value(variable, values))
+            self._scope.write(VariableRef(variable), one_value(variable, values))
 
     # Collectives.
 
@@ -98,7 +101,7 @@ class SideBySide(Replicas):
             reduced = [reduce_parts(op, list(c)) for c in zip(*every, strict=True)]
             return [reduced] * len(every)
 
-        return _packed(value, meet("all_reduce", leaves, merge))
+        return _packed(value, collective_call("all_reduce", leaves, merge))
 
     def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
         leaves = [keras.ops.convert_to_tensor(leaf) for leaf in flatten(value)]
@@ -110,7 +113,7 @@ class SideBySide(Replicas):
             gathered = [jnp.concatenate(column, axis) for column in columns]
             return [gathered] * len(every)
 
-        return _packed(value, meet("all_gather", leaves, merge))
+        return _packed(value, collective_call("all_gather", leaves, merge))
 
     def merge_call(
         self,
@@ -128,7 +131,7 @@ class SideBySide(Replicas):
             return [select_replica(i, result) for i in range(len(every))]
 
         call = (tuple(args), dict(kwargs))
-        return meet("merge_call", (call, current_replica_scope()), merge)
+        return collective_call("merge_call", (call, current_replica_scope()), merge)
 
     @contextlib.contextmanager
     def _merged(self, scopes: Sequence[ReplicaScope]) -> Iterator[None]:
@@ -159,15 +162,14 @@ class SideBySide(Replicas):
                 update(total)
             return [None] * len(every)
 
-        meet("optimizer.apply", (gradients, current_replica_scope()), merge)
+        collective_call("optimizer.apply", (gradients, current_replica_scope()), merge)
 
     def value_and_grad(
         self, loss_fn: Callable[[list[Any]], Any], values: list[Any]
     ) -> Any:
-        """The gradient of all replicas' losses, of which they ask together.
+        """The gradient of the sum of the replicas' losses, in one collective call.
 
-        What replicas exchange while they compute their losses is part of one
-        differentiated function thereby.
+        Collectives between replicas are thereby inside one differentiated function.
         """
         replica = context.current_replica()
         assert replica is not None
@@ -192,7 +194,7 @@ class SideBySide(Replicas):
             (_, results), gradients = differentiated([values for _, values, _ in every])
             return list(zip(results, gradients, strict=True))
 
-        return meet("value_and_grad", (task, values, state), merge)
+        return collective_call("value_and_grad", (task, values, state), merge)
 
 
 def _with_state(

@@ -11,11 +11,14 @@ import keras
 from jax import numpy as jnp
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.function.trace_scopes import Given, TraceScope
+from keras_strategies.engines.jax.function.trace_scopes import (
+    TraceScope,
+    ValueOverrides,
+)
 from keras_strategies.engines.jax.run.replica_scope import ReplicaScope
 from keras_strategies.values import map_structure
 
-# In place of an array of `aux`, which a differentiated function returns separately.
+# Placeholder of an array of `aux`, which the differentiated function returns.
 _ARRAY = object()
 
 
@@ -39,7 +42,7 @@ def value_and_grad(
 
 
 class _Differentiated:
-    """One call of a function, as a pure one of the values of variables."""
+    """A function as a pure one of the values of variables, differentiated once."""
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class _Differentiated:
         self._variables = list({id(v): v for v in variables}.values())
         self._has_aux = has_aux
         self._scope: Any = None
-        self._given = Given()
+        self._given = ValueOverrides()
         self._aux: Any = None
 
     def __call__(self) -> tuple[Any, Any, dict[int, Any]]:
@@ -86,13 +89,13 @@ class _Differentiated:
             if value is not None:
                 return value
         if keras_compat.raw_value(variable) is None:
-            # Made in this trace; it has the initializer's value until the next one.
+            # Created in this trace, which sees the initializer's value.
             return jnp.asarray(variable.value, variable.dtype)
         return jnp.asarray(keras_compat.raw_value(variable))
 
     def _pure(self, values: list[Any]) -> Any:
         outer = self._outer
-        self._given = given = Given(self._variables, values)
+        self._given = given = ValueOverrides(self._variables, values)
         if isinstance(outer, ReplicaScope):
             self._scope = inner = outer.nested(given)
         else:

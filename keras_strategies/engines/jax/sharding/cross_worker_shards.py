@@ -1,8 +1,8 @@
-"""Reading variables that are cut over the devices of several workers.
+"""Reads of variables that are sharded over the devices of several workers.
 
-JAX reads an array only where all of it is. So a variable whose parts are elsewhere is
-gathered when it is read, which all workers do together; a variable that is cut over
-each worker's own devices is put together without asking anyone.
+JAX reads only arrays with all shards in the process. So a variable with shards on other
+workers is gathered when it is read, in a collective call of all workers. A variable
+with all shards on each worker's devices is assembled locally.
 """
 
 from __future__ import annotations
@@ -17,137 +17,141 @@ import jax
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.array_placement import is_spread, put_one
+from keras_strategies.engines.jax.array_placement import put_one, spans_processes
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import WorkerError
 
 
-class Parts:
-    """The parts of the variables of one strategy, on this worker and on others.
+class CrossWorkerShards:
+    """Access to the sharded variables of one strategy.
 
     Args:
-        workers: the workers over whose devices variables are cut.
+        workers: the workers over whose devices variables are sharded.
     """
 
-    # The last one that was made in this process. A variable that was made outside of
-    # any scope, as slots can be, is gathered through it: the workers are the same.
-    last: ClassVar[weakref.ref[Parts] | None] = None
+    # The most recent object of this process, for variables made outside of any scope,
+    # such as some optimizer slots: the workers are the same.
+    last: ClassVar[weakref.ref[CrossWorkerShards] | None] = None
 
     def __init__(self, workers: JaxWorkers):
         self._workers = workers
-        # What has been gathered, by variable, while a model is being saved.
-        self._known: dict[int, Any] = {}
-        Parts.last = weakref.ref(self)
+        # Gathered values by variable, while a model is saved.
+        self._gathered_values: dict[int, Any] = {}
+        CrossWorkerShards.last = weakref.ref(self)
 
     def read(self, variable: Any, array: jax.Array) -> Any:
-        """A variable's whole value, a NumPy array.
+        """A variable's full value, a NumPy array.
 
         Args:
             variable: the `keras.Variable`.
-            array: its value, spread over workers and not whole on each.
+            array: its value, sharded over workers.
 
         Raises:
-            WorkerError: if the other workers do not read it as well.
+            WorkerError: if another worker does not read the variable.
         """
-        known = self._known.get(id(variable))
+        known = self._gathered_values.get(id(variable))
         if known is not None:
             return known
-        own = assembled(array)
+        own = assemble(array)
         return self._gathered(variable.path, array) if own is None else own
 
     def _gathered(self, path: str, array: jax.Array) -> Any:
         workers = self._workers
-        # The hub notices who does not come; XLA would wait for it.
+        # The barrier names an absent worker; XLA would wait for it.
         workers.group.barrier(
-            f"reading {path!r}, which is cut over the workers, so that all of them "
-            "read it together"
+            f"the read of {path!r}, which is sharded over the workers and is read by "
+            "all of them at once"
         )
         with workers.exchange():
-            whole = jax.NamedSharding(array.sharding.mesh, jax.P())  # type: ignore[attr-defined]
-            found = jax.jit(lambda value: value, out_shardings=whole)(array)
+            replicated = jax.NamedSharding(array.sharding.mesh, jax.P())  # type: ignore[attr-defined]
+            found = jax.jit(lambda value: value, out_shardings=replicated)(array)
             return np.asarray(found.addressable_data(0))
 
     @contextlib.contextmanager
     def reading(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Entered on all workers where one of them reads variables, to save them."""
+        """Gathers variables on all workers, for reads by the chief in the block."""
         group = self._workers.group
         try:
             for variable in variables:
                 array = keras_compat.raw_value(variable)
-                if is_cut(array) and assembled(array) is None:
+                if is_sharded_over_workers(array) and assemble(array) is None:
                     found = self._gathered(variable.path, array)
                     if group.is_chief:
-                        self._known[id(variable)] = found
+                        self._gathered_values[id(variable)] = found
             yield
         finally:
-            self._known.clear()
+            self._gathered_values.clear()
 
     def check(self, variables: Sequence[Any]) -> None:
-        """Checks that workers have given cut variables the same values.
+        """Checks that workers assigned equal values to sharded variables.
 
-        Each worker takes its parts of the values that it was given, so the chief's
-        cannot be lent to the others.
+        Sharded variables are not broadcast from the chief: no process holds the full
+        value. Each worker takes its shards of the value that it was assigned.
 
         Raises:
-            WorkerError: that names a variable with different values.
+            WorkerError: names a variable with different values.
         """
-        own = [_sums.get(keras_compat.raw_value(variable)) for variable in variables]
-        found = self._workers.group.gather_values("the values of cut variables", own)
+        own = [
+            _checksums.get(keras_compat.raw_value(variable)) for variable in variables
+        ]
+        found = self._workers.group.gather_values(
+            "the values of sharded variables", own
+        )
         for other, sums in enumerate(found):
             for variable, mine, its in zip(variables, own, sums, strict=True):
                 if mine != its:
                     raise WorkerError(
-                        f"Variable {variable.path!r} is cut over the workers, and "
-                        f"worker {self._workers.group.index} has given it other "
-                        f"values than worker {other}. Assign and load the same on "
-                        "every worker; `strategy.load_sharded` reads each part where "
-                        "it belongs."
+                        f"Variable {variable.path!r} is sharded over the workers, and "
+                        f"worker {self._workers.group.index} assigned other values "
+                        f"than worker {other}. Assign and load the same values on "
+                        "every worker; `strategy.load_sharded` reads each shard on "
+                        "its worker."
                     )
 
 
-class _Sums:
-    """Checksums of the values that arrays were made of, as long as they live."""
+class _Checksums:
+    """Checksums of the values that arrays were made from, for their lifetime."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Any, int]] = {}
 
-    def note(self, array: jax.Array, value: Any) -> None:
+    def add(self, array: jax.Array, value: Any) -> None:
         key = id(array)
         data = np.ascontiguousarray(np.asarray(value)).view(np.uint8)
         forget = weakref.ref(array, lambda _: self._found.pop(key, None))
         self._found[key] = (forget, zlib.crc32(data.data))
 
     def get(self, array: jax.Array) -> int | None:
-        """The checksum; None for what a program has made, the same on all workers."""
+        """The checksum; None for the output of a program, equal on all workers."""
         found = self._found.get(id(array))
         return None if found is None else found[1]
 
 
-_sums = _Sums()
+_checksums = _Checksums()
 
 
-def put_variable(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places a variable's value, and notes of a cut one what it was made of."""
+def place_variable(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Places a variable's value, and records the checksum of a sharded one."""
     placed: jax.Array = put_one(array, sharding)
-    if is_cut(placed):
-        _sums.note(placed, array)
+    if is_sharded_over_workers(placed):
+        _checksums.add(placed, array)
     return placed
 
 
-def is_cut(array: Any) -> bool:
-    """Whether an array is spread over workers and not whole on every device."""
-    return is_spread(array) and not array.is_fully_replicated
+def is_sharded_over_workers(array: Any) -> bool:
+    """Whether an array has devices of several workers and is not replicated."""
+    return spans_processes(array) and not array.is_fully_replicated
 
 
-def assembled(array: jax.Array) -> Any:
-    """A cut array's value, where this worker has every part; None elsewhere."""
+def assemble(array: jax.Array) -> Any:
+    """A sharded array's value if this worker has all shards; None otherwise."""
     found = np.empty(array.shape, array.dtype)
     missing = found.size
     seen: set[str] = set()
     for shard in array.addressable_shards:
-        place = str(shard.index)
-        if place not in seen:
-            seen.add(place)
+        index = str(shard.index)
+        if index not in seen:
+            seen.add(index)
             missing -= shard.data.size
     if missing:
         return None
@@ -156,15 +160,17 @@ def assembled(array: jax.Array) -> Any:
     return found
 
 
-def reader(parts_of: Callable[[Any], Parts | None]) -> Callable[[Any, Any], Any]:
-    """What reads a variable's value for Keras; None for what JAX reads itself."""
+def variable_reader(
+    shards_of: Callable[[Any], CrossWorkerShards | None],
+) -> Callable[[Any, Any], Any]:
+    """A reader of variables for Keras; it returns None where JAX can read."""
 
     def read(variable: Any, array: Any) -> Any:
-        if isinstance(array, jax.core.Tracer) or not is_cut(array):
+        if isinstance(array, jax.core.Tracer) or not is_sharded_over_workers(array):
             return None
-        parts = parts_of(variable)
-        if parts is None and Parts.last is not None:
-            parts = Parts.last()
-        return assembled(array) if parts is None else parts.read(variable, array)
+        shards = shards_of(variable)
+        if shards is None and CrossWorkerShards.last is not None:
+            shards = CrossWorkerShards.last()
+        return assemble(array) if shards is None else shards.read(variable, array)
 
     return read

@@ -1,4 +1,4 @@
-"""Model parallelism: a mesh of devices over which variables are cut."""
+"""Model parallelism: variables sharded over a mesh of devices."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
 from keras_strategies.engines.jax.keras_distribution import splits
-from keras_strategies.engines.jax.run.replica_program import JaxRun
-from keras_strategies.engines.jax.sharding.cross_worker_shards import Parts, is_cut
+from keras_strategies.engines.jax.run.replica_program import ReplicaProgram
+from keras_strategies.engines.jax.sharding.cross_worker_shards import (
+    CrossWorkerShards,
+    is_sharded_over_workers,
+)
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ContextError
 from keras_strategies.layouts import VariableMesh
@@ -29,16 +32,16 @@ if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
 
 
-class ShardedDistribution(keras.distribution.ModelParallel):
-    """Variables cut as a `VariableMesh` says, batches of any size.
+class ModelParallelDistribution(keras.distribution.ModelParallel):
+    """Variables sharded by the rules of a `VariableMesh`, batches of any size.
 
     Args:
-        mesh: the grid of devices and the layouts.
-        devices: the devices of the grid, those of other workers too.
+        mesh: the grid of devices and the layout rules.
+        devices: the devices of the grid, in a cluster those of all workers.
     """
 
     def __init__(self, mesh: VariableMesh, devices: Sequence[jax.Device]):
-        # "cpu:1": JAX's own numbers, which Keras looks devices up by.
+        # "cpu:1": the ids of JAX, by which Keras finds devices.
         names = [f"{d.platform}:{d.id}" for d in devices]
         grid = np.array(names).reshape(mesh.shape)
         device_mesh = DeviceMesh(mesh.shape, list(mesh.axes), grid)
@@ -46,7 +49,7 @@ class ShardedDistribution(keras.distribution.ModelParallel):
         super().__init__(layout_map=layout_map, auto_shard_dataset=False)
         self._mesh = mesh
         self._layouts: dict[Any, TensorLayout] = {}
-        # Whether the batch that is computed with has been split over the devices.
+        # Whether the current batch is sharded over the devices.
         self.splits_batch = True
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
@@ -60,13 +63,13 @@ class ShardedDistribution(keras.distribution.ModelParallel):
         reference = colocation_reference()
         if reference is None:
             return self.own_layout(variable)
-        # On the same devices: sharded alike, where the shapes are the same.
-        is_alike = tuple(reference.shape) == tuple(variable.shape)
-        found = keras_compat.layout_of(reference) if is_alike else None
+        # Colocated variables have equal layouts, if they have equal shapes.
+        same_shape = tuple(reference.shape) == tuple(variable.shape)
+        found = keras_compat.layout_of(reference) if same_shape else None
         return self._layout(()) if found is None else found
 
     def own_layout(self, variable: Any) -> TensorLayout:
-        """How this strategy cuts a variable, whatever layout it has."""
+        """The layout that this strategy gives a variable, regardless of its own."""
         if variable is None:
             return self._layout(())
         itemsize = jax.numpy.dtype(variable.dtype).itemsize
@@ -81,20 +84,20 @@ class ShardedDistribution(keras.distribution.ModelParallel):
         if axes is None:
             return None
         if not self.splits_batch or context.current_replica() is not None:
-            # Rows are all there already, or a replica's own.
+            # Rows are replicated, or those of one replica.
             batch = self._mesh.batch_axis
             axes = tuple(None if axis == batch else axis for axis in axes)
         return self._layout(axes)
 
     def _layout(self, axes: tuple[str | None, ...]) -> TensorLayout:
-        # One object for each, so that shardings are compared by identity.
+        # One object for each, since equality of shardings is fast for one object.
         if axes not in self._layouts:
             self._layouts[axes] = TensorLayout(axes, self.device_mesh)
         return self._layouts[axes]
 
 
-class ShardedTrainer(MeshTrainer):
-    """Variables cut over a mesh, batches split along its first axis."""
+class ModelParallelTrainer(MeshTrainer):
+    """Variables sharded over a mesh, batches sharded along its first axis."""
 
     def __init__(self, strategy: Strategy):
         mesh = strategy.placement.mesh
@@ -106,41 +109,43 @@ class ShardedTrainer(MeshTrainer):
         else:
             assert isinstance(workers, JaxWorkers)
             devices = workers.devices_of(mesh.own_devices)
-        distribution = ShardedDistribution(mesh, devices)
+        distribution = ModelParallelDistribution(mesh, devices)
         super().__init__(strategy, distribution)  # type: ignore[arg-type]
         self.devices = devices[:: len(devices) // mesh.shape[0]]
-        #: What reads variables that are cut over workers; None without any.
-        self.parts = None if workers is None else Parts(workers)
+        #: Access to variables sharded over workers; None without a cluster.
+        self.cross_worker_shards = (
+            None if workers is None else CrossWorkerShards(workers)
+        )
 
     def share_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
         if not all_of_them:
             variables = [v for v in variables if v not in self._shared]
-        whole: list[Any] = []
-        cut: list[Any] = []
+        complete: list[Any] = []
+        sharded: list[Any] = []
         for variable in variables:
-            is_here = not is_cut(keras_compat.raw_value(variable))
-            (whole if is_here else cut).append(variable)
-        super().share_variables(whole, all_of_them)
-        if cut:
-            assert self.parts is not None
-            self.parts.check(cut)
-            for variable in cut:
+            is_sharded = is_sharded_over_workers(keras_compat.raw_value(variable))
+            (sharded if is_sharded else complete).append(variable)
+        super().share_variables(complete, all_of_them)
+        if sharded:
+            assert self.cross_worker_shards is not None
+            self.cross_worker_shards.check(sharded)
+            for variable in sharded:
                 self._shared.add(variable)
 
     @contextlib.contextmanager
     def reading(self, model: Any) -> Iterator[None]:
-        if self.parts is None:
+        if self.cross_worker_shards is None:
             yield
             return
         keras_compat.sync_jax_state(model)
-        with self.parts.reading(keras_compat.all_variables(model)):
+        with self.cross_worker_shards.reading(keras_compat.all_variables(model)):
             yield
 
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
         with super().method(model, name):
             yield
-        # Models that are built from their first batch in `predict`.
+        # Models built from their first batch in `predict`.
         if name != "compile":
             self.check_layouts(model)
 
@@ -150,25 +155,25 @@ class ShardedTrainer(MeshTrainer):
         self.check_layouts(model)
         super().step_function(model, kind, make, force)
 
-    def kept_layout(self, group: Sequence[jax.Array]) -> Any:
+    def state_sharding(self, group: Sequence[jax.Array]) -> Any:
         return [array.sharding for array in group]
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
         return self._traced(super().plain_step(model, kind))
 
-    def other_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
-        """The step in which what is cut along the data axis is gathered for use.
+    def alternative_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
+        """The step that gathers variables sharded along the data axis (FSDP).
 
-        Left to itself, XLA moves activations instead, which is less where a kernel is
-        larger than the rows that it is used for, and more where it is not.
+        By itself XLA moves activations instead: fewer bytes where a kernel is larger
+        than its input rows, and more bytes elsewhere.
         """
-        gathered = self._gathered_layouts(model)
-        if not any(map(any, gathered)):
+        gathers = self._gathers_of(model)
+        if not any(map(any, gathers)):
             return None
         step = super().plain_step(model, kind)
 
         def gathering_step(state: Any, batch: Any) -> tuple[Any, Any]:
-            with _gathering(model, *gathered):
+            with _gathering(model, *gathers):
                 return step(state, batch)
 
         return self._traced(gathering_step)
@@ -184,20 +189,20 @@ class ShardedTrainer(MeshTrainer):
 
         return sharded_step
 
-    def _gathered_layouts(self, model: Any) -> tuple[list[Any], list[Any]]:
-        """How trainable variables and others are gathered; None for those that stay."""
+    def _gathers_of(self, model: Any) -> tuple[list[Any], list[Any]]:
+        """The gathers of trainable and other variables; None for a variable without."""
         groups = (model.trainable_variables, model.non_trainable_variables)
-        trainable, fixed = ([self._gathered_layout(v) for v in vs] for vs in groups)
+        trainable, fixed = ([self._gather_of(v) for v in vs] for vs in groups)
         return trainable, fixed
 
-    def _gathered_layout(self, variable: Any) -> _Gathered | None:
-        """A variable's layout and the one without the data axis, if they differ."""
+    def _gather_of(self, variable: Any) -> _Gather | None:
+        """A variable's sharding and the one without the data axis, if they differ."""
         own = self.sharding_of(variable)
         batch = self._mesh.batch_axis
         if batch not in own.spec:
             return None
         spec = jax.P(*(None if axis == batch else axis for axis in own.spec))
-        return _Gathered(own, jax.NamedSharding(own.mesh, spec))
+        return _Gather(own, jax.NamedSharding(own.mesh, spec))
 
     def run_replicas(
         self,
@@ -209,29 +214,29 @@ class ShardedTrainer(MeshTrainer):
         if workers is not None and workers.is_spanned:
             raise ContextError(
                 f"`run` was called under {self.strategy!r}, each of whose replicas "
-                "takes the devices of several workers, while a replica function runs "
-                "on one. Use `fit` with a `train_step` of your own, or a "
+                "takes the devices of several workers; a replica function runs on one "
+                "worker. Use `fit` with a custom `train_step`, or a "
                 "`model_parallel` that divides the devices of a worker."
             )
         return super().run_replicas(fn, args, kwargs)
 
     @functools.cached_property
-    def run(self) -> JaxRun:
+    def replica_program(self) -> ReplicaProgram:
         mesh = self.distribution().device_mesh.backend_mesh
-        return JaxRun(self.strategy, self.devices, mesh, self.sharding_of)
+        return ReplicaProgram(self.strategy, self.devices, mesh, self.sharding_of)
 
     def sharding_of(self, variable: Any) -> jax.NamedSharding:
-        """The sharding that a variable's values have."""
+        """The sharding of a variable's value."""
         layout = keras_compat.layout_of(variable)
         if layout is None:
-            return self.whole
+            return self.replicated
         sharding: jax.NamedSharding = layout.backend_layout
         return sharding
 
 
 @dataclass(frozen=True)
-class _Gathered:
-    """How a variable is kept, and how it is used."""
+class _Gather:
+    """A variable's sharding between steps, and the one in a layer call."""
 
     kept: jax.NamedSharding
     used: jax.NamedSharding
@@ -240,12 +245,10 @@ class _Gathered:
 @contextlib.contextmanager
 def _gathering(
     model: Any,
-    layouts: Sequence[_Gathered | None],
-    fixed: Sequence[_Gathered | None],
+    trainable: Sequence[_Gather | None],
+    fixed: Sequence[_Gather | None],
 ) -> Iterator[None]:
-    """Has the layers of a model called with variables that are whole on the data axis,
-    where they are cut along it.
-    """
+    """Gathers variables sharded along the data axis in a model's layer calls."""
     original = model.stateless_call
 
     def stateless_call(
@@ -255,7 +258,7 @@ def _gathering(
         **kwargs: Any,
     ) -> Any:
         return original(
-            _gathered(trainable_variables, layouts),
+            _gathered(trainable_variables, trainable),
             _gathered(non_trainable_variables, fixed),
             *args,
             **kwargs,
@@ -269,27 +272,28 @@ def _gathering(
         object.__delattr__(model, "stateless_call")
 
 
-def _gathered(values: Sequence[Any], layouts: Sequence[_Gathered | None]) -> list[Any]:
+def _gathered(values: Sequence[Any], gathers: Sequence[_Gather | None]) -> list[Any]:
     return [
-        value if layout is None else _gather(layout, value)
-        for value, layout in zip(values, layouts, strict=True)
+        value if each is None else _gather(each, value)
+        for value, each in zip(values, gathers, strict=True)
     ]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(layout: _Gathered, value: Any) -> Any:
-    """A value that was cut, whole. Its gradient is cut again, so that it is reduced
-    and scattered at once, and slots are updated where they are.
+def _gather(gather: _Gather, value: Any) -> Any:
+    """All-gathers a variable; its gradient is reduce-scattered.
+
+    The optimizer therefore updates slots with the sharding of their variables.
     """
-    return jax.lax.with_sharding_constraint(value, layout.used)
+    return jax.lax.with_sharding_constraint(value, gather.used)
 
 
-def _gather_forward(layout: _Gathered, value: Any) -> tuple[Any, None]:
-    return _gather(layout, value), None
+def _gather_forward(gather: _Gather, value: Any) -> tuple[Any, None]:
+    return _gather(gather, value), None
 
 
-def _gather_backward(layout: _Gathered, _: None, gradient: Any) -> tuple[Any]:
-    return (jax.lax.with_sharding_constraint(gradient, layout.kept),)
+def _gather_backward(gather: _Gather, _: None, gradient: Any) -> tuple[Any]:
+    return (jax.lax.with_sharding_constraint(gradient, gather.kept),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

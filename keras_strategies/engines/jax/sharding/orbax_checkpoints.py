@@ -1,4 +1,4 @@
-"""Checkpoints whose parts each device writes and reads by itself, with Orbax."""
+"""Sharded checkpoints with Orbax: each device writes and reads its own shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATE, _VARIABLES = "state", "variables"
 def save(model: Any, directory: Path, keep: int) -> int:
     """Writes a checkpoint; returns its number.
 
-    Orbax writes into a directory of another name, and renames it when all is there.
+    Orbax writes into a temporary directory and renames it at the end.
     """
     ocp = _orbax()
     groups = _groups(model)
@@ -56,9 +56,9 @@ def load(
 
     Args:
         model: the model, built, and its optimizer too.
-        directory: where `save` has written.
-        sharding_of: says where a variable's parts are; no device reads another part
-            than its own.
+        directory: the directory that `save` wrote to.
+        sharding_of: returns the sharding of a variable; a device reads its own shards
+            only.
     """
     ocp = _orbax()
     if not directory.is_dir():

@@ -1,17 +1,16 @@
-"""A relay between JAX's coordination service and its clients.
+"""Relay between JAX's coordination service and its clients.
 
-# Why there is one
+# Purpose
 
-JAX's clients and its service, in the chief's process, are one gRPC connection each, on
-which a client always waits to be told of errors. When that connection breaks or the
-service ends, JAX 0.10 calls `LOG(FATAL)`, which ends the process: with the chief, all
-the others would die without an error that says what happened. (The callback that could
-be given instead cannot be called from Python: its argument has no conversion.)
+Each client of JAX has one gRPC connection to the service in the chief's process, and
+polls it for errors. When the connection breaks or the service ends, JAX 0.10 calls
+`LOG(FATAL)`: the end of the chief would end all workers without an error message. (The
+callback for this case cannot be a Python function: its argument has no conversion.)
 
-So each worker talks to a relay of its own, which does not tell it when the far end is
-gone. Who is lost, and when, is for the group's hub to say. The chief has a relay in
-front of the service too: on the one interface that the cluster names, and cut before
-the service ends, so that its last words reach nobody.
+So each client connects to a local relay, which keeps the connection open when the far
+end closes. Lost workers are detected by the group's hub. The chief has a second relay
+in front of the service: it listens only on the interface that the cluster configures,
+and closes before the service ends, so that the service's last error reaches no client.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _BYTES = 65536
 
 
 class Relay:
-    """Passes on what comes on a port, in both directions.
+    """Forwards the connections of a port, in both directions.
 
     Args:
         host: str, the address to listen at.
-        target: makes a connection to what is behind.
-        keeps: bool, whether connections stay open when the far end has ended.
+        target: opens a connection to the far end.
+        keeps: bool, whether connections stay open when the far end closes.
     """
 
     def __init__(self, host: str, target: Callable[[], socket.socket], keeps: bool):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family)
-        #: int, the port that it listens at.
+        #: int, the port that the relay listens at.
         self.port = int(self._server.getsockname()[1])
         self._target = target
         self._keeps = keeps
@@ -51,7 +50,7 @@ class Relay:
         ).start()
 
     def close(self) -> None:
-        """Ends all connections at once."""
+        """Closes all connections."""
         with self._lock:
             self._closed = True
             ends = [self._server, *self._open]
@@ -74,7 +73,7 @@ class Relay:
             _end(near)
             return
         for end in (near, far):
-            end.settimeout(None)  # That of the connecting is not that of silence.
+            end.settimeout(None)  # The timeout was for connecting.
             if end.family != socket.AF_UNIX:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
@@ -88,7 +87,7 @@ class Relay:
 
     def _forward(self, near: socket.socket, far: socket.socket) -> None:
         for data in _received(near):
-            # What is said to an end that is gone is lost, as on a broken line.
+            # Data for a closed far end are dropped.
             with contextlib.suppress(OSError):
                 far.sendall(data)
         self._drop(near, far)

@@ -1,8 +1,7 @@
-"""The workers of a cluster on JAX: processes whose devices are one mesh.
+"""Workers of a cluster on JAX: processes whose devices form one mesh.
 
-JAX's own coordination service tells processes of one another's devices, and XLA's
-collectives, Gloo between CPUs and NCCL between GPUs, move what programs exchange. Both
-are started here.
+Starts JAX's coordination service, in which processes register their devices, and the
+collectives of XLA: Gloo between CPUs, NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from keras_strategies.errors import BackendInUseError, ClusterError
 from keras_strategies.runtime.base import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
-#: Bytes that travel together where nothing else is said.
+#: Bytes per pack by default.
 DEFAULT_PACK = 32 * 2**20
 
 _LOOPBACK = "127.0.0.1"
@@ -47,10 +46,10 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
 
 
 class JaxWorkers(Workers):
-    """JAX's cluster of processes.
+    """Cluster of JAX processes.
 
     Args:
-        group: the workers, who have met.
+        group: the connected workers.
         options: `CommunicationOptions`.
 
     Raises:
@@ -61,7 +60,7 @@ class JaxWorkers(Workers):
         super().__init__(group, options)
         _check_unused()
         self.last_resort = LastResort(group)
-        # The chief's, in front of the service; every worker's, behind its client.
+        # In front of the chief's service; behind each worker's client.
         self._front: Relay | None = None
         self._relay: Relay
         with self.last_resort.waiting():
@@ -93,40 +92,40 @@ class JaxWorkers(Workers):
             jax_compat.use_host_for_collectives(group.own_host)
             group.barrier("the start of JAX's service")
         finally:
-            # All are connected, and nobody else is to be.
+            # All workers are connected.
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _start_service(self, path: str) -> int:
-        """Starts JAX's service; the port where workers reach it."""
+        """Starts JAX's service; returns its port for workers."""
 
         def connect() -> socket.socket:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(path)
             return connection
 
-        # A socket in a folder of this user's own, so that nothing listens but the
-        # relay, on the interface that the cluster names.
+        # A Unix socket in a private folder: only the relay listens on the network, on
+        # the interface that the cluster configures.
         jax_compat.start_service(f"unix:{path}", self.group.count)
         self._front = Relay(self.group.own_host, connect, keeps=False)
         return self._front.port
 
     def close(self) -> None:
-        is_whole = self.group.loss() is None
-        if is_whole:
+        is_complete = self.group.loss() is None
+        if is_complete:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 jax_compat.stop_client()
-        # Before the service ends, whose last message would end the others.
+        # First, since the last message of the service would end other processes.
         if self._front is not None:
             self._front.close()
         self.last_resort.limit_exit()
-        if is_whole:
-            # JAX must not see this one end as long as there is a client.
+        if is_complete:
+            # After the client, which would see the relay end.
             self._relay.close()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 jax_compat.stop_service()
 
-    # Waiting for the others.
+    # Waits for other workers.
 
     @contextlib.contextmanager
     def method(self, name: str) -> Iterator[bool]:
@@ -138,10 +137,10 @@ class JaxWorkers(Workers):
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """Entered around what waits for the other workers.
+        """Entered around calls that wait for other workers.
 
         Raises:
-            WorkerError: in place of the engine's error when one is lost.
+            WorkerError: in place of the engine's error, if a worker is lost.
         """
         self.group.check()
         with self.last_resort.waiting():
@@ -155,10 +154,10 @@ class JaxWorkers(Workers):
     # Devices.
 
     def devices_of(self, own: Sequence[Device]) -> list[jax.Device]:
-        """The devices of all workers, from the names of this one's, worker by worker.
+        """The devices of all workers, in the order of workers.
 
         Raises:
-            ValueError: if they are not of one kind.
+            ValueError: for devices of different kinds.
         """
         with self.exchange():
             every = self.group.gather_values("the devices", [str(d) for d in own])
@@ -166,8 +165,8 @@ class JaxWorkers(Workers):
             kinds = {device.kind for devices in named for device in devices}
             if len(kinds) > 1:
                 raise ClusterError(
-                    f"Workers use devices of different kinds: {every}. On JAX all of "
-                    "them compute one program; name the devices in "
+                    f"Workers use devices of different kinds: {every}. On JAX all "
+                    "workers run one program; set the devices in "
                     "`MultiWorkerMirroredStrategy(devices=...)`."
                 )
             return [
@@ -205,8 +204,8 @@ class JaxWorkers(Workers):
             else own[:0]
             for part in every
         ]
-        whole = [part[:count] for part, count in zip(parts, rows, strict=True)]
-        return jnp.asarray(np.concatenate(whole))
+        gathered = [part[:count] for part, count in zip(parts, rows, strict=True)]
+        return jnp.asarray(np.concatenate(gathered))
 
     def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
         arrays = [np.asarray(tensor) for tensor in tensors]
@@ -233,7 +232,7 @@ class JaxWorkers(Workers):
         )
 
     def _exchanged(self, own: Any, program: Callable[[Any], Any]) -> Any:
-        """What a program makes of the workers' arrays, stacked."""
+        """The result of a program on the stacked arrays of workers."""
         split = jax.NamedSharding(self._mesh, jax.P(_WORKER_AXIS))
         mine = jax.device_put(own[None], self._mesh.devices[self.group.index])
         with self.exchange():
@@ -246,20 +245,20 @@ class JaxWorkers(Workers):
 @functools.cache
 def _reduction(op: ReduceOp, mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
     reduce = _REDUCTIONS[op]
-    whole = jax.NamedSharding(mesh, jax.P())
-    return jax.jit(lambda rows: reduce(rows, axis=0), out_shardings=whole)
+    replicated = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(lambda rows: reduce(rows, axis=0), out_shardings=replicated)
 
 
 @functools.cache
 def _gathering(mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
-    whole = jax.NamedSharding(mesh, jax.P())
-    return jax.jit(lambda rows: rows, out_shardings=whole)
+    replicated = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(lambda rows: rows, out_shardings=replicated)
 
 
 @functools.cache
 def _from_chief(mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
-    whole = jax.NamedSharding(mesh, jax.P())
-    return jax.jit(lambda rows: rows[0], out_shardings=whole)
+    replicated = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(lambda rows: rows[0], out_shardings=replicated)
 
 
 def _as_bytes(array: Any) -> Any:
@@ -275,10 +274,10 @@ def _unpack(
 
 
 def _is_collective(error: BaseException) -> bool:
-    """Whether the engine has failed, and not the program: memory, for example.
+    """Whether an error is one of a collective, and not of the program, such as memory.
 
-    While a program is being started, JAX 0.10 raises a `ValueError` that begins with
-    the name of a status: "UNKNOWN: Gloo all-reduce failed: ...".
+    At the start of a program JAX 0.10 raises a `ValueError` that begins with the name
+    of a status: "UNKNOWN: Gloo all-reduce failed: ...".
     """
     text = str(error)
     if not isinstance(error, jax.errors.JaxRuntimeError):
@@ -291,22 +290,21 @@ def _is_collective(error: BaseException) -> bool:
 def _check_unused() -> None:
     if jax_compat.runtime_is_started():
         raise BackendInUseError(
-            "This process belongs to a JAX cluster already: `jax.distributed."
-            "initialize` was called in it. MultiWorkerMirroredStrategy starts JAX's "
-            "cluster itself, from TF_CONFIG or its cluster_resolver; leave that call "
-            "out."
+            "This process is in a JAX cluster already: `jax.distributed.initialize` "
+            "was called. MultiWorkerMirroredStrategy starts JAX's cluster itself, from "
+            "TF_CONFIG or its cluster_resolver; omit that call."
         )
     if jax_compat.devices_are_fixed():
         raise BackendInUseError(
-            "MultiWorkerMirroredStrategy was made after JAX had been used, so that "
-            "its devices are fixed without those of the other workers. Make the "
-            "strategy first in the program, before any array, model or other strategy."
+            "MultiWorkerMirroredStrategy was made after JAX was used, when its devices "
+            "are fixed without those of other workers. Make the strategy first in the "
+            "program, before any array, model or other strategy."
         )
 
 
 @contextlib.contextmanager
 def _no_proxy() -> Iterator[None]:
-    """Lets gRPC reach this machine directly where a proxy is set for others."""
+    """Excludes this machine from a proxy that is configured for gRPC."""
     name = "no_grpc_proxy"
     before = os.environ.get(name)
     os.environ[name] = _LOOPBACK
