@@ -41,6 +41,12 @@ from keras_strategies.parameter_server.parameter_server_strategy import (
     ParameterServerStrategy as ParameterServerStrategy,
 )
 from keras_strategies.parameter_server.task_server import Server as Server
+from keras_strategies.parameter_server.variables.sharded_variable import (
+    ShardedVariable as ShardedVariable,
+)
+from keras_strategies.parameter_server.variables.sharded_variable import (
+    VariableShard as VariableShard,
+)
 from keras_strategies.processes.launch_function import launch as launch
 from keras_strategies.reports.describe import Description as Description
 from keras_strategies.reports.plan import Plan as Plan
@@ -111,9 +117,3 @@ from keras_strategies.values import Mirrored as Mirrored
 from keras_strategies.values import PerReplica as PerReplica
 
 __version__: str
-from keras_strategies.parameter_server.variables.sharded_variable import (
-    ShardedVariable as ShardedVariable,
-)
-from keras_strategies.parameter_server.variables.sharded_variable import (
-    VariableShard as VariableShard,
-)

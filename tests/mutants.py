@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "loss_scale_per_worker",
         "parameter_server/server/loss_scale.py",
-        "        if scale != self.used:\n            return\n",
+        "    if scale != report.used:\n        return\n",
         "",
         {"torch": "tests/parameter_server/test_loss_scale.py -k halved_once"},
     ),

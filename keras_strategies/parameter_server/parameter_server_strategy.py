@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from keras_strategies import context, keras_compat
+from keras_strategies import keras_compat
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
 from keras_strategies.cluster.resolvers.local_processes import LocalClusterResolver
 from keras_strategies.cluster.spec import check_parameter_server_cluster
 from keras_strategies.devices import Device
 from keras_strategies.errors import ContextError, InvalidArgumentError
-from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
+from keras_strategies.parameter_server.coordinator.parameter_server_trainer import (
+    ParameterServerTrainer,
+)
 from keras_strategies.parameter_server.coordinator.process_cluster import (
     Cluster,
     ClusterOptions,
-    worker_process,
 )
 from keras_strategies.parameter_server.engines import get_engine
 from keras_strategies.parameter_server.variables.variable_partitioners import (
@@ -28,10 +28,8 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
 )
 from keras_strategies.parameter_server.variables.variable_registry import Registry
 from keras_strategies.parameter_server.wire.cluster_secret import cluster_keys
-from keras_strategies.parameter_server.wire.object_pickling import server_device
-from keras_strategies.parameter_server.worker.worker_loop import Worker
-from keras_strategies.runtime.base import Placement, TrainerAdapter, VariableCopy
-from keras_strategies.runtime.single_replica import SingleReplica
+from keras_strategies.parameter_server.wire.variable_description import server_device
+from keras_strategies.runtime.base import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.types import InputContext, RunOptions
@@ -321,59 +319,6 @@ class ParameterServerExtended(StrategyExtended):
             yield
 
 
-class ParameterServerTrainer(TrainerAdapter):
-    """The coordinator's side of training: variables are elsewhere."""
-
-    strategy: ParameterServerStrategy
-
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return keras_compat.materialized_model(model)
-
-    def making(self, variable: Any) -> None:
-        keras_compat.host_variable(variable, self.strategy.registry)
-
-    @functools.cached_property
-    def _training(self) -> ModelTraining:
-        from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
-            ClusterCoordinator,
-        )
-
-        return ModelTraining(ClusterCoordinator(self.strategy))
-
-    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
-        if name == "compile":
-            return original(*bound.args, **bound.kwargs)
-        arguments = dict(bound.arguments)
-        arguments.pop("self")
-        arguments.update(arguments.pop("kwargs", {}))
-        return getattr(self._training, name)(model, **arguments)
-
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
-        """Steps are made on workers."""
-
-    def copies(self, variable: Any) -> list[VariableCopy]:
-        about = self.strategy.registry.describe(variable)
-        if about.kind == "local":
-            value = self.strategy.registry.read(variable)
-            return [VariableCopy("coordinator", value.nbytes, "variable", value)]
-        row = _row_bytes(about)
-        several = len(about.parts) > 1 and about.kind != "scalar"
-        return [
-            VariableCopy(
-                f"ps:{part.server}",
-                row * (part.stop - part.start),
-                "shard" if several else "variable",
-                None,
-            )
-            for part in about.parts
-        ]
-
-
 def _check_installed(is_local: bool) -> None:
     """Raises for what the cluster's processes would miss one after the other."""
     names = ["zmq", "ray"] if is_local else ["zmq"]
@@ -387,9 +332,8 @@ def _check_installed(is_local: bool) -> None:
 
 def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> Cluster:
     """The processes that a resolver describes: our own, or those of `ks.Server`."""
-    entry = f"{__name__}:worker_main"
     if isinstance(resolver, LocalClusterResolver):
-        return Cluster(options, entry)
+        return Cluster(options)
     if resolver.task_type != "chief":
         raise InvalidArgumentError(
             "ParameterServerStrategy is made by the coordinator, the task 'chief'; "
@@ -400,62 +344,4 @@ def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> Cluster:
     spec = resolver.cluster_spec()
     servers = [f"tcp://{spec.task_address('ps', i)}" for i in spec.task_indices("ps")]
     control = f"tcp://{spec.task_address('chief', resolver.task_id or 0)}"
-    return Cluster(options, entry, control, servers, cluster_keys())
-
-
-def _row_bytes(about: Any) -> int:
-    import math
-
-    from keras_strategies.parameter_server.variables.variable_partitioners import (
-        bytes_per_element,
-    )
-
-    return math.prod(about.shape[1:]) * bytes_per_element(about.dtype)
-
-
-class WorkerStrategy(Strategy):
-    """What `ks.get_strategy()` is in a scheduled function.
-
-    Args:
-        worker: the worker of this process.
-    """
-
-    def __init__(self, worker: Worker):
-        super().__init__(Placement((_CPU,), _CPU, mirrored=False))
-        keras_compat.hook_lookups()
-        get_engine().install()
-        self._worker = worker
-        self._replica = context.ReplicaContext(self, 0, SingleReplica(self))
-
-    @property
-    def replica_context_in_scope(self) -> context.ReplicaContext | None:
-        """This worker's only replica while a step runs; None around it."""
-        return self._replica if self._worker.in_program else None
-
-    @property
-    def worker_index(self) -> int:
-        """int, the number of this worker."""
-        return self._worker.index
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """Makes a step: pulls what `fn` needs, runs it compiled, pushes updates."""
-        RunOptions.parse(options)
-        closure = self._worker.closure
-        assert closure is not None, "outside of a scheduled function"
-        return closure.run(fn, tuple(args), dict(kwargs or {}))
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
-        with context.cross_replica(self):
-            yield self
-
-
-def worker_main(**arguments: Any) -> None:
-    """A worker's process."""
-    worker_process(**arguments, make_strategy=WorkerStrategy)
+    return Cluster(options, control, servers, cluster_keys())

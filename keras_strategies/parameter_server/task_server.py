@@ -21,10 +21,10 @@ from keras_strategies.errors import (
     ContextError,
     InvalidArgumentError,
 )
-from keras_strategies.parameter_server.coordinator.process_cluster import server_process
-from keras_strategies.parameter_server.parameter_server_strategy import worker_main
+from keras_strategies.parameter_server.server.server_process import run_server
 from keras_strategies.parameter_server.server.snapshots import check_folder
 from keras_strategies.parameter_server.wire.cluster_secret import cluster_keys
+from keras_strategies.parameter_server.worker.worker_process import run_worker
 
 
 def _check_config(config: Any) -> None:
@@ -197,7 +197,7 @@ class Server:
         ]
         if self._job == "ps":
             own = servers[self._index]
-            server_process(
+            run_server(
                 self._index,
                 0,
                 control,
@@ -207,7 +207,7 @@ class Server:
                 patience=self._patience,
             )
             return
-        worker_main(
+        run_worker(
             index=self._index,
             incarnation=0,
             control=control,

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.server.loss_scale import ScaleReport
-from keras_strategies.parameter_server.server.server_process import (
-    ParameterServer,
-    Step,
-)
+from keras_strategies.parameter_server.server.request_handler import ParameterServer
+from keras_strategies.parameter_server.wire.step_messages import ScaleReport, Step
 from parameter_server import clusters
 
 SCALE, COUNTER = (0, 0), (1, 0)

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.variables.shard_placement import Part, RoundRobin
+from keras_strategies.parameter_server.variables.shard_placement import RoundRobin
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
     Partitioner,
-    bytes_per_element,
     number_of_parts,
     split_rows,
 )
+from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
+from keras_strategies.parameter_server.wire.variable_description import Part
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.server.server_process import Pulled, Step
+from keras_strategies.parameter_server.wire.step_messages import Pulled, Step
 from keras_strategies.parameter_server.wire.task_messages import Task
 from keras_strategies.parameter_server.worker.pull_ahead import Ahead, Pipeline
 from keras_strategies.parameter_server.worker.step_execution import Plan

@@ -10,7 +10,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
-from keras_strategies.parameter_server.server.server_process import ParameterServer
+from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.snapshots import check_folder
 from parameter_server.full_disk import full_disk
 

@@ -8,11 +8,9 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
-from keras_strategies.parameter_server.server import server_process as server_module
-from keras_strategies.parameter_server.server.server_process import (
-    ParameterServer,
-    Step,
-)
+from keras_strategies.parameter_server.server import request_handler
+from keras_strategies.parameter_server.server.request_handler import ParameterServer
+from keras_strategies.parameter_server.wire.step_messages import Step
 
 KEY = (0, 0)
 
@@ -103,7 +101,7 @@ def test_another_coordinators_server_begins_anew(tmp_path) -> None:
 
 def test_snapshots_begin_before_the_interval_is_over(tmp_path, monkeypatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(server_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(request_handler.time, "monotonic", lambda: now[0])
     server = ParameterServer(0, str(tmp_path), interval=10.0)
     server.handle(("begin", "me"))
     server.handle(("create", [(KEY, np.zeros(2, "float32"))]))

@@ -16,16 +16,16 @@ from keras_strategies.parameter_server.coordinator.cluster_status import (
     Status,
     status_of,
 )
-from keras_strategies.parameter_server.server.loss_scale import (
+from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     has_dynamic_scale,
     innermost,
 )
-from keras_strategies.parameter_server.wire.object_pickling import Described
 from keras_strategies.parameter_server.wire.task_messages import (
     Definition,
     Reference,
     Resource,
 )
+from keras_strategies.parameter_server.wire.variable_description import Described
 from keras_strategies.runtime.compiled_functions import original_function
 
 if TYPE_CHECKING:

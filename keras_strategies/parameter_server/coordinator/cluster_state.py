@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import collections
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from keras_strategies.parameter_server.wire.task_messages import Task
 
@@ -68,28 +65,3 @@ class ServerState:
     futile_starts: int = 0
     #: Why its files lack something that was created; "" if they are complete.
     unsaved: str = ""
-
-
-class LocalVariables:
-    """The values of variables that only the coordinator has: those of metrics."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, np.ndarray] = {}
-        self._lock = threading.Lock()
-
-    def set(self, number: int, value: np.ndarray) -> None:
-        with self._lock:
-            self._values[number] = np.array(value)
-
-    def get(self, number: int) -> np.ndarray:
-        with self._lock:
-            return self._values[number]
-
-    def add(self, changes: dict[int, np.ndarray]) -> None:
-        with self._lock:
-            for number, change in changes.items():
-                value = self._values[number]
-                if value.dtype == bool:
-                    self._values[number] = np.asarray(change)
-                else:
-                    self._values[number] = np.asarray(value + change, value.dtype)

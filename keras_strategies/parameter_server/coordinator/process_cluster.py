@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import shutil
@@ -15,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.errors import SnapshotError, WorkerError
-from keras_strategies.parameter_server.coordinator.cluster_state import LocalVariables
+from keras_strategies.errors import SnapshotError
 from keras_strategies.parameter_server.coordinator.ray_launcher import (
     Manager,
     Start,
@@ -24,17 +22,14 @@ from keras_strategies.parameter_server.coordinator.ray_launcher import (
     private_folder,
 )
 from keras_strategies.parameter_server.coordinator.scheduler import Dispatcher
-from keras_strategies.parameter_server.engines import get_engine
-from keras_strategies.parameter_server.server import server_process as server_module
+from keras_strategies.parameter_server.server.server_process import run_server
 from keras_strategies.parameter_server.server.snapshots import check_folder
-from keras_strategies.parameter_server.wire.heartbeat import start_beating
-from keras_strategies.parameter_server.wire.server_connections import Servers
-from keras_strategies.parameter_server.wire.transport import Connection, Keys, Service
-from keras_strategies.parameter_server.worker.step_execution import (
-    Execution,
-    WorkerReceiver,
+from keras_strategies.parameter_server.variables.coordinator_variables import (
+    LocalVariables,
 )
-from keras_strategies.parameter_server.worker.worker_loop import Worker
+from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.transport import Keys, Service
+from keras_strategies.parameter_server.worker.worker_process import run_worker
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,6 @@ class Cluster:
 
     Args:
         options: `ClusterOptions`.
-        worker_entry: str, `"module:function"`, what runs in a worker's process.
         control: str, the coordinator's address; None for a local cluster.
         addresses: list of str, the servers'; None for a local cluster.
         keys: `Keys` where addresses are not local.
@@ -67,14 +61,12 @@ class Cluster:
     def __init__(
         self,
         options: ClusterOptions,
-        worker_entry: str,
         control: str | None = None,
         addresses: list[str] | None = None,
         keys: Keys | None = None,
     ):
         self.options = options
         self._keys = keys
-        self._worker_entry = worker_entry
         self._is_closed = False
         self._close_lock = threading.Lock()
         self._folder = private_folder()
@@ -152,20 +144,21 @@ class Cluster:
             "control": self._service.address,
             "keys": self._keys,
         }
+        entry: Callable[..., None]
         if kind == "ps":
-            entry = f"{__name__}:server_process"
+            entry = run_server
             common |= {
                 "address": self._addresses[index],
                 "snapshots": self._snapshots,
                 "interval": self.options.snapshot_seconds,
             }
         else:
-            entry = self._worker_entry
+            entry = run_worker
             common |= {
                 "addresses": self._addresses,
                 "timeout": self.options.timeout_seconds,
             }
-        return Start(kind, index, incarnation, entry, common)
+        return Start(kind, index, incarnation, _path(entry), common)
 
     def close(self) -> None:
         """Ends all processes; may be called again."""
@@ -189,90 +182,6 @@ class Cluster:
             shutil.rmtree(self._own_snapshots, ignore_errors=True)
 
 
-def server_process(
-    index: int,
-    incarnation: int,
-    control: str,
-    keys: Keys | None,
-    address: str,
-    snapshots: str | None,
-    interval: float | None,
-    patience: float = math.inf,
-) -> None:
-    """A parameter server's process.
-
-    Args:
-        index: int, its number.
-        incarnation: int, counts the processes that have been this server.
-        control: str, the coordinator's address.
-        keys: `Keys` where addresses are not local.
-        address: str, where it listens.
-        snapshots: folder for snapshots, None for none.
-        interval: float, seconds between snapshots; None for none by itself.
-        patience: float, seconds that the coordinator may be gone.
-
-    Raises:
-        RuntimeError: `WorkerError` if the coordinator is gone for longer.
-    """
-    reasons: list[str] = []
-
-    def ready(server: server_module.ParameterServer) -> None:
-        restored = (server.is_restored, server.damage)
-        value = (index, incarnation, os.getpid(), *restored)
-
-        def lost(reason: str) -> None:
-            reasons.append(reason)
-            server.on_stop()
-
-        start_beating(
-            control,
-            keys,
-            ("ps", index),
-            incarnation,
-            lambda: ("server", value),
-            lost,
-            patience,
-            server.notices,
-        )
-
-    server_module.main(index, address, keys, snapshots, interval, ready)
-    if reasons:
-        raise WorkerError(reasons[0])
-
-
-def worker_process(
-    index: int,
-    incarnation: int,
-    control: str,
-    keys: Keys | None,
-    addresses: list[str],
-    timeout: float,
-    make_strategy: Callable[[Worker], Any],
-    patience: float = math.inf,
-) -> None:
-    """A worker's process.
-
-    Args:
-        index: int, its number.
-        incarnation: int, counts the processes that have been this worker.
-        control: str, the coordinator's address.
-        keys: `Keys` where addresses are not local.
-        addresses: list of str, the servers'.
-        timeout: float, seconds that a server may take to answer.
-        make_strategy: makes what `ks.get_strategy()` returns in closures.
-        patience: float, seconds that the coordinator may be gone.
-    """
-    engine = get_engine()
-    receiver = WorkerReceiver(engine)
-    servers = Servers(addresses, keys, timeout)
-    connection = Connection(control, keys, "the coordinator")
-    worker = Worker(
-        index, connection, Execution(servers, receiver, engine), incarnation, patience
-    )
-    receiver.set_strategy(make_strategy(worker))
-    start_beating(control, keys, index, incarnation)
-    try:
-        worker.work()
-    finally:
-        servers.close()
-        connection.close()
+def _path(function: Callable[..., None]) -> str:
+    """`"module:function"`, as processes import it."""
+    return f"{function.__module__}:{function.__name__}"

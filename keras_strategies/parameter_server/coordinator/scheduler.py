@@ -18,12 +18,14 @@ from keras_strategies.errors import (
     WorkerError,
 )
 from keras_strategies.parameter_server.coordinator.cluster_state import (
-    LocalVariables,
     Pending,
     WorkerState,
 )
 from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
 from keras_strategies.parameter_server.coordinator.ray_launcher import Start, wait_for
+from keras_strategies.parameter_server.variables.coordinator_variables import (
+    LocalVariables,
+)
 from keras_strategies.parameter_server.wire.task_messages import (
     Definition,
     Outcome,

@@ -10,57 +10,26 @@ they were last written, are never read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import keras
 import numpy as np
 
-from keras_strategies.parameter_server.server.variable_store import Key, Store
+from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.wire.step_messages import ScaleReport
 
 
-@dataclass(frozen=True)
-class ScaleReport:
-    """What a worker found of a step, for the server that keeps the scale.
+def apply_scale_report(store: Store, report: ScaleReport) -> None:
+    """Changes scale and counter as `LossScaleOptimizer.apply` does.
 
-    Args:
-        scale: the key of `dynamic_scale`.
-        counter: the key of `step_counter`.
-        growth_steps: int, steps with finite gradients after which the scale doubles.
-        used: float32, the scale that the gradients were computed with.
-        is_finite: bool, whether all of them were finite.
+    Several workers may have computed with a scale that one of them has had changed
+    since: what they report says nothing about the present one, and changes nothing.
+    So a scale that is too large for several is halved once.
     """
-
-    scale: Key
-    counter: Key
-    growth_steps: int
-    used: np.ndarray
-    is_finite: bool
-
-    def apply(self, store: Store) -> None:
-        """Changes scale and counter as `LossScaleOptimizer.apply` does.
-
-        Several workers may have computed with a scale that one of them has had changed
-        since: what they report says nothing about the present one, and changes nothing.
-        So a scale that is too large for several is halved once.
-        """
-        scale, counter = store.get(self.scale), store.get(self.counter)
-        if scale != self.used:
-            return
-        after = counter + 1
-        if not self.is_finite:
-            after, scale = counter * 0, scale * np.float32(0.5)
-        elif after == self.growth_steps:
-            after, scale = counter * 0, scale * np.float32(2)
-        store.write(self.scale, np.asarray(scale))
-        store.write(self.counter, np.asarray(after))
-
-
-def has_dynamic_scale(optimizer: Any) -> bool:
-    """Whether an optimizer wraps another one, and scales the loss for it."""
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-def innermost(optimizer: Any) -> Any:
-    """The optimizer that updates variables: the wrapped one, or the one given."""
-    return optimizer.inner_optimizer if has_dynamic_scale(optimizer) else optimizer
+    scale, counter = store.get(report.scale), store.get(report.counter)
+    if scale != report.used:
+        return
+    after = counter + 1
+    if not report.is_finite:
+        after, scale = counter * 0, scale * np.float32(0.5)
+    elif after == report.growth_steps:
+        after, scale = counter * 0, scale * np.float32(2)
+    store.write(report.scale, np.asarray(scale))
+    store.write(report.counter, np.asarray(after))

@@ -9,7 +9,6 @@ rows that a batch has touched. The backend compiles it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,44 +16,14 @@ import numpy as np
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.engines.step_engine import Engine, bucket
-from keras_strategies.parameter_server.server.variable_store import (
-    Key,
-    Store,
+from keras_strategies.parameter_server.server.optimizer_spec import OptimizerSpec
+from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.wire.row_arrays import (
     pad_rows,
     put_rows,
     take_rows,
 )
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """What a server is told of an optimizer.
-
-    Args:
-        number: int, its name.
-        optimizer: the Keras optimizer, with templates for variables.
-        templates: dict from a variable's number to its template.
-        scalars: tuple of the numbers of variables that belong to no other, which
-            every server has: the step, the learning rate.
-        slots: dict from a trained variable's number to those of its slots.
-        decays: dict from a trained variable's number to whether it has weight decay.
-        constraints: dict from a trained variable's number to its constraint, which is
-            of the whole variable.
-        exact_rows: bool, whether rows that a batch has not touched are updated too,
-            as on one device, where they would change: by momentum, by weight decay.
-        whole: numbers of slots that are of a variable and not of its rows, such as
-            Adafactor's. What has one is updated as a whole.
-    """
-
-    number: int
-    optimizer: Any
-    templates: dict[int, Any]
-    scalars: tuple[int, ...]
-    slots: dict[int, tuple[int, ...]]
-    decays: dict[int, bool]
-    constraints: dict[int, Any]
-    exact_rows: bool
-    whole: frozenset[int] = frozenset()
+from keras_strategies.parameter_server.wire.step_messages import Key
 
 
 class Updater:

@@ -26,7 +26,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from keras_strategies.errors import SnapshotError
-from keras_strategies.parameter_server.server.variable_store import Key, Store
+from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.wire.step_messages import Key
 
 #: Before each record: a mark, the payload's bytes and its CRC-32; then the CRC-32 of
 #: these three.

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from keras_strategies.errors import PeerError
-
-#: A part's name: the variable's number, and the first of the rows.
-Key = tuple[int, int]
-#: An update's name: the closure's number, and the number of the update in it.
-UpdateId = tuple[int, int]
-
-#: Makes an array of a shape and a dtype, whose numbers are not set yet.
-Empty = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
-
-#: Bytes at a multiple of which XLA wants arrays to begin.
-ALIGNMENT = 64
+from keras_strategies.parameter_server.wire.row_arrays import Empty, take_rows
+from keras_strategies.parameter_server.wire.step_messages import Key, UpdateId
 
 
 @dataclass
@@ -125,54 +113,3 @@ class Store:
     def nbytes(self) -> int:
         """int, bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
-
-
-def take_rows(
-    array: np.ndarray, ids: np.ndarray, count: int, empty: Empty | None = None
-) -> np.ndarray:
-    """Copies of some rows of an array, with zeros below them.
-
-    Args:
-        array: `(n, ...)`.
-        ids: integers, `(m,)`, from 0 to n - 1.
-        count: int, the rows of the result, at least m.
-        empty: makes the array for the result; `empty_aligned` by default.
-    """
-    found = (empty or empty_aligned)((count, *array.shape[1:]), array.dtype)
-    # NumPy takes into a given array without a copy in this mode only.
-    array.take(ids, axis=0, out=found[: len(ids)], mode="clip")
-    found[len(ids) :] = 0
-    return found
-
-
-def empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """An array that XLA takes as it is; one at another address it would copy first."""
-    size = dtype.itemsize * math.prod(shape)
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
-    """An array with so many rows: zeros below it, or without what is below them."""
-    if len(array) >= rows:
-        return array[:rows]
-    padded = empty_aligned((rows, *array.shape[1:]), array.dtype)
-    padded[: len(array)] = array
-    padded[len(array) :] = 0
-    return padded
-
-
-def put_rows(array: np.ndarray, ids: np.ndarray, rows: np.ndarray) -> None:
-    """Sets some rows of an array.
-
-    NumPy sets rows number by number; taken for one item each, they are copied as
-    wholes, which takes a fifth of the time. `put` does less for each than an index.
-    """
-    rows = np.ascontiguousarray(rows, array.dtype)
-    if not array.size or not len(ids) or not array.flags.c_contiguous:
-        array[ids] = rows
-        return
-    item = np.dtype((np.void, array.nbytes // len(array)))
-    items = array.reshape(len(array), -1).view(item)[:, 0]
-    items.put(ids, rows.reshape(len(ids), -1).view(item), mode="clip")

@@ -12,9 +12,7 @@ import keras
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.variables.variable_partitioners import (
-    bytes_per_element,
-)
+from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 
 _PIECE_BYTES = 8 << 20
 #: Initializers whose values are the same in every part.

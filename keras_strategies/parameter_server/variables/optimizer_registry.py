@@ -6,17 +6,14 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.server.loss_scale import innermost
-from keras_strategies.parameter_server.server.optimizer_updater import OptimizerSpec
-from keras_strategies.parameter_server.wire.object_pickling import (
-    Described,
-    Receiver,
-    load,
+from keras_strategies.parameter_server.server.optimizer_spec import (
+    make_spec,
 )
+from keras_strategies.parameter_server.variables.optimizer_wrappers import innermost
+from keras_strategies.parameter_server.wire.variable_description import Described
 
 if TYPE_CHECKING:
     from keras_strategies.parameter_server.variables.variable_registry import Registry
@@ -196,31 +193,3 @@ def _keeps(optimizer: Any, about: Described) -> str:
         f"{about.shape}, {about.path!r}, which was not made by "
         "`add_variable_from_reference`"
     )
-
-
-class _Templates(Receiver):
-    """Variables of an optimizer on a server, which have a place and no value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.templates: dict[int, Any] = {}
-
-    def variable(self, described: Described) -> Any:
-        if described.number not in self.templates:
-            empty = np.zeros([min(n, 1) for n in described.shape], "float32")
-            template = keras_compat.make_variable(
-                described.path, described.trainable, described.dtype, empty
-            )
-            keras_compat.set_variable_shape(template, described.shape)
-            self.templates[described.number] = template
-        return self.templates[described.number]
-
-
-def make_spec(blob: bytes, number: int, *rest: Any) -> OptimizerSpec:
-    """An optimizer as servers use it, from what was pickled here."""
-    receiver = _Templates()
-    optimizer = load(blob, receiver, 0)
-    # It knows its variables by what another class would call them.
-    keras_compat.plain_optimizer(optimizer)
-    keras_compat.renew_identities([optimizer])
-    return OptimizerSpec(number, optimizer, receiver.templates, *rest)

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
     number_of_parts,
     split_rows,
 )
-
-
-@dataclass(frozen=True)
-class Part:
-    """Consecutive rows of a variable on one server.
-
-    Args:
-        server: int, the number of the parameter server.
-        start: int, the first row. A scalar is one row.
-        stop: int, the row after the last.
-    """
-
-    server: int
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        """int, how many rows there are."""
-        return self.stop - self.start
+from keras_strategies.parameter_server.wire.variable_description import Part
 
 
 class RoundRobin:

@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 
 #: What `ParameterServerStrategy` takes: a partitioner of this module, or a callable
 #: of a shape and a dtype that returns the parts along each axis.
@@ -40,38 +39,6 @@ def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
         ranges.append((start, stop))
         start = stop
     return ranges
-
-
-def bytes_per_element(dtype: Any, bytes_per_string: int = 16) -> int:
-    """int, bytes of one element; strings count as `bytes_per_string`."""
-    name = _dtype_name(dtype)
-    if name.startswith(("str", "object", "bytes")):
-        return bytes_per_string
-    if name == "bfloat16":
-        return 2
-    if name.startswith("float8"):
-        return 1
-    try:
-        return np.dtype(name).itemsize
-    except TypeError:
-        raise InvalidArgumentError(
-            "A dtype is a name such as 'float32', or a dtype of NumPy, JAX, Torch or "
-            f"TensorFlow. Received: {dtype!r}"
-        ) from None
-
-
-def _dtype_name(dtype: Any) -> str:
-    """str, the name of a dtype of any framework: `np.float32`, `torch.float32`, ..."""
-    inner = getattr(dtype, "dtype", None)
-    if isinstance(inner, np.dtype):
-        # `jnp.float32`
-        return inner.name
-    name = getattr(dtype, "name", None)
-    if isinstance(name, str):
-        return name
-    if isinstance(dtype, type):
-        return dtype.__name__
-    return str(dtype).removeprefix("torch.")
 
 
 class Partitioner:

@@ -17,7 +17,9 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.coordinator.cluster_state import LocalVariables
+from keras_strategies.parameter_server.variables.coordinator_variables import (
+    LocalVariables,
+)
 from keras_strategies.parameter_server.variables.initial_values import (
     CONSTANTS,
     parts_maker,
@@ -27,16 +29,16 @@ from keras_strategies.parameter_server.variables.shard_placement import RoundRob
 from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
-    bytes_per_element,
 )
-from keras_strategies.parameter_server.wire.object_pickling import (
+from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
+from keras_strategies.parameter_server.wire.object_pickling import dump
+from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.variable_description import (
     Described,
     Part,
     device_places,
-    dump,
     is_sharded,
 )
-from keras_strategies.parameter_server.wire.server_connections import Servers
 from keras_strategies.reports.tables import readable_bytes
 
 #: Variables up to this size begin with exactly the numbers that they would have

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.errors import WorkerError
-from keras_strategies.parameter_server.server.server_process import Pulled, Step
-from keras_strategies.parameter_server.wire.object_pickling import Described
+from keras_strategies.parameter_server.wire.step_messages import Pulled, Step
 from keras_strategies.parameter_server.wire.transport import Connection, Keys
+from keras_strategies.parameter_server.wire.variable_description import Described
 
 _CHUNK_BYTES = 32 << 20
 

@@ -22,10 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.parameter_server.server.variable_store import (
-    ALIGNMENT,
-    empty_aligned,
-)
+from keras_strategies.parameter_server.wire.row_arrays import ALIGNMENT, empty_aligned
 
 #: Whether this system has anonymous files, and lets processes of one user open them.
 IS_AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.errors import ClusterTimeoutError, PeerError
-from keras_strategies.parameter_server.server.variable_store import Empty, empty_aligned
 from keras_strategies.parameter_server.wire import shared_buffers
 from keras_strategies.parameter_server.wire.array_messages import nbytes, pack, unpack
+from keras_strategies.parameter_server.wire.row_arrays import Empty, empty_aligned
 from keras_strategies.parameter_server.wire.shared_buffers import Borrower, Lender
 
 #: What answers a request, given what makes arrays for the reply.

@@ -14,8 +14,8 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.parameter_server.engines.step_engine import Applied
-from keras_strategies.parameter_server.server.loss_scale import ScaleReport
-from keras_strategies.parameter_server.wire.object_pickling import Described
+from keras_strategies.parameter_server.wire.step_messages import ScaleReport
+from keras_strategies.parameter_server.wire.variable_description import Described
 
 
 def judged(

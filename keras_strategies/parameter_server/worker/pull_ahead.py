@@ -11,8 +11,8 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keras_strategies.parameter_server.server.server_process import Pulled, Step
 from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.step_messages import Pulled, Step
 from keras_strategies.parameter_server.wire.task_messages import Task
 from keras_strategies.parameter_server.worker.step_execution import Plan
 

@@ -13,10 +13,12 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.parameter_server.engines.step_engine import Applied, StepResult
-from keras_strategies.parameter_server.server.loss_scale import has_dynamic_scale
-from keras_strategies.parameter_server.server.server_process import Pulled, Step
-from keras_strategies.parameter_server.wire.object_pickling import device_places
+from keras_strategies.parameter_server.variables.optimizer_wrappers import (
+    has_dynamic_scale,
+)
+from keras_strategies.parameter_server.wire.step_messages import Pulled, Step
 from keras_strategies.parameter_server.wire.task_messages import Task
+from keras_strategies.parameter_server.wire.variable_description import device_places
 from keras_strategies.parameter_server.worker.step_execution import Plan
 
 if TYPE_CHECKING:

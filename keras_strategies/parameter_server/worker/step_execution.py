@@ -17,24 +17,24 @@ from keras_strategies.parameter_server.engines.step_engine import (
     StepResult,
     bucket,
 )
-from keras_strategies.parameter_server.server.loss_scale import (
-    ScaleReport,
+from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     has_dynamic_scale,
     innermost,
 )
-from keras_strategies.parameter_server.server.server_process import Pulled, Step
-from keras_strategies.parameter_server.server.variable_store import (
-    UpdateId,
-    empty_aligned,
-    pad_rows,
-)
 from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
-from keras_strategies.parameter_server.wire.object_pickling import (
+from keras_strategies.parameter_server.wire.object_pickling import Receiver
+from keras_strategies.parameter_server.wire.row_arrays import empty_aligned, pad_rows
+from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.step_messages import (
+    Pulled,
+    ScaleReport,
+    Step,
+    UpdateId,
+)
+from keras_strategies.parameter_server.wire.variable_description import (
     Described,
-    Receiver,
     is_sharded,
 )
-from keras_strategies.parameter_server.wire.server_connections import Servers
 from keras_strategies.parameter_server.worker.gradient_transforms import (
     judged,
     prepared,

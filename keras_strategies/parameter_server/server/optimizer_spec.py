@@ -1,0 +1,71 @@
+"""Optimizers on a server: variables replaced by templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keras_strategies import keras_compat
+from keras_strategies.parameter_server.wire.object_pickling import Receiver, load
+from keras_strategies.parameter_server.wire.variable_description import Described
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What a server is told of an optimizer.
+
+    Args:
+        number: int, its name.
+        optimizer: the Keras optimizer, with templates for variables.
+        templates: dict from a variable's number to its template.
+        scalars: tuple of the numbers of variables that belong to no other, which
+            every server has: the step, the learning rate.
+        slots: dict from a trained variable's number to those of its slots.
+        decays: dict from a trained variable's number to whether it has weight decay.
+        constraints: dict from a trained variable's number to its constraint, which is
+            of the whole variable.
+        exact_rows: bool, whether rows that a batch has not touched are updated too,
+            as on one device, where they would change: by momentum, by weight decay.
+        whole: numbers of slots that are of a variable and not of its rows, such as
+            Adafactor's. What has one is updated as a whole.
+    """
+
+    number: int
+    optimizer: Any
+    templates: dict[int, Any]
+    scalars: tuple[int, ...]
+    slots: dict[int, tuple[int, ...]]
+    decays: dict[int, bool]
+    constraints: dict[int, Any]
+    exact_rows: bool
+    whole: frozenset[int] = frozenset()
+
+
+class _Templates(Receiver):
+    """Variables of an optimizer on a server, which have a place and no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.templates: dict[int, Any] = {}
+
+    def variable(self, described: Described) -> Any:
+        if described.number not in self.templates:
+            empty = np.zeros([min(n, 1) for n in described.shape], "float32")
+            template = keras_compat.make_variable(
+                described.path, described.trainable, described.dtype, empty
+            )
+            keras_compat.set_variable_shape(template, described.shape)
+            self.templates[described.number] = template
+        return self.templates[described.number]
+
+
+def make_spec(blob: bytes, number: int, *rest: Any) -> OptimizerSpec:
+    """An optimizer as servers use it, from what was pickled here."""
+    receiver = _Templates()
+    optimizer = load(blob, receiver, 0)
+    # It knows its variables by what another class would call them.
+    keras_compat.plain_optimizer(optimizer)
+    keras_compat.renew_identities([optimizer])
+    return OptimizerSpec(number, optimizer, receiver.templates, *rest)

@@ -1,0 +1,276 @@
+"""A parameter server: a store behind a service, one request after the other."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.errors import PeerError, SnapshotError
+from keras_strategies.parameter_server.engines import get_engine
+from keras_strategies.parameter_server.server.loss_scale import apply_scale_report
+from keras_strategies.parameter_server.server.optimizer_updater import Updater
+from keras_strategies.parameter_server.server.snapshots import Snapshots
+from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.wire.row_arrays import Empty, empty_aligned
+from keras_strategies.parameter_server.wire.step_messages import (
+    Key,
+    Pulled,
+    Step,
+)
+from keras_strategies.parameter_server.wire.transport import (
+    COPY_BYTES,
+)
+
+#: Seconds between looks at whether there is something to do.
+_IDLE_SECONDS = 0.2
+#: The share of the interval between snapshots after which the next one begins.
+_EARLY = 0.7
+
+
+class ParameterServer:
+    """Handles requests on a store.
+
+    Args:
+        index: int, the number of this server.
+        snapshots: folder for snapshots, None for none.
+        interval: float, seconds between snapshots.
+    """
+
+    def __init__(
+        self, index: int, snapshots: str | None = None, interval: float | None = None
+    ):
+        self._index = index
+        self._engine = get_engine()
+        self._store = Store()
+        self._updaters: dict[int, Updater] = {}
+        self._optimizers: dict[int, bytes] = {}
+        # Whose variables these are: another coordinator has others.
+        self._owner: str | None = None
+        self._snapshots = Snapshots(snapshots, index) if snapshots else None
+        self._interval = interval
+        self._saved_at = time.monotonic()
+        self._saved_version = -1
+        # Whether something was created that neither snapshot nor journal has.
+        self._is_incomplete = False
+        self._has_failed = False
+        #: Messages for the coordinator: `("snapshots", (index, problem, restorable))`.
+        self.notices: collections.deque[tuple[str, Any]] = collections.deque()
+        #: str, which files were damaged when this server began; "" for none.
+        self.damage = ""
+        self.is_restored = self._restore()
+        self.is_stopped = False
+
+    def _restore(self) -> bool:
+        """Restores the state of an earlier process; whether there was one."""
+        if self._snapshots is None:
+            return False
+        try:
+            found = self._snapshots.load()
+        except SnapshotError as error:
+            self.damage = error.text
+            return False
+        if found is None:
+            return False
+        self._store, self.damage = found.store, found.damage
+        if found.extra is not None:
+            self._owner, self._optimizers = found.extra
+            for number in self._optimizers:
+                self._make_updater(number)
+        for kind, value in found.events:
+            if kind == "owner":
+                self._owner = value
+            elif kind == "parts":
+                self._create(value)
+            else:
+                self._optimizers[value[0]] = value[1]
+                self._make_updater(value[0])
+        return self._owner is not None
+
+    def handle(self, message: tuple[Any, ...], empty: Empty = empty_aligned) -> Any:
+        """Does what a request says.
+
+        Args:
+            message: a method's name, its argument, and who asks.
+            empty: makes arrays for the reply to a step.
+        """
+        name, argument, *owner = message
+        if owner and self._owner is not None and owner[0] != self._owner:
+            raise PeerError(
+                f"Parameter server {self._index} belongs to another coordinator now."
+            )
+        if name == "step":
+            return self.on_step(argument, empty)
+        method: Callable[[Any], Any] = getattr(self, f"on_{name}")
+        return method(argument)
+
+    def on_step(self, step: Step, empty: Empty = empty_aligned) -> Pulled:
+        """Pushes, if this update has not been made, and pulls."""
+        store = self._store
+        store.applied.forget_below(step.done)
+        if step.update is not None and store.applied.is_new(step.update):
+            self._push(step)
+        return self._pulled(step, empty)
+
+    def _push(self, step: Step) -> None:
+        store = self._store
+        for number, dense, rows in step.optimizers:
+            self._updater(number).apply(dense, rows)
+        for key, delta in step.adds:
+            store.add(key, delta)
+        for key, value in step.writes:
+            store.write(key, value)
+        for report in step.scales:
+            apply_scale_report(store, report)
+        assert step.update is not None
+        store.applied.add(step.update)
+        store.version += 1
+
+    def _pulled(self, step: Step, empty: Empty) -> Pulled:
+        store = self._store
+        dense = [store.get(key) for key in step.pull]
+        if self._engine.updates_in_place:
+            # The reply may be on its way when the next update begins.
+            dense = [_copy(a, empty) if a.nbytes >= COPY_BYTES else a for a in dense]
+        rows = [store.rows(*wanted, empty) for wanted in step.pull_rows]
+        return Pulled(dense, rows, store.version)
+
+    def on_begin(self, owner: str) -> None:
+        """Says whose server this is; of somebody else's, nothing is kept."""
+        if self._owner == owner:
+            return
+        if self._snapshots is not None:
+            self._attempt(self._snapshots.clear)
+        if self._owner is not None:
+            self._store = Store()
+            self._updaters, self._optimizers = {}, {}
+        self._owner = owner
+        self._note("owner", owner)
+
+    def _note(self, kind: str, value: Any) -> None:
+        snapshots = self._snapshots
+        if snapshots is not None:
+            self._attempt(lambda: snapshots.note(kind, value))
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        """Writes to the journal; reports a failure, after which a snapshot is due."""
+        try:
+            write()
+        except SnapshotError as error:
+            self._is_incomplete = True
+            self._report(error.text)
+
+    def _report(self, problem: str | None) -> None:
+        """Reports to the coordinator that writing failed, or that it works again."""
+        if problem is None and not self._has_failed:
+            return
+        self._has_failed = problem is not None
+        value = (self._index, problem, not self._is_incomplete)
+        self.notices.append(("snapshots", value))
+
+    def on_create(self, parts: list[tuple[Key, Any]]) -> None:
+        """Begins parts: pairs of a key and an array, or a function that makes it."""
+        new = [(key, value) for key, value in parts if key not in self._store.arrays]
+        self._create(new)
+        self._note("parts", new)
+
+    def _create(self, parts: list[tuple[Key, Any]]) -> None:
+        for key, value in parts:
+            if isinstance(value, bytes):
+                value = pickle.loads(value)()
+            self._store.create(key, value)
+
+    def on_optimizer(self, argument: tuple[int, bytes]) -> None:
+        """Takes an optimizer, an `OptimizerSpec` that was pickled."""
+        number, blob = argument
+        self._optimizers[number] = blob
+        self._make_updater(number)
+        self._note("optimizer", argument)
+
+    def _make_updater(self, number: int) -> None:
+        spec = pickle.loads(self._optimizers[number])()
+        self._updaters[number] = Updater(spec, self._store, self._engine)
+
+    def _updater(self, number: int) -> Updater:
+        if number not in self._updaters:
+            raise PeerError(f"Parameter server {self._index} knows no such optimizer.")
+        return self._updaters[number]
+
+    def on_read(self, argument: tuple[Key, int, int]) -> np.ndarray:
+        """Consecutive rows of a part; all of a scalar."""
+        key, start, stop = argument
+        array = self._store.get(key)
+        return array if array.ndim == 0 else array[start:stop]
+
+    def on_write(self, argument: tuple[Key, int, np.ndarray]) -> None:
+        """Sets consecutive rows of a part."""
+        key, start, value = argument
+        self._store.write(key, value, start)
+        self._store.version += 1
+
+    def on_add(self, argument: tuple[Key, np.ndarray, str, int]) -> None:
+        """Adds to a part, once for each sender and number."""
+        key, delta, sender, number = argument
+        if self._store.applied.is_new_request(sender, number):
+            self._store.add(key, delta)
+            self._store.version += 1
+
+    def on_delete(self, keys: list[Key]) -> None:
+        """Forgets parts, of variables that nobody has any more."""
+        for key in keys:
+            self._store.arrays.pop(key, None)
+
+    def on_snapshot(self, argument: None = None) -> str:
+        """Writes a snapshot now; the path."""
+        if self._snapshots is None:
+            raise PeerError("This parameter server was started without a folder.")
+        self._saved_at = time.monotonic()
+        if self._store.version != self._saved_version or self._is_incomplete:
+            self._snapshots.save(self._store, (self._owner, self._optimizers))
+        self._saved_version = self._store.version
+        self._saved_at = time.monotonic()
+        self._is_incomplete = False
+        self._report(None)
+        return str(self._snapshots.path)
+
+    def on_status(self, argument: None = None) -> dict[str, Any]:
+        """Numbers for `coordinator.status()`."""
+        return {
+            "nbytes": self._store.nbytes,
+            "parts": len(self._store.arrays),
+            "version": self._store.version,
+            "restored": self.is_restored,
+            "pid": os.getpid(),
+        }
+
+    def on_stop(self, argument: None = None) -> None:
+        """Ends the process after the reply."""
+        self.is_stopped = True
+
+    def idle(self) -> None:
+        """Called now and then: snapshots when one is due."""
+        if self._snapshots is None or self._interval is None or self._owner is None:
+            return
+        # Early, so that writing it ends within the interval.
+        if time.monotonic() - self._saved_at < _EARLY * self._interval:
+            return
+        try:
+            self.on_snapshot()
+        except SnapshotError as error:
+            self._report(error.text)
+
+    @property
+    def idle_seconds(self) -> float:
+        """float, seconds after which `idle` is to be called again."""
+        return _IDLE_SECONDS if self._interval is None else self._interval / 10
+
+
+def _copy(array: np.ndarray, empty: Empty) -> np.ndarray:
+    copy = empty(array.shape, array.dtype)
+    np.copyto(copy, array)
+    return copy

@@ -1,0 +1,105 @@
+"""Entry point of a worker's process, and its strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras_strategies import context, keras_compat
+from keras_strategies.devices import Device
+from keras_strategies.parameter_server.engines import get_engine
+from keras_strategies.parameter_server.wire.heartbeat import start_beating
+from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.transport import Connection, Keys
+from keras_strategies.parameter_server.worker.step_execution import (
+    Execution,
+    WorkerReceiver,
+)
+from keras_strategies.parameter_server.worker.worker_loop import Worker
+from keras_strategies.runtime.base import Placement
+from keras_strategies.runtime.single_replica import SingleReplica
+from keras_strategies.strategies.base import Strategy
+from keras_strategies.types import RunOptions
+
+_CPU = Device("cpu", 0)
+
+
+class WorkerStrategy(Strategy):
+    """What `ks.get_strategy()` is in a scheduled function.
+
+    Args:
+        worker: the worker of this process.
+    """
+
+    def __init__(self, worker: Worker):
+        super().__init__(Placement((_CPU,), _CPU, mirrored=False))
+        keras_compat.hook_lookups()
+        get_engine().install()
+        self._worker = worker
+        self._replica = context.ReplicaContext(self, 0, SingleReplica(self))
+
+    @property
+    def replica_context_in_scope(self) -> context.ReplicaContext | None:
+        """This worker's only replica while a step runs; None around it."""
+        return self._replica if self._worker.in_program else None
+
+    @property
+    def worker_index(self) -> int:
+        """int, the number of this worker."""
+        return self._worker.index
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Makes a step: pulls what `fn` needs, runs it compiled, pushes updates."""
+        RunOptions.parse(options)
+        closure = self._worker.closure
+        assert closure is not None, "outside of a scheduled function"
+        return closure.run(fn, tuple(args), dict(kwargs or {}))
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        with context.cross_replica(self):
+            yield self
+
+
+def run_worker(
+    index: int,
+    incarnation: int,
+    control: str,
+    keys: Keys | None,
+    addresses: list[str],
+    timeout: float,
+    patience: float = math.inf,
+) -> None:
+    """A worker's process.
+
+    Args:
+        index: int, its number.
+        incarnation: int, counts the processes that have been this worker.
+        control: str, the coordinator's address.
+        keys: `Keys` where addresses are not local.
+        addresses: list of str, the servers'.
+        timeout: float, seconds that a server may take to answer.
+        patience: float, seconds that the coordinator may be gone.
+    """
+    engine = get_engine()
+    receiver = WorkerReceiver(engine)
+    servers = Servers(addresses, keys, timeout)
+    connection = Connection(control, keys, "the coordinator")
+    worker = Worker(
+        index, connection, Execution(servers, receiver, engine), incarnation, patience
+    )
+    receiver.set_strategy(WorkerStrategy(worker))
+    start_beating(control, keys, index, incarnation)
+    try:
+        worker.work()
+    finally:
+        servers.close()
+        connection.close()
