@@ -203,9 +203,9 @@ def check_returns(fn: Callable[..., Any], what: str) -> None:
     )
     if any(check(fn) for check in checks):
         raise InvalidArgumentError(
-            f"`{what}` was given {fn!r}, a generator or coroutine function, which "
-            "returns before its code has run: that would run later, outside of the "
-            "replicas. Return tensors, or a list of what the function yields."
+            f"`{what}` received {fn!r}, a generator or coroutine function, whose "
+            "body would run later, outside of the replicas. Return tensors, or a "
+            "list of the yielded values."
         )
 
 
@@ -215,7 +215,7 @@ def check_results(results: Sequence[Any]) -> None:
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise InvalidArgumentError(
                 f"A function of `run` returned {result!r}, which would run later, "
-                "outside of the replicas. Return a list of what it yields."
+                "outside of the replicas. Return a list of the yielded values."
             )
 
 
@@ -257,9 +257,9 @@ def cross_replica(strategy: Strategy) -> Iterator[Strategy]:
     frame = _frame()
     if frame is not None and frame.strategy is not strategy:
         raise MixedStrategyError(
-            "Mixing different strategies: the scope of "
-            f"{strategy!r} was opened where {frame.strategy!r} is current. "
-            "Leave the first scope, or use the same strategy object."
+            f"Mixing different strategies: the scope of {strategy!r} was opened "
+            f"inside that of {frame.strategy!r}. Leave the first scope, or use the "
+            "same strategy object."
         )
     if frame is not None and frame.replica is not None:
         raise ContextError(

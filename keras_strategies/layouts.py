@@ -90,7 +90,7 @@ class MappedLayouts(LayoutRule):
         if len(found) > 1:
             raise LayoutError(
                 f"{path!r} matches {len(found)} patterns of the layout map: {found}. "
-                "Make them such that a path matches at most one."
+                "Change them so that a path matches at most one."
             )
         self._matched.update(found)
         return self._patterns[found[0]] if found else None
@@ -116,7 +116,7 @@ class MappedLayouts(LayoutRule):
             "Patterns of the layout map match no variable of a model made in the "
             f"strategy's scope: {'; '.join(lines)}. A pattern is a path or a regular "
             "expression that matches the full path. Correct or remove it. If it is "
-            "for a model that is made later, make that one first, or pass "
+            "for a model that is created later, create that one first, or pass "
             "`allow_unmatched=True` to the strategy."
         )
 
@@ -319,8 +319,8 @@ class VariableMesh:
         if problem:
             raise LayoutError(
                 f"Variable {path!r} of shape {tuple(shape)} has the layout {axes}, "
-                f"{problem}. Change its entry in the layout map, or leave it out to "
-                "have a copy on every device."
+                f"{problem}. Change its entry in the layout map, or remove it to "
+                "replicate the variable."
             )
         while axes and axes[-1] is None:
             axes = axes[:-1]
@@ -355,8 +355,8 @@ def mesh_shape(count: int, model_parallel: int) -> tuple[int, int]:
         or model_parallel < 1
     ):
         raise InvalidArgumentError(
-            "`model_parallel` is the number of devices along the model axis, 1 or "
-            f"more. Received: {model_parallel!r}"
+            "`model_parallel` must be the number of devices along the model axis, 1 "
+            f"or more. Received: {model_parallel!r}"
         )
     if count % model_parallel:
         fitting = [n for n in range(1, count + 1) if count % n == 0]

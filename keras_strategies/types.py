@@ -15,7 +15,7 @@ def check_flag(name: str, value: object) -> None:
     """Raises `TypeError` for a flag that is not a bool."""
     if not isinstance(value, bool):
         raise InvalidTypeError(
-            f"`{name}` is True or False. Received: {value!r} of type "
+            f"`{name}` must be True or False. Received: {value!r} of type "
             f"{type(value).__name__}"
         )
 
@@ -35,8 +35,8 @@ def _parsed_fields(
     if not isinstance(value, type) and all(hasattr(value, name) for name in names):
         return cls(**{name: getattr(value, name) for name in names})
     raise error(
-        f"`{what}` is a ks.{cls.__name__}. "
-        f"Received: {value!r} of type {type(value).__name__}"
+        f"`{what}` must be a ks.{cls.__name__}. Received: {value!r} of type "
+        f"{type(value).__name__}"
     )
 
 
@@ -165,13 +165,13 @@ class CommunicationOptions:
         size, seconds = self.bytes_per_pack, self.timeout_seconds
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise InvalidArgumentError(
-                "`bytes_per_pack` is a number of bytes, 0 or more. "
-                f"Received: bytes_per_pack={size!r}"
+                "`bytes_per_pack` must be a number of bytes, 0 or more. Received: "
+                f"bytes_per_pack={size!r}"
             )
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and seconds > 0):
             raise InvalidArgumentError(
-                "`timeout_seconds` is a number of seconds above 0, or None. "
+                "`timeout_seconds` must be a number of seconds above 0, or None. "
                 f"Received: timeout_seconds={seconds!r}"
             )
         implementation = CommunicationImplementation.parse(self.implementation)
@@ -225,8 +225,8 @@ class RunOptions:
         if self.experimental_bucketizing_dynamic_shape:
             raise InvalidArgumentError(
                 "`experimental_bucketizing_dynamic_shape=True` is not supported: "
-                "inputs are never padded, since results would depend on the padding. "
-                "Pad them in the input pipeline and leave this option out."
+                "inputs are never padded, since results would depend on the "
+                "padding. Pad them in the input pipeline and omit this option."
             )
         if self.experimental_xla_options is not None:
             raise InvalidArgumentError(
@@ -293,8 +293,8 @@ class InputOptions:
         size = self.experimental_per_replica_buffer_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise InvalidArgumentError(
-                "`experimental_per_replica_buffer_size` is a number of batches, 0 or "
-                f"more. Received: {size!r}"
+                "`experimental_per_replica_buffer_size` must be a number of "
+                f"batches, 0 or more. Received: {size!r}"
             )
         if (
             self.experimental_place_dataset_on_device
@@ -353,8 +353,9 @@ class InputContext:
             or not 0 <= self.input_pipeline_id < self.num_input_pipelines
         ):
             raise InvalidArgumentError(
-                "Pipelines and replicas are counted from 1, and `input_pipeline_id` "
-                f"from 0 to the number of pipelines - 1. Received: {self!r}"
+                "The numbers of pipelines and replicas must be 1 or more, and "
+                "`input_pipeline_id` between 0 and the number of pipelines - 1. "
+                f"Received: {self!r}"
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:

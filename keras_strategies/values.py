@@ -41,8 +41,8 @@ class DistributedValues:
         text = f"{type(self).__name__!r} object has no attribute {name!r}."
         if name == "numpy":
             text += (
-                " It holds one value per replica: make one of them by "
-                "`x = strategy.reduce('sum', value)`, or take them by "
+                " It holds one value per replica: reduce it with `x = "
+                "strategy.reduce('sum', value)` or unpack it with "
                 "`strategy.experimental_local_results(value)`, and write "
                 "`keras.ops.convert_to_numpy(x)`."
             )

@@ -66,7 +66,7 @@ def test_a_model_from_outside_the_scope_is_told_to_move(mirrored, alone) -> None
         mirrored.scope(),
         pytest.raises(
             ks.errors.ModelScopeError,
-            match=r"made outside of it.*with strategy.scope\(\)",
+            match=r"created outside of it.*with strategy.scope\(\)",
         ),
     ):
         fit(alone)
@@ -187,12 +187,14 @@ def test_nccl_between_cpus_is_refused(kind) -> None:
     for devices in (None, ["cpu:0"]):
         with pytest.raises(ValueError, match=r"NCCL connects GPUs.*cpu:0"):
             kind(communication_options=options, devices=devices)
-    with pytest.raises(ValueError, match=r"`communication_options` is a ks\.Comm"):
+    with pytest.raises(ValueError, match=r"`communication_options` must be a ks\.Comm"):
         kind(communication_options="NCCL")
 
 
 def test_flags_are_bools() -> None:
-    with pytest.raises(TypeError, match=r"`sync_batch_norm` is True or False.*'yes'"):
+    with pytest.raises(
+        TypeError, match=r"`sync_batch_norm` must be True or False.*'yes'"
+    ):
         ks.MirroredStrategy(["cpu:0"], sync_batch_norm="yes")
 
 

@@ -272,7 +272,7 @@ def test_options_of_a_call() -> None:
     with pytest.raises(ValueError, match="CommunicationOptions"):
         kind.reduce("sum", value, "cpu:0", options="fast")
     nccl = ks.CommunicationOptions(implementation="nccl")
-    with pytest.raises(ValueError, match="chosen when workers connect"):
+    with pytest.raises(ValueError, match="chosen when they connected"):
         kind.reduce("sum", value, "cpu:0", options=nccl)
 
 
@@ -299,14 +299,14 @@ def test_options_in_replica_context(mirrored) -> None:
     first, second = mirrored.run(fn, args=(ks.CommunicationOptions(bytes_per_pack=8),))
     np.testing.assert_array_equal(numpy(first.values[1]), [2, 2])
     np.testing.assert_array_equal(numpy(second.values[0]), [2, 2, 2])
-    with pytest.raises(ValueError, match="chosen when workers connect"):
+    with pytest.raises(ValueError, match="chosen when they connected"):
         mirrored.run(fn, args=(ks.CommunicationOptions(implementation="ring"),))
 
     def gather(options):
         return ks.get_replica_context().all_gather(ops.ones((1,)), 0, options)
 
     mirrored.run(gather, args=(ks.CommunicationOptions(timeout_seconds=3),))
-    with pytest.raises(ValueError, match="sends each tensor on its own"):
+    with pytest.raises(ValueError, match="sends each tensor separately"):
         mirrored.run(gather, args=(ks.CommunicationOptions(bytes_per_pack=8),))
 
 

@@ -17,7 +17,7 @@ not_on_tensorflow = pytest.mark.skipif(
 def test_run_in_a_tf_function_names_ks_function(mirrored, monkeypatch) -> None:
     module = types.SimpleNamespace(inside_function=lambda: True)
     monkeypatch.setitem(sys.modules, "tensorflow", module)
-    with pytest.raises(RuntimeError, match=r"Replace `tf.function` by `ks.function`"):
+    with pytest.raises(RuntimeError, match=r"Replace `tf.function` with `ks.function`"):
         mirrored.run(lambda: None)
 
 

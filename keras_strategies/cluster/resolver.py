@@ -24,9 +24,9 @@ def as_resolver(given: object, argument: str) -> ClusterResolver:
         return given
     if not callable(getattr(given, "cluster_spec", None)):
         raise InvalidArgumentError(
-            f"`{argument}` is one of ks.cluster_resolver, or of "
-            "tf.distribute.cluster_resolver. "
-            f"Received: {given!r} of type {type(given).__name__}"
+            f"`{argument}` must be a resolver of ks.cluster_resolver or "
+            f"tf.distribute.cluster_resolver. Received: {given!r} of type "
+            f"{type(given).__name__}"
         )
     return _OtherResolver(given)
 
@@ -158,20 +158,20 @@ class ClusterResolver(abc.ABC):
             return
         if self.task_type is None or self.task_id is None:
             raise ClusterError(
-                f"It is not said which task of {spec!r} this process is. Pass "
+                f"Cannot tell which task of {spec!r} this process runs. Pass "
                 f"`task_type` and `task_id` to {type(self).__name__}."
             )
         if self.task_type == "evaluator" and "evaluator" not in spec.jobs:
             return  # It is a cluster of its own, and need not be listed.
         if self.task_type not in spec.jobs:
             raise ClusterError(
-                f"This process is the task {self.task_type!r} {self.task_id}, and the "
-                f"cluster has the jobs {spec.jobs}."
+                f"This process is the task {self.task_type!r} {self.task_id}, but "
+                f"the cluster has the jobs {spec.jobs}."
             )
         if self.task_id not in spec.task_indices(self.task_type):
             raise ClusterError(
-                f"This process is the task {self.task_type!r} {self.task_id}, and the "
-                f"cluster has {spec.num_tasks(self.task_type)} of them, numbered "
+                f"This process is the task {self.task_type!r} {self.task_id}, but "
+                f"the cluster has {spec.num_tasks(self.task_type)} of them, numbered "
                 f"{spec.task_indices(self.task_type)}: "
                 f"{spec.job_tasks(self.task_type)}."
             )

@@ -39,8 +39,8 @@ class ClusterSpec:
             cluster = as_dict()  # `tf.train.ClusterSpec`
         if not isinstance(cluster, Mapping):
             raise ClusterError(
-                "A cluster is a dict from the name of a job to the addresses of its "
-                f"tasks. Received: {cluster!r}."
+                "A cluster must be a dict from job names to addresses of tasks. "
+                f"Received: {cluster!r}."
             )
         self._tasks = {job: _tasks(job, given) for job, given in cluster.items()}
         self._check_addresses()
@@ -52,8 +52,8 @@ class ClusterSpec:
                 task = f"{job} {index}"
                 if address in seen:
                     raise ClusterError(
-                        f"Address {address!r} is given to {seen[address]} and to "
-                        f"{task}. Each task needs an address of its own."
+                        f"Address {address!r} is used by both {seen[address]} and "
+                        f"{task}. Each task needs its own address."
                     )
                 seen[address] = task
 
@@ -109,7 +109,9 @@ class ClusterSpec:
 
     def _job(self, name: str) -> dict[int, str]:
         if name not in self._tasks:
-            raise ClusterError(f"There is no job {name!r}; there is {self.jobs}.")
+            raise ClusterError(
+                f"The cluster has no job {name!r}. Its jobs are {self.jobs}."
+            )
         return self._tasks[name]
 
     def __bool__(self) -> bool:
@@ -134,15 +136,15 @@ class ClusterSpec:
 
 def _tasks(job: Any, given: Any) -> dict[int, str]:
     if not isinstance(job, str):
-        raise ClusterError(f"The name of a job is a string. Received: {job!r}.")
+        raise ClusterError(f"Job names must be strings. Received: {job!r}.")
     if isinstance(given, Mapping):
         tasks = dict(given)
     elif isinstance(given, Sequence) and not isinstance(given, str):
         tasks = dict(enumerate(given))
     else:
         raise ClusterError(
-            f"The tasks of job {job!r} are a list of addresses, or a dict from task "
-            f"number to address. Received: {given!r}."
+            f"The tasks of job {job!r} must be a list of addresses, or a dict from "
+            f"task number to address. Received: {given!r}."
         )
     found: dict[int, str] = {}
     for index, address in tasks.items():
@@ -153,7 +155,7 @@ def _tasks(job: Any, given: Any) -> dict[int, str]:
         if number < 0 or not isinstance(address, str) or not address:
             raise ClusterError(
                 f"Job {job!r} has the task {index!r} with the address {address!r}. "
-                'Tasks are numbered from 0 and have addresses such as "host:2222".'
+                'Task indices start at 0, and addresses look like "host:2222".'
             )
         found[number] = address
     return found
@@ -169,23 +171,23 @@ def check_training_cluster(spec: ClusterSpec) -> None:
     unknown = sorted(set(spec.jobs) - set(JOBS))
     if unknown:
         raise ClusterError(
-            f"The cluster has the jobs {unknown}, which strategies do not know. Jobs "
-            f"are {list(JOBS)}."
+            f"The cluster has the unknown jobs {unknown}. Supported jobs are "
+            f"{list(JOBS)}."
         )
     if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
         raise ClusterError(
             f"The cluster has {spec.num_tasks('chief')} chiefs, at "
-            f"{spec.job_tasks('chief')}. There is one chief at most; make the others "
+            f"{spec.job_tasks('chief')}. At most one is allowed; make the others "
             "workers."
         )
     if "evaluator" in spec.jobs and spec.num_tasks("evaluator") > 1:
         raise ClusterError(
             f"The cluster has {spec.num_tasks('evaluator')} evaluators, at "
-            f"{spec.job_tasks('evaluator')}. There is one evaluator at most."
+            f"{spec.job_tasks('evaluator')}. At most one is allowed."
         )
     if worker_count(spec) == 0:
         raise ClusterError(
-            f"The cluster {spec!r} has no worker. Name the address of at least one "
+            f"The cluster {spec!r} has no worker. Add the address of at least one "
             "under 'worker' or 'chief'."
         )
 
@@ -239,7 +241,7 @@ def id_in_cluster(spec: ClusterSpec, task_type: str, task_id: int) -> int:
         return task_id
     if task_type not in ("chief", "worker"):
         raise ClusterError(
-            f"Task {task_type!r} {task_id} is no worker, so it has no place among them."
+            f"Task {task_type!r} {task_id} is not a worker, so it has no worker index."
         )
     spec.task_address(task_type, task_id)
     before = 0
@@ -268,8 +270,8 @@ def split_address(address: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ClusterError(
-            f"{address!r} is no address of a task. Expected a machine and a port from "
-            '1 to 65535, such as "host:2222".'
+            f"{address!r} is not a task address. Expected a host and a port from 1 "
+            'to 65535, such as "host:2222".'
         )
     return host, int(port)
 

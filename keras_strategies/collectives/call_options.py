@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.base import Communicator, Workers
 
 _AT_CONSTRUCTION = (
-    "Give it to the strategy, as in "
-    "ks.MultiWorkerMirroredStrategy(communication_options=...), and leave it out here."
+    "Pass it to the strategy, as in "
+    "ks.MultiWorkerMirroredStrategy(communication_options=...) and omit it here."
 )
 
 
@@ -42,15 +42,15 @@ def call_options(options: Any, workers: Workers | None = None) -> CommunicationO
     engine = CommunicationImplementation.AUTO if workers is None else _engine(workers)
     if found.implementation not in (CommunicationImplementation.AUTO, engine):
         raise InvalidArgumentError(
-            f"`options` asks for implementation {found.implementation.name!r}, but "  # type: ignore[union-attr]
-            f"collectives here use {engine.name!r}: the engine is chosen when workers "
-            f"connect. {_AT_CONSTRUCTION}"
+            f"`options` requests implementation {found.implementation.name!r}, "  # type: ignore[union-attr]
+            f"but the workers use {engine.name!r}, chosen when they connected. "
+            f"{_AT_CONSTRUCTION}"
         )
     seconds = found.timeout_seconds
     if workers is not None and seconds not in (None, workers.group.timeout):
         raise InvalidArgumentError(
-            f"`options` asks for timeout_seconds={seconds}, but the workers wait "
-            f"{workers.group.timeout} seconds for one another, as set when they "
+            f"`options` requests timeout_seconds={seconds}, but the timeout "
+            f"between the workers is {workers.group.timeout} seconds, set when they "
             f"connected. {_AT_CONSTRUCTION}"
         )
     return found
@@ -69,8 +69,8 @@ def gather_options(options: Any, workers: Workers | None = None) -> None:
     found = call_options(options, workers)
     if found.bytes_per_pack:
         raise InvalidArgumentError(
-            "`all_gather` sends each tensor on its own, since replicas may have "
-            "different lengths. Leave `bytes_per_pack` out of `options`. Received: "
+            "`all_gather` sends each tensor separately, since lengths may differ "
+            "between replicas. Omit `bytes_per_pack` from `options`. Received: "
             f"bytes_per_pack={found.bytes_per_pack}"
         )
 
@@ -99,9 +99,10 @@ def check_implementation(
     others = sorted({d.kind for d in devices if d.kind != "cpu"})
     if wanted is CommunicationImplementation.RING and backend == "jax" and others:
         raise InvalidArgumentError(
-            "CommunicationImplementation.RING on JAX is Gloo's, which connects CPUs "
-            f"only, but this process's replicas are on {', '.join(map(str, devices))}."
-            " Use AUTO: XLA chooses the collectives of accelerators."
+            "CommunicationImplementation.RING on JAX is Gloo, which connects CPUs "
+            "only, but this process's replicas are on "
+            f"{', '.join(map(str, devices))}. Use AUTO: XLA chooses the collectives "
+            "of accelerators."
         )
 
 

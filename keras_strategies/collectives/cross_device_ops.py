@@ -137,8 +137,8 @@ class CrossDeviceOps:
         where = "batch_reduce_implementation"
         if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
             raise InvalidArgumentError(
-                f"`{type(self).__name__}.{where}` returns a list with a result for "
-                f"each of the {len(pairs)} values. It returned: {results!r}"
+                f"`{type(self).__name__}.{where}` must return a list with one result "
+                f"for each of the {len(pairs)} values. It returned: {results!r}"
             )
         return [
             _checked_result(self, where, result, names)
@@ -309,8 +309,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         )
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise InvalidTypeError(
-                "`accumulation_fn` is a function of a list of tensors that returns "
-                f"their sum, or None. Received: {accumulation_fn!r}"
+                "`accumulation_fn` must be a function of a list of tensors that "
+                f"returns their sum, or None. Received: {accumulation_fn!r}"
             )
         self._accumulate = accumulation_fn
 
@@ -347,7 +347,8 @@ class _PackedAllReduce(CrossDeviceOps):
             or num_packs < 0
         ):
             raise InvalidArgumentError(
-                f"`num_packs` is an int, 0 or more. Received: num_packs={num_packs!r}"
+                "`num_packs` must be an int of 0 or more. Received: "
+                f"num_packs={num_packs!r}"
             )
         self._num_packs = num_packs
 
@@ -444,7 +445,7 @@ def _checked_result(
         return tensors[0] if len(names) == 1 else result
     what = "a tensor" if len(names) == 1 else f"a Mirrored of {len(names)} tensors"
     raise InvalidArgumentError(
-        f"`{type(ops).__name__}.{method}` returns {what}, for the destinations "
+        f"`{type(ops).__name__}.{method}` must return {what}, for the destinations "
         f"{', '.join(names)}. It returned: {result!r} of type {type(result).__name__}"
     )
 

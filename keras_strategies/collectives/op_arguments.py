@@ -29,8 +29,8 @@ def per_replica(value: Any) -> PerReplica:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(set(shapes)) > 1:
         raise InvalidArgumentError(
-            "Values of the replicas are reduced element by element, so their shapes "
-            f"must be equal. Found: {shapes}."
+            "Replica values are reduced elementwise, so their shapes must be equal. "
+            f"Found: {shapes}."
         )
     return PerReplica(tensors)
 
@@ -52,8 +52,8 @@ def _destinations(destinations: Any, backend: Backend) -> tuple[Device, ...]:
     if backend.is_tensor(destinations):
         return (backend.device_of(destinations),)
     raise InvalidArgumentError(
-        "`destinations` is a device name or object, a list of them, or a value or "
-        f"variable that lies on devices. Received: {destinations!r}"
+        "`destinations` must be a device name or object, a list of them, or a value "
+        f"or variable on devices. Received: {destinations!r}"
     )
 
 

@@ -36,7 +36,7 @@ def pack_indices(
     """
     if num_packs < 0 or bytes_per_pack < 0:
         raise InvalidArgumentError(
-            "The number and the size of packs are 0 or more. Received: "
+            "The number and the size of packs must be 0 or more. Received: "
             f"num_packs={num_packs}, bytes_per_pack={bytes_per_pack}"
         )
     if num_packs:

@@ -39,8 +39,8 @@ def _axes(axis: Any) -> tuple[int, ...]:
     axes = tuple(axis) if isinstance(axis, (list, tuple)) else (axis,)
     if not axes or any(isinstance(a, bool) or not isinstance(a, int) for a in axes):
         raise InvalidArgumentError(
-            "`axis` of `reduce` is an int, a sequence of ints, or None to reduce over "
-            f"replicas only. Received: axis={axis!r}"
+            "`axis` of `reduce` must be an int, a sequence of ints, or None to "
+            f"reduce over replicas only. Received: axis={axis!r}"
         )
     return axes
 
@@ -90,8 +90,8 @@ def _axes_of(tensor: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
         return found
     given = axes[0] if len(axes) == 1 else axes
     raise GatherError(
-        f"`reduce` was asked to reduce along axis {given}, but a replica's value has "
-        f"shape {tuple(tensor.shape)}. Use `axis=None` to reduce over replicas only."
+        f"`reduce` received the axis {given}, but a replica's value has shape "
+        f"{tuple(tensor.shape)}. Use `axis=None` to reduce over replicas only."
     )
 
 
@@ -172,9 +172,9 @@ def stack_reduce(op: ReduceOp, tensors: list[Any]) -> Any:
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         raise GatherError(
-            "Values of the replicas are reduced element by element, so their shapes "
-            f"must be equal. Found {sorted(shapes)}. Give `axis=0` to reduce uneven "
-            "batches along their rows too."
+            "Replica values are reduced elementwise, so their shapes must be equal. "
+            f"Found {sorted(shapes)}. Pass `axis=0` to reduce uneven batches along "
+            "their rows too."
         )
     stacked = ops.stack(tensors)
     if op is ReduceOp.MEAN and not keras.backend.is_float_dtype(stacked.dtype):

@@ -42,7 +42,7 @@ def _load(name: str) -> Backend:
 def unknown_backend(name: str) -> InvalidArgumentError:
     """The error for a Keras backend without strategies."""
     return InvalidArgumentError(
-        f"Keras runs on the backend {name!r}, which has no strategies. Set the "
-        f"environment variable KERAS_BACKEND to one of {', '.join(_BACKENDS)} "
-        "before Keras is imported."
+        f"Keras uses the backend {name!r}, which keras_strategies does not support. "
+        "Set the environment variable KERAS_BACKEND to one of "
+        f"{', '.join(_BACKENDS)} before Keras is imported."
     )

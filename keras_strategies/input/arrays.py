@@ -59,8 +59,8 @@ class ArrayDataset:
         """Batches of so many rows; the last one may have fewer."""
         if not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
             raise InvalidArgumentError(
-                "`batch_size` is the rows of the global batch, 1 or more. "
-                f"Received: {batch_size!r}"
+                "`batch_size` must be the number of rows of the global batch, 1 or "
+                f"more. Received: {batch_size!r}"
             )
         if self.batch_size is not None:
             raise InvalidArgumentError(
@@ -113,7 +113,7 @@ class ArrayDataset:
     def __len__(self) -> int:
         count = self.cardinality()
         if count is None:
-            raise TypeError("This dataset is repeated without end and has no length.")
+            raise TypeError("This dataset repeats endlessly and has no length.")
         return count
 
     def __iter__(self) -> Iterator[Any]:
@@ -156,8 +156,8 @@ def from_arrays(arrays: Any) -> ArrayDataset:
     if len(rows) != 1 or () in rows:
         found = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
         raise BatchError(
-            "A dataset is made of the rows of arrays that have equally many. "
-            f"Received: {found or 'no array'}."
+            "The arrays of a dataset must have the same number of rows. Received: "
+            f"{found or 'no array'}."
         )
     return ArrayDataset(arrays)
 

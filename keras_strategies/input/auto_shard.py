@@ -59,9 +59,9 @@ def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
     own = worker_rows(size, replicas)[worker]
     if own == 0:
         raise InvalidArgumentError(
-            f"The dataset's global batches have {size} rows, and there are "
-            f"{len(replicas)} workers that read files of their own. Use batches with "
-            "a row for each worker, or AutoShardPolicy.DATA."
+            f"The dataset's global batches have {size} rows, but {len(replicas)} "
+            "workers read separate files. Use batches with at least one row per "
+            "worker, or AutoShardPolicy.DATA."
         )
     return part.rebatch(own)
 

@@ -78,22 +78,20 @@ def check_rows(batch: Any, what: str) -> int | None:
     _check_kinds(leaves, what)
     shapes = {name: shape_of(leaf) for name, leaf in leaves.items()}
     if not shapes:
-        raise BatchError(f"{what} gave a batch without any array: {batch!r}.")
+        raise BatchError(f"{what} yielded a batch without arrays: {batch!r}.")
     found = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
-    hint = (
-        "Batch it by the global batch first, as in `dataset.batch(global_batch_size)`"
-    )
+    hint = "Batch it first, as in `dataset.batch(global_batch_size)`"
     if any(len(shape) == 0 for shape in shapes.values()):
         raise BatchError(
-            "A strategy splits batches by their rows, and scalars have none. "
-            f"{what} is not batched: it gave {found}. {hint}."
+            f"Batches are split by rows, but {what} is not batched: it yielded "
+            f"{found}. {hint}."
         )
     rows = {shape[0] for shape in shapes.values()} - {None}
     if len(rows) > 1:
         raise BatchError(
-            "All parts of a batch have one row for each sample. "
-            f"{what} gave {found}. Give all parts the same first axis; if these are "
-            f"single samples, the dataset is not batched. {hint}."
+            f"All arrays of a batch must have the same number of rows. {what} "
+            f"yielded {found}. If these are single samples, the dataset is not "
+            f"batched. {hint}."
         )
     return rows.pop() if rows else None
 
@@ -105,7 +103,7 @@ def _check_kinds(leaves: Mapping[str, Any], what: str) -> None:
         return
     for name, leaf in leaves.items():
         if type(leaf).__name__ in ("RaggedTensor", "RaggedTensorSpec"):
-            found = f"a {type(leaf).__name__}, whose rows have different lengths"
+            found = f"a {type(leaf).__name__} with rows of different lengths"
             hint = "Pad its rows, as in `dataset.map(lambda x: x.to_tensor())`"
         elif _is_of_text(leaf):
             found = f"dtype {leaf.dtype}"
@@ -113,8 +111,8 @@ def _check_kinds(leaves: Mapping[str, Any], what: str) -> None:
         else:
             continue
         raise BatchError(
-            f"{what} gave {name} of {found}; tensors of {backend} are rectangular "
-            f"arrays of numbers. {hint} in the dataset, or use "
+            f"{what} yielded {name} of {found}, but tensors of {backend} are "
+            f"rectangular arrays of numbers. {hint} in the dataset, or use "
             "KERAS_BACKEND=tensorflow."
         )
 

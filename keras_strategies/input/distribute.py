@@ -31,9 +31,9 @@ def dataset(
     options = InputOptions.parse(options)
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InvalidArgumentError(
-            "`experimental_distribute_dataset` splits one dataset over all replicas. "
-            "InputReplicationMode.PER_REPLICA makes one for each: use it with "
-            "`distribute_datasets_from_function`."
+            "`experimental_distribute_dataset` splits one dataset over all "
+            "replicas. InputReplicationMode.PER_REPLICA, one dataset per replica, "
+            "needs `distribute_datasets_from_function`."
         )
     if isinstance(given, DistributedDataset):
         given = given.feed.source()
@@ -77,9 +77,9 @@ def from_function(
 def check_dataset_fn(dataset_fn: Any) -> None:
     if not callable(dataset_fn):
         raise TypeError(
-            "`dataset_fn` is a function of an InputContext that returns a dataset. "
-            f"Received: {dataset_fn!r} of type {type(dataset_fn).__name__}. Use "
-            "`experimental_distribute_dataset` for a dataset."
+            "`dataset_fn` must be a function of an InputContext that returns a "
+            f"dataset. Received: {dataset_fn!r} of type {type(dataset_fn).__name__}. "
+            "Use `experimental_distribute_dataset` for a dataset."
         )
 
 

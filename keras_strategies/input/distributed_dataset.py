@@ -79,7 +79,7 @@ class DistributedDataset:
     def __len__(self) -> int:
         if self.cardinality is None:
             raise TypeError(
-                "The number of batches of this dataset is unknown or without end."
+                "The number of batches of this dataset is unknown or infinite."
             )
         return self.cardinality
 
@@ -212,7 +212,7 @@ class DistributedIterator:
             return next(self)
         except StopIteration:
             raise self._dataset._backend.out_of_range(
-                "The iterator has no more batches. Make a new one with "
+                "The iterator has no more batches. Create a new one with "
                 "`iter(dataset)`, or use a `for` loop or `get_next_as_optional`."
             ) from None
 
@@ -274,6 +274,6 @@ class OptionalBatch:
         """
         if not self._batches:
             raise InvalidArgumentError(
-                "There is no batch: the dataset has ended. Ask `has_value()` first."
+                "There is no batch: the dataset has ended. Check `has_value()` first."
             )
         return self._batches[0]

@@ -187,9 +187,9 @@ class InStepFeed(Feed):
                 yield empty
             else:
                 raise InputError(
-                    f"Worker {self._group.index} has no batches at all, while worker "
-                    f"{flags.index(True)} has, so it is not known what a batch without "
-                    "rows is here. Give each worker at least one batch."
+                    f"Worker {self._group.index} has no batches but worker "
+                    f"{flags.index(True)} has some, so the structure of an empty "
+                    "batch is unknown here. Give each worker at least one batch."
                 )
 
     @property

@@ -94,9 +94,9 @@ def encode(batch: Any) -> bytes:
         array = np.ascontiguousarray(as_numpy(value))
         if array.dtype.hasobject:
             raise BatchError(
-                "Workers exchange batches of numbers; this one has an array of Python "
-                f"objects of shape {array.shape}. Turn it into numbers first, with "
-                "keras.layers.StringLookup for example."
+                "Workers exchange batches of numbers, but this one has an array of "
+                f"Python objects of shape {array.shape}. Convert it to numbers "
+                "first, for example with keras.layers.StringLookup."
             )
         arrays.append(array)
         return {"array": [array.dtype.name, list(array.shape)]}

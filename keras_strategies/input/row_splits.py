@@ -28,8 +28,8 @@ def split_sizes(rows: int, parts: int) -> list[int]:
     """
     if rows < 0 or parts < 1:
         raise InvalidArgumentError(
-            "Rows are split into one part or more. "
-            f"Received: rows={rows}, parts={parts}"
+            "`parts` must be 1 or more, and `rows` 0 or more. Received: "
+            f"rows={rows}, parts={parts}"
         )
     base, larger = divmod(rows, parts)
     return [base + 1] * larger + [base] * (parts - larger)
@@ -58,9 +58,9 @@ def check_batch(batch: Any) -> None:
     found = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
     if any(len(shape) == 0 for shape in shapes.values()):
         raise BatchError(
-            "A strategy splits batches by their rows, and these have none: the input "
-            f"yields {found}. Batch it first, for example with "
-            "`dataset.batch(batch_size)`; batch_size is the global batch."
+            f"Batches are split by rows, but the input yields {found}. Batch it "
+            "first, for example with `dataset.batch(batch_size)`; batch_size is the "
+            "global batch."
         )
     lengths = {shape[0] for shape in shapes.values()} - {None}
     inputs = {
@@ -70,7 +70,7 @@ def check_batch(batch: Any) -> None:
     # calls on them are not split.
     if len(lengths) > 1 and len(inputs) < 2:
         raise BatchError(
-            "All parts of a batch have one row per sample, so their first axes are "
-            f"equally long. The input yields {found}. If these are single samples, "
-            "batch them first, for example with `dataset.batch(batch_size)`."
+            "All arrays of a batch must have the same number of rows. The input "
+            f"yields {found}. If these are single samples, batch them first, for "
+            "example with `dataset.batch(batch_size)`."
         )

@@ -55,7 +55,7 @@ class Source(abc.ABC):
         batch = next(self.batches(), None)
         if batch is None:
             raise InputError(
-                f"{self.what} is empty, so it is not known what its batches are."
+                f"{self.what} is empty, so the structure of its batches is unknown."
             )
         return leaf_specs(batch)
 
@@ -124,7 +124,7 @@ class ArraySource(Source):
             # A single row has no batch axis: this raises, and says so.
             check_rows(next(iter(given), None), self.what)
             raise InvalidArgumentError(
-                f"{self.what} gives single rows. Batch it by the global batch first: "
+                f"{self.what} yields single rows. Batch it first: "
                 "`dataset.batch(global_batch_size)`."
             )
 
@@ -162,8 +162,9 @@ class IterableSource(Source):
             return iter(self.given)
         if self._is_used:
             raise InputError(
-                f"{self.what} can be read once, and has been. Give a list, a dataset, "
-                "or an object whose `__iter__` starts anew, to iterate again."
+                f"{self.what} can be iterated once and is exhausted. To iterate "
+                "again, pass a list, a dataset, or an object whose `__iter__` "
+                "returns a new iterator."
             )
         self._is_used = True
         return self._remaining
@@ -287,8 +288,8 @@ def source_of(dataset: Any, batch_size: int | None = None) -> Source:
         return ArraySource(dataset.batch(batch_size))
     if batch_size is not None:
         raise InvalidArgumentError(
-            "`batch_size` is for arrays. The dataset, a "
-            f"{type(dataset).__name__}, has batches of its own. Leave it out."
+            "`batch_size` is for arrays, but the dataset, a "
+            f"{type(dataset).__name__}, is batched already. Omit it."
         )
     if isinstance(dataset, Source):
         return dataset
@@ -304,9 +305,9 @@ def source_of(dataset: Any, batch_size: int | None = None) -> Source:
     if isinstance(dataset, Iterable) and not isinstance(dataset, (str, bytes, dict)):
         return IterableSource(dataset)
     raise InvalidArgumentError(
-        f"{dataset!r} (of type {type(dataset).__name__}) is not a dataset. Give a "
-        "tf.data.Dataset, a torch DataLoader, a keras.utils.PyDataset, arrays, frames "
-        "of pandas, or an iterable of batches."
+        f"{dataset!r} (of type {type(dataset).__name__}) is not a dataset. Pass a "
+        "tf.data.Dataset, a torch DataLoader, a keras.utils.PyDataset, arrays, "
+        "pandas frames, or an iterable of batches."
     )
 
 

@@ -30,7 +30,7 @@ class Share:
     def __post_init__(self) -> None:
         if self.count < 1 or self.first < 0 or self.first + self.count > self.total:
             raise InvalidArgumentError(
-                "The replicas of a process are some of all replicas. "
+                "The replicas of a process must be a range of all replicas. "
                 f"Received: {self!r}"
             )
 
@@ -100,7 +100,7 @@ def elements_of(count: int | None, num_shards: int, index: int) -> int | None:
     """
     if not 0 <= index < num_shards:
         raise InvalidArgumentError(
-            "A shard is numbered from 0 to the number of shards - 1. "
+            "The index of a shard must be between 0 and the number of shards - 1. "
             f"Received: num_shards={num_shards}, index={index}"
         )
     if count is None:
@@ -131,8 +131,8 @@ def resolve_policy(
         return AutoShardPolicy.FILE if enough else AutoShardPolicy.DATA
     if policy is AutoShardPolicy.FILE and not enough:
         raise InvalidArgumentError(
-            f"AutoShardPolicy.FILE gives each of {num_workers} workers files of its "
-            f"own, but the dataset reads {num_files or 'no'} files. Divide the data "
-            "into more files, or use AutoShardPolicy.DATA."
+            f"AutoShardPolicy.FILE needs a file for each of the {num_workers} "
+            f"workers, but the dataset reads {num_files or 'no'} files. Split the "
+            "data into more files, or use AutoShardPolicy.DATA."
         )
     return policy

@@ -80,12 +80,12 @@ def launch(
 
     if not callable(function):
         raise InvalidArgumentError(
-            "`launch` takes a function that each worker calls. Received: "
+            "`launch` needs a function for each worker to call. Received: "
             f"{function!r}. To start a script, use `keras-strategies launch`."
         )
     if timeout_seconds is not None and not timeout_seconds > 0:
         raise InvalidArgumentError(
-            "`timeout_seconds` is a number of seconds above 0, or None. "
+            "`timeout_seconds` must be a number of seconds above 0, or None. "
             f"Received: {timeout_seconds!r}"
         )
     cluster = LocalCluster(workers, devices_per_worker=devices_per_worker)
@@ -114,8 +114,8 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
             if event is None:
                 raise WorkerError(
                     f"{_names(waiting)} had not returned after {timeout:g} seconds "
-                    "(`timeout_seconds`), and all workers were ended. What they "
-                    "printed last says what they waited for."
+                    "(`timeout_seconds`), and all workers were ended. Their last "
+                    "output may show what they waited for."
                 )
             if isinstance(event, Ended):
                 _check(event, directory)
@@ -147,6 +147,6 @@ def _check(event: Ended, directory: Path) -> None:
         when = "before" if outcome is None else "after"
         raise WorkerError(
             f"{event} {when} the function had returned, and all workers were ended. "
-            "What it printed last may say why; SIGKILL often means that the machine "
-            "ran out of memory."
+            "Its last output may show why; SIGKILL often means that the machine ran "
+            "out of memory."
         )

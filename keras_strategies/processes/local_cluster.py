@@ -63,7 +63,8 @@ class LocalCluster:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 raise InvalidArgumentError(
-                    f"`{name}` is a number, {minimum} or more. Received: {value!r}"
+                    f"`{name}` must be a number of {minimum} or more. Received: "
+                    f"{value!r}"
                 )
 
     @property
@@ -146,8 +147,8 @@ class LocalCluster:
         if each * len(computing) > len(gpus):
             raise InvalidArgumentError(
                 f"{len(computing)} tasks with {each} devices each need "
-                f"{each * len(computing)} GPUs, and {len(gpus)} are visible: "
-                f"{', '.join(gpus)}. Ask for fewer, or set {GPUS}= to nothing for "
+                f"{each * len(computing)} GPUs, but {len(gpus)} are visible: "
+                f"{', '.join(gpus)}. Request fewer, or set {GPUS}= to nothing for "
                 "virtual CPU devices."
             )
         shares = {

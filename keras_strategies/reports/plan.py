@@ -174,8 +174,8 @@ def plan(strategy: Strategy, build_fn: Callable[[], Any], batch_shapes: Any) -> 
         model = build_fn()
         if not isinstance(model, keras.Model) or not model.compiled:
             raise InvalidArgumentError(
-                "`build_fn` of `plan` makes a compiled `keras.Model`, whose optimizer "
-                f"and loss the plan is for. It returned: {model!r}"
+                "`build_fn` of `plan` must return a compiled `keras.Model`. It "
+                f"returned: {model!r}"
             )
         _build(strategy, model, batch)
         strategy.trainer.check_layouts(model)
@@ -206,9 +206,9 @@ def _abstract_batch(shapes: Any) -> Any:
         return keras.KerasTensor(tuple(shapes.shape), dtype=dtype)
     if not isinstance(shapes, (list, tuple)):
         raise InvalidArgumentError(
-            "`batch_shapes` is a shape such as (32, 10), a `keras.KerasTensor`, an "
-            "array, or a structure of these as `fit` gets it: (x, y) or "
-            f"(x, y, sample_weight). Received: {shapes!r}"
+            "`batch_shapes` must be a shape such as (32, 10), a "
+            "`keras.KerasTensor`, an array, or a structure of these as `fit` gets "
+            f"it: (x, y) or (x, y, sample_weight). Received: {shapes!r}"
         )
     if shapes and all(isinstance(n, int) and not isinstance(n, bool) for n in shapes):
         return keras.KerasTensor(tuple(shapes))

@@ -140,10 +140,10 @@ class Workers(abc.ABC):
             return self
         if options.timeout_seconds not in (None, self.group.timeout):
             raise ClusterError(
-                "The workers of this process have connected with a timeout of "
-                f"{self.group.timeout} seconds, which its strategies share. Received: "
-                f"timeout_seconds={options.timeout_seconds}. Give it to the strategy "
-                "that is made first."
+                "The workers are already connected with a timeout of "
+                f"{self.group.timeout} seconds, shared by all strategies. Received: "
+                f"timeout_seconds={options.timeout_seconds}. Pass it to the first "
+                "strategy."
             )
         own = copy.copy(self)
         own.options = options
@@ -233,18 +233,19 @@ class Workers(abc.ABC):
         for other, each in enumerate(found):
             if each[0] != facts[0]:
                 raise WorkerError(
-                    f"Workers have different batches at {self.group.progress}: worker "
-                    f"{self.group.index} has shapes {facts[0]}, worker {other} has "
-                    f"{each[0]}. All workers read the same global batches; give each "
-                    "worker data of its own with ks.DatasetCreator or "
-                    "`strategy.distribute_datasets_from_function`."
+                    f"Workers have different batches at {self.group.progress}: "
+                    f"worker {self.group.index} has shapes {facts[0]}, worker "
+                    f"{other} has {each[0]}. All workers must read the same global "
+                    "batches; for separate data per worker, use ks.DatasetCreator "
+                    "or `strategy.distribute_datasets_from_function`."
                 )
             if each != facts:
                 raise WorkerError(
-                    f"Workers {self.group.index} and {other} have batches of the same "
-                    f"shapes but other contents at {self.group.progress}. All workers "
-                    "read the same global batches: seed what shuffles or augments, or "
-                    "give each worker data of its own with ks.DatasetCreator."
+                    f"Workers {self.group.index} and {other} have batches of the "
+                    f"same shapes but different contents at {self.group.progress}. "
+                    "All workers must read the same global batches: seed shuffling "
+                    "and augmentation, or use ks.DatasetCreator for separate data "
+                    "per worker."
                 )
 
     def _progress(self) -> str:
@@ -268,10 +269,11 @@ class Workers(abc.ABC):
             return WorkerError(self.group.describe(loss))
         progress = self.group.progress or "a collective"
         return WorkerError(
-            f"Workers could not exchange values at {progress}, though none is known to "
-            f"be lost: {type(error).__name__}: {str(error).splitlines()[0]}. Do all "
-            "workers do the same, and does the network let them reach one another? "
-            "`CommunicationOptions(timeout_seconds=...)` changes how long they wait."
+            f"Workers could not exchange values at {progress}, although none is "
+            f"known to be lost: {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}. Check that all workers make the same "
+            "calls and that the network connects them. "
+            "`CommunicationOptions(timeout_seconds=...)` sets this timeout."
         )
 
 
@@ -333,9 +335,9 @@ class Communicator(abc.ABC):
 
 
 _NO_SHARDS = (
-    "Sharded checkpoints are for KERAS_BACKEND=jax, which cuts variables over devices; "
-    "with KERAS_BACKEND={0} every variable is whole on a device. Use `model.save` and "
-    "`keras.models.load_model`, whose files open under every strategy and backend."
+    "Sharded checkpoints need KERAS_BACKEND=jax; this is KERAS_BACKEND={0}. Use "
+    "`model.save` and `keras.models.load_model`, whose files load under every "
+    "strategy and backend."
 )
 
 
@@ -656,7 +658,7 @@ class Backend(abc.ABC):
 
     def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
         """Starts the engine between workers, before the devices are first used."""
-        raise NotImplementedError(f"{self.name} does not connect workers.")
+        raise NotImplementedError(f"{self.name} does not support several workers.")
 
     def random_state(self) -> bytes:
         """The state of the framework's global random numbers."""
@@ -712,7 +714,7 @@ class Backend(abc.ABC):
 
     def check_model_parallel(self) -> None:
         """Raises `BackendError` if this backend cannot cut variables over a mesh."""
-        raise BackendError(f"The backend {self.name!r} cannot cut variables.")
+        raise BackendError(f"The backend {self.name!r} cannot shard variables.")
 
     @abc.abstractmethod
     def trainer(self, strategy: Strategy) -> TrainerAdapter:

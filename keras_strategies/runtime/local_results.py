@@ -73,6 +73,5 @@ def check_equal_shapes(
         raise InvalidArgumentError(
             "`run` was called with `experimental_enable_dynamic_batch_size=False`, "
             "which needs arguments of the same shapes on all replicas. Found, by "
-            f"replica: {found}. Use batches that divide evenly, or leave the option "
-            "out."
+            f"replica: {found}. Use batches that divide evenly, or omit the option."
         )

@@ -138,15 +138,15 @@ def _compare(backend: ProbeBackend, call: LayerCall, rows: int) -> RowCheck:
         # Its author has written what replicas do: the split call raises what is wrong.
         return RowCheck(rows)
     except DifferentRowsError as error:
-        return RowCheck(rows, f"{error}, which cannot be split alike")
+        return RowCheck(rows, f"{error}, so it cannot be split")
     except Exception as error:
         # Whatever a layer raises on some of its rows and not on all of them: the
         # unsplit call that follows raises it again if it is an error of the caller.
         reason = (str(error).strip() or "no message").splitlines()[0]
         return RowCheck(
             rows,
-            "it cannot be computed on a part of its rows "
-            f"({type(error).__name__}: {reason[:200]})",
+            f"it cannot be computed on a subset of its rows ({type(error).__name__}: "
+            f"{reason[:200]})",
         )
 
 
@@ -186,12 +186,12 @@ def _problem(
     elif len(kinds) == len(found):
         kinds[:] = [a & b for a, b in zip(kinds, found, strict=True)]
     else:
-        return "it adds another number of losses for other rows"
+        return "the number of losses that it adds depends on the rows"
     if probe.collectives.of_user:
         # Its author has written what replicas exchange.
         return None
     if any(len(part.losses) != len(probe.unsplit.losses) for part in probe.parts):
-        return "it adds another number of losses for other rows"
+        return "the number of losses that it adds depends on the rows"
     what = [
         *_differing_outputs(probe, tolerance),
         *(f"the loss {i} that it adds" for i, kind in enumerate(kinds) if not kind),

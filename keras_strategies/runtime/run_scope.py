@@ -95,7 +95,7 @@ class MadeVariables:
     def begin(self) -> None:
         """A replica is about to make a variable."""
         if not self._in_turns:
-            raise TurnsNeededError("a variable was made by one of several threads")
+            raise TurnsNeededError("one of several threads created a variable")
 
     def add(self, variable: Any, replica_id: int) -> None:
         """A replica has made a variable.
@@ -107,16 +107,16 @@ class MadeVariables:
         maker, path = self._makers.setdefault(kind, (replica_id, variable.path))
         if maker != replica_id:
             raise ContextError(
-                f"Replica {maker} made variable {path!r} in `run`, and replica "
-                f"{replica_id} made another one, {variable.path!r}, of the same shape "
-                f"{kind[0]} and dtype {kind[1]}. {MAKE_ONCE}"
+                f"Replica {maker} created variable {path!r} in `run`, and replica "
+                f"{replica_id} created another one, {variable.path!r}, of the same "
+                f"shape {kind[0]} and dtype {kind[1]}. {MAKE_ONCE}"
             )
 
 
 MAKE_ONCE = (
-    "A variable, layer, metric or optimizer is made once, for all replicas and all "
-    "runs: make it in `with strategy.scope():` before `run`, or in the first run only "
-    "(`if self.counter is None: self.counter = keras.Variable(0.0)`)."
+    "Create variables, layers, metrics and optimizers once for all replicas and "
+    "runs: in `with strategy.scope():` before `run`, or in the first run only (`if "
+    "self.counter is None: self.counter = keras.Variable(0.0)`)."
 )
 
 
@@ -179,8 +179,8 @@ class RunScope(keras.StatelessScope):
         elif variable.synchronization == "on_write" and not is_local(variable):
             raise InvalidArgumentError(
                 f"Variable {variable.path!r} is synchronized on write and has the "
-                "aggregation 'none', so it is not known what one value to give it "
-                "when replicas assign it. Make it with aggregation='sum', 'mean' or "
+                "aggregation 'none', so values assigned by replicas cannot be "
+                "combined. Create it with aggregation='sum', 'mean' or "
                 "'only_first_replica'."
             )
         self._set(variable, value)

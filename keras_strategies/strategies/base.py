@@ -266,8 +266,8 @@ class Strategy:
         check_not_in_tf_function("run")
         if not isinstance(args, (list, tuple)):
             raise InvalidArgumentError(
-                "`args` of `run` is a list or tuple with one entry per argument of "
-                f"the function. Received: {type(args).__name__}. Write "
+                "`args` of `run` must be a list or tuple with one entry per "
+                f"argument of the function. Received: {type(args).__name__}. Write "
                 "`args=(value,)` for one argument."
             )
         check_returns(fn, "run")
@@ -525,8 +525,8 @@ class Strategy:
         """
         if session is not None:
             raise InvalidArgumentError(
-                "`session` is of TensorFlow 1, and nothing here runs in one. Leave it "
-                f"out. Received: {session!r}"
+                "`session` is for TensorFlow 1 and not supported. Omit it. "
+                f"Received: {session!r}"
             )
         return self._backend.row_dataset(from_arrays(numpy_input))
 
@@ -627,7 +627,7 @@ class Strategy:
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise InvalidArgumentError(
-                f"`keep` is a number of checkpoints, 1 or more. Received: {keep!r}"
+                f"`keep` must be a number of checkpoints, 1 or more. Received: {keep!r}"
             )
         self._check_owns(model, "save")
         with self.scope():
@@ -659,8 +659,8 @@ class Strategy:
     def _check_owns(self, model: Any, what: str) -> None:
         if not self.owns(model):
             raise ModelScopeError(
-                f"Model {model.name!r} was not made in the scope of {self!r}, so its "
-                f"variables are not this strategy's to {what}."
+                f"Model {model.name!r} was not created in the scope of {self!r}, "
+                f"which therefore cannot {what} it."
             )
 
     def created(self, variable: Any) -> bool:

@@ -61,8 +61,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if strategy is not None and not isinstance(strategy, Strategy):
         raise InvalidArgumentError(
             "`experimental_set_strategy` expects a strategy such as "
-            "ks.MirroredStrategy(), or None for the default one. "
-            f"Received: {strategy!r} of type {type(strategy).__name__}"
+            "ks.MirroredStrategy(), or None for the default strategy. Received: "
+            f"{strategy!r} of type {type(strategy).__name__}"
         )
     is_default = strategy is DefaultStrategy()
     context.set_strategy(None if is_default else strategy)

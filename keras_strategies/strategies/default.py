@@ -106,6 +106,6 @@ class DefaultStrategy(Strategy):
         if current is not None:
             raise MixedStrategyError(
                 "Mixing different strategies: the scope of the default strategy was "
-                f"opened where {current!r} is current."
+                f"opened inside that of {current!r}."
             )
         yield self

@@ -29,7 +29,7 @@ def set_virtual_cpu_devices(count: int) -> None:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidArgumentError(
-            "`set_virtual_cpu_devices` takes a number of devices, 1 or more. "
+            "`set_virtual_cpu_devices` needs a number of devices, 1 or more. "
             f"Received: {count!r}"
         )
     get_backend().set_virtual_cpu_devices(count)
@@ -41,8 +41,8 @@ def default_devices(backend: Backend) -> tuple[Device, ...]:
     if wanted:
         if not wanted.isdigit() or int(wanted) < 1:
             raise InvalidArgumentError(
-                f"The variable {DEVICES_PER_WORKER} is {wanted!r}; it is a number of "
-                "virtual CPU devices, 1 or more."
+                f"The environment variable {DEVICES_PER_WORKER} is {wanted!r}, not a "
+                "number of virtual CPU devices of 1 or more."
             )
         make_cpu_devices(backend, int(wanted))
     devices = backend.local_devices()

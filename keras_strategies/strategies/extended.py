@@ -78,14 +78,14 @@ class StrategyExtended:
         """
         if not isinstance(colocate_with_variable, keras.Variable):
             raise InvalidTypeError(
-                "`colocate_with_variable` is a keras.Variable of this strategy. "
-                f"Received: {colocate_with_variable!r} of type "
+                "`colocate_with_variable` must be a keras.Variable of this "
+                f"strategy. Received: {colocate_with_variable!r} of type "
                 f"{type(colocate_with_variable).__name__}"
             )
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ContextError(
-                f"Variable {colocate_with_variable.path!r} was not made in the scope "
-                f"of {self._strategy!r}; colocate with one that was."
+                f"Variable {colocate_with_variable.path!r} was not created in the "
+                f"scope of {self._strategy!r}; colocate with one that was."
             )
         with self._strategy.scope(), colocated_with(colocate_with_variable):
             yield
@@ -142,7 +142,7 @@ class StrategyExtended:
         if context.current_replica() is not None:
             raise ContextError(
                 "`extended.reduce_to` and `batch_reduce_to` were called in replica "
-                "context, where a value is one replica's. Use "
+                "context, where a value has one component. Use "
                 "`ks.get_replica_context().all_reduce` there."
             )
         op = ReduceOp.parse(reduce_op)
@@ -179,8 +179,8 @@ class StrategyExtended:
         check_flag("group", group)
         if not callable(fn):
             raise InvalidTypeError(
-                "`fn` of `extended.update` is a function of the variable and `args`. "
-                f"Received: {fn!r} of type {type(fn).__name__}"
+                "`fn` of `extended.update` must be a function of the variable and "
+                f"`args`. Received: {fn!r} of type {type(fn).__name__}"
             )
         if context.current_replica() is not None:
             raise ContextError(

@@ -115,7 +115,7 @@ class ModelParallelStrategy(Strategy):
         if allow_unmatched and not isinstance(layout_map, Mapping):
             raise InvalidArgumentError(
                 "`allow_unmatched` is for the patterns of a layout map, and "
-                f"{layout_map!r} has none. Leave it out."
+                f"{layout_map!r} has none. Omit it."
             )
         options = CommunicationOptions.parse(
             communication_options, "communication_options"
@@ -183,7 +183,7 @@ def _of_all_workers(
 ) -> list[tuple[Device, ...]]:
     """The devices of each worker."""
     names = [str(device) for device in own]
-    every = workers.group.gather_values("the devices of the grid", names)
+    every = workers.group.gather_values("the devices of the mesh", names)
     return [tuple(parse_device(name) for name in each) for each in every]
 
 
@@ -195,9 +195,9 @@ def _span(every: Sequence[Sequence[Device]], width: int) -> int:
     if width % counts[0] == 0 and set(counts) == {counts[0]}:
         return width // counts[0]
     raise InvalidArgumentError(
-        f"Each part of a batch is worked on by {width} devices, and the workers have "
-        f"{counts} of them. Use a `model_parallel` that divides the devices of each "
-        "worker, or that is a multiple of them where all have as many."
+        f"Each batch shard needs {width} devices, but the workers have {counts}. Use "
+        "a `model_parallel` that divides the number of devices of each worker or, "
+        "if all workers have equally many, is a multiple of it."
     )
 
 
@@ -213,15 +213,15 @@ def _grid(
     if math.prod(shape) != count:
         raise InvalidArgumentError(
             f"The layout map's mesh has the shape {shape}, for {math.prod(shape)} "
-            f"devices, but `devices` names {count} on all workers. Leave `devices` out "
-            "to use the mesh's own."
+            f"devices, but `devices` names {count} on all workers. Omit `devices` to "
+            "use those of the mesh."
         )
     width = count // shape[0]
     if model_parallel is not None and model_parallel != width:
         raise InvalidArgumentError(
             f"`model_parallel` is {model_parallel}, but the layout map's mesh has "
-            f"the shape {shape}, with {width} devices for each part of a batch. "
-            "Leave `model_parallel` out to use the mesh's shape."
+            f"the shape {shape}, with {width} devices for each batch shard. Omit "
+            "`model_parallel` to use the mesh's shape."
         )
     return shape, tuple(given.axis_names)
 
@@ -242,13 +242,13 @@ def _smallest_shard(given: int | None, layout_map: Any) -> int:
         return MIN_SHARD_BYTES
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
         raise InvalidArgumentError(
-            "`min_shard_bytes` is a number of bytes, 0 or more, or None. "
+            "`min_shard_bytes` must be a number of bytes, 0 or more, or None. "
             f"Received: {given!r}"
         )
     if isinstance(layout_map, Mapping):
         raise InvalidArgumentError(
-            "`min_shard_bytes` is for the layouts 'auto' and 'fsdp'. A layout map says "
-            "itself which variables are sharded; leave `min_shard_bytes` out. "
+            "`min_shard_bytes` is for the layouts 'auto' and 'fsdp'. A layout map "
+            "selects the sharded variables itself; omit `min_shard_bytes`. "
             f"Received: min_shard_bytes={given}"
         )
     return given
@@ -269,8 +269,8 @@ def _rule(
         return rule, None
     if not isinstance(layout_map, Mapping):
         raise LayoutError(
-            "`layout_map` is 'auto', 'fsdp', a `keras.distribution.LayoutMap`, or a "
-            "dict such as {'.*dense.*kernel': (None, 'model')}. Received: "
+            "`layout_map` must be 'auto', 'fsdp', a `keras.distribution.LayoutMap`, "
+            "or a dict such as {'.*dense.*kernel': (None, 'model')}. Received: "
             f"{layout_map!r}"
         )
     layouts: dict[str, Axes] = {}
@@ -279,8 +279,8 @@ def _rule(
         axes = getattr(layout, "axes", layout)
         if not isinstance(axes, (tuple, list)):
             raise LayoutError(
-                f"The layout of {key!r} is a tuple with the name of a mesh axis or "
-                f"None for each axis of the variable. Received: {layout!r}"
+                f"The layout of {key!r} must be a tuple with the name of a mesh axis "
+                f"or None for each axis of the variable. Received: {layout!r}"
             )
         layouts[key] = tuple(axes)
     mapped = MappedLayouts(layouts, allow_unmatched)

@@ -158,8 +158,8 @@ def join_workers(
     if isinstance(resolver, LocalClusterResolver):
         raise ClusterError(
             "LocalClusterResolver describes processes that ParameterServerStrategy "
-            "starts itself. Workers of MultiWorkerMirroredStrategy are started with "
-            "`keras-strategies launch --workers N script.py`, or with ks.launch."
+            "starts itself. Start workers of MultiWorkerMirroredStrategy with "
+            "`keras-strategies launch --workers N script.py` or ks.launch."
         )
     spec = resolver.cluster_spec()
     resolver.check_task()
@@ -174,9 +174,9 @@ def join_workers(
         return _joined[key]
     if _joined:
         raise ClusterError(
-            f"This process is worker {index} of {addresses}, but belongs to another "
-            f"cluster already: {list(next(iter(_joined))[0])}. Start a process for "
-            "each cluster."
+            f"This process is worker {index} of {addresses}, but has already joined "
+            f"another cluster: {list(next(iter(_joined))[0])}. Use a separate "
+            "process for each cluster."
         )
     group = WorkerGroup.join(
         addresses,

@@ -30,7 +30,7 @@ def check_not_in_tf_function(method: str) -> None:
     raise ContextError(
         f"`{method}` was called inside a `tf.function`, and Keras runs on the "
         f"{backend_name()} backend, which TensorFlow cannot compile. Replace "
-        "`tf.function` by `ks.function`."
+        "`tf.function` with `ks.function`."
     )
 
 
@@ -47,8 +47,8 @@ def check_no_tensorflow_results(results: Sequence[Any]) -> None:
         dtype = getattr(leaf, "dtype", None)
         if is_tensorflow and getattr(dtype, "is_floating", False):
             raise ContextError(
-                "The function that replicas ran returned a tensor of TensorFlow, which "
-                "has neither gradients nor this strategy's number of replicas. "
+                "The function of `run` returned a TensorFlow tensor, which has "
+                "neither gradients nor this strategy's number of replicas. "
                 + _REPLACEMENTS.format(backend=backend_name())
             )
 

@@ -47,8 +47,8 @@ class DeviceAssignment:
         rows = tuple(tuple(row) for row in self.devices)
         if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
             raise InvalidArgumentError(
-                "A device assignment names the cores of each replica, equally many "
-                "for all, as in [['tpu:0', 'tpu:1'], ['tpu:2', 'tpu:3']]. "
+                "A device assignment lists the cores of each replica, the same "
+                "number for all, as in [['tpu:0', 'tpu:1'], ['tpu:2', 'tpu:3']]. "
                 f"Received: {self.devices!r}"
             )
         object.__setattr__(self, "devices", rows)
@@ -105,7 +105,7 @@ class TPUStrategy(Strategy):
         assignment = experimental_device_assignment
         if assignment is not None and not isinstance(assignment, DeviceAssignment):
             raise InvalidArgumentError(
-                "`experimental_device_assignment` is a ks.DeviceAssignment. "
+                "`experimental_device_assignment` must be a ks.DeviceAssignment. "
                 f"Received: {assignment!r} of type {type(assignment).__name__}"
             )
         resolver = tpu_cluster_resolver
@@ -121,9 +121,9 @@ class TPUStrategy(Strategy):
         is_cut = bool(experimental_spmd_xla_partitioning) and len(rows[0]) > 1
         if is_cut and workers is not None:
             raise InvalidArgumentError(
-                "SPMD partitioning cuts variables over the cores of one machine, and "
-                f"this slice has {workers.group.count}. Leave "
-                "`experimental_spmd_xla_partitioning` out, or use one machine."
+                "SPMD partitioning shards variables over the cores of one machine, "
+                f"but this slice has {workers.group.count} machines. Omit "
+                "`experimental_spmd_xla_partitioning`, or use one machine."
             )
         replicas = tuple(row[0] for row in rows)
         mesh = None

@@ -72,7 +72,7 @@ def timed_all_reduce(timeout: float) -> list[Timing]:
             timeout=3 * wait,
         )
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"it has not ended in {3 * wait:g} s") from error
+        raise RuntimeError(f"it did not end within {3 * wait:g} s") from error
     if process.returncode:
         lines = [
             line

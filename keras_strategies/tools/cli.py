@@ -15,20 +15,20 @@ from keras_strategies.processes.local_cluster import LocalCluster
 from keras_strategies.tools.doctor import doctor
 from keras_strategies.tools.launch_command import launch_command
 
-_LAUNCH = """\
-Start a Python script as a cluster of processes on this machine. Each finds its place
-in the variable TF_CONFIG, where MultiWorkerMirroredStrategy and
-ParameterServerStrategy look for it. Each line of output has the name of its task in
-front. When a task fails, all are ended, and its exit code is returned.
-"""
-_DOCTOR = """\
-Say what this process would train on: versions, devices, what the cluster's variables
-say, whether the other tasks can be reached, and how long workers take to sum values.
-Run on all machines at once, as the script would be, it answers itself on the ports of
-the cluster:
-
-    keras-strategies launch --workers 2 -m keras_strategies doctor
-"""
+_LAUNCH = (
+    "Start a Python script as a cluster of processes on this machine. Each task "
+    "gets its place\nin the environment variable TF_CONFIG, where "
+    "MultiWorkerMirroredStrategy and\nParameterServerStrategy look for it. Each "
+    "line of output has the name of its task in\nfront. When a task fails, all are "
+    "ended, and its exit code is returned.\n"
+)
+_DOCTOR = (
+    "Report what this process would train on: versions, devices, the cluster's "
+    "variables,\nwhether the other tasks can be reached, and the time of an "
+    "all-reduce between workers.\nRun it in all tasks at once, in place of the "
+    "script: each doctor answers on the port of\nits task:\n\n    keras-strategies "
+    "launch --workers 2 -m keras_strategies doctor\n"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def _launch(options: argparse.Namespace) -> int:
         script = ["-m", *script]
     elif not Path(options.script).is_file():
         print(
-            f"keras-strategies launch: there is no script {options.script!r} in "
+            f"keras-strategies launch: script {options.script!r} not found in "
             f"{Path.cwd()}.",
             file=sys.stderr,
         )
@@ -118,19 +118,23 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="M",
-        help="number of parameter servers; they are ended when the others are done",
+        help="number of parameter servers; they end after the other tasks",
     )
     launch.add_argument(
         "--chief",
         action="store_true",
-        help="a chief beside the workers; with parameter servers it coordinates, and "
-        "its end is the end of all",
+        help=(
+            "add a chief; with parameter servers it coordinates, and the cluster "
+            "ends with it"
+        ),
     )
     launch.add_argument(
         "--evaluator",
         action="store_true",
-        help="an evaluator beside the cluster; when the others are done it gets "
-        "SIGTERM, and --grace-seconds for the last checkpoint",
+        help=(
+            "add an evaluator; after the other tasks it gets SIGTERM, and "
+            "--grace-seconds for the last checkpoint"
+        ),
     )
     launch.add_argument(
         "--devices-per-worker",
@@ -144,14 +148,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=0,
         metavar="R",
-        help="how often to start all again after a failure, with other ports",
+        help="how often to restart the cluster after a failure, with new ports",
     )
     launch.add_argument(
         "--grace-seconds",
         type=_seconds,
         default=10.0,
         metavar="S",
-        help="how long tasks may take to end before they are killed (default: 10)",
+        help="seconds for tasks to end before they are killed (default: 10)",
     )
     launch.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is the name of a module"
@@ -161,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser(
         "doctor",
-        help="say what this process would train on",
+        help="report what this process would train on",
         description=_DOCTOR,
         formatter_class=raw,
     )
@@ -170,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=10.0,
         metavar="S",
-        help="how long to wait for the other tasks (default: 10)",
+        help="seconds to wait for the other tasks (default: 10)",
     )
     return parser
 
@@ -185,5 +189,5 @@ def _count(text: str) -> int:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value

@@ -114,8 +114,7 @@ def next_steps(around: Surroundings, problems: int) -> list[str]:
         return [_choose_a_backend(around.installed)]
     if problems:
         return [
-            "Correct what is marked with `!`; causes and cures are in "
-            f"{TROUBLESHOOTING}.",
+            f"Fix the lines marked with `!`; for causes see {TROUBLESHOOTING}.",
             "Run `keras-strategies doctor` again, in all tasks at the same time.",
         ]
     if around.resolver is not None and around.resolver.num_workers > 1:
@@ -256,7 +255,7 @@ def _peers(around: Surroundings) -> Iterator[Finding]:
             if not listener.wait_for(doctors, left):
                 missing = ", ".join(sorted(doctors - listener.visitors))
                 yield Finding(
-                    own, f"is not reached at {address!r} from {missing}", True
+                    own, f"is unreachable at {address!r} from {missing}", True
                 )
 
 
@@ -276,7 +275,7 @@ def _all_reduce(around: Surroundings) -> Iterator[Finding]:
     missing = sorted(workers - around.doctors - {own})
     # What the others are is said under "peers".
     if "ps" in spec.jobs or own not in workers:
-        yield Finding("all-reduce", "none: it is between workers without servers")
+        yield Finding("all-reduce", "none: it needs workers without parameter servers")
     elif missing:
         found = f"not measured: no doctor answers as {', '.join(missing)}"
         yield Finding("all-reduce", found)

@@ -53,7 +53,7 @@ def launch_command(
             if restarts == max_restarts:
                 return last.exit_code
             restarts += 1
-            _say(f"starting again ({restarts} of {max_restarts}), with other ports.")
+            _say(f"restarting ({restarts} of {max_restarts}) with new ports.")
 
 
 def _run(

@@ -164,7 +164,7 @@ def _meet(own: str, task: str, address: str, connection: socket.socket) -> Peer:
     there = _greeting(connection)
     if not there:
         # Nothing is said to it: training in progress should not notice.
-        return Peer(task, address, True, "answers (a program that is no doctor)")
+        return Peer(task, address, True, "answers (another program than a doctor)")
     connection.sendall(_HELLO + own.encode() + b"\n")
     if there != task:
         return Peer(task, address, False, f"a doctor answers that is {there}", True)
@@ -190,11 +190,11 @@ def _greeting(connection: socket.socket) -> str:
 def _reason(error: Exception) -> str:
     """Why a connection failed, for people."""
     if isinstance(error, ConnectionRefusedError):
-        return "refused: the machine is there, and nothing listens on the port"
+        return "refused: the machine is up, but nothing listens on the port"
     if isinstance(error, TimeoutError):
-        return "no answer: the machine is off, or a firewall drops the connection"
+        return "no answer: the machine is down, or a firewall drops the connection"
     if isinstance(error, socket.gaierror):
-        return f"the name of the machine is not known here ({error.strerror})"
+        return f"the machine's name cannot be resolved ({error.strerror})"
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno)
     return str(error)

@@ -86,7 +86,7 @@ def read_seeds(source: Any, seeds: Sequence[Any]) -> None:
     if len(states) != len(seeds):
         warnings.warn(
             f"The file has the states of {len(states)} seed generators and the model "
-            f"has {len(seeds)}; they begin anew.",
+            f"has {len(seeds)}; they restart from their seeds.",
             stacklevel=2,
         )
         return

@@ -68,7 +68,7 @@ class Checkpoint:
         self._objects = dict(_named_objects(objects))
         if not self._objects:
             raise InvalidArgumentError(
-                "A checkpoint has objects by name, as in "
+                "A checkpoint needs objects by name, as in "
                 "`ks.Checkpoint(model=model, optimizer=optimizer)`. Received none."
             )
 
@@ -226,10 +226,10 @@ class Checkpoint:
             if len(own) != len(entries):
                 raise CheckpointError(
                     f"{name!r} has {len(own)} variables, and checkpoint {path!r} has "
-                    f"{len(entries)} of it: {', '.join(found)}. Make it as it was made "
-                    "when it was saved; build models, optimizers "
-                    "(`optimizer.build(model.trainable_variables)`) and metrics before "
-                    "`restore`."
+                    f"{len(entries)} of it: {', '.join(found)}. Create it as it was "
+                    "when saved; build models, optimizers "
+                    "(`optimizer.build(model.trainable_variables)`) and metrics "
+                    "before `restore`."
                 )
             for variable, entry in zip(own, entries, strict=True):
                 if tuple(variable.shape) != tuple(entry["shape"]):
@@ -275,13 +275,13 @@ class CheckpointManager:
     ):
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidArgumentError(
-                f"`checkpoint` is a `ks.Checkpoint`. Received: {checkpoint!r}"
+                f"`checkpoint` must be a `ks.Checkpoint`. Received: {checkpoint!r}"
             )
         is_count = isinstance(max_to_keep, int) and not isinstance(max_to_keep, bool)
         if max_to_keep is not None and (not is_count or max_to_keep < 1):
             raise InvalidArgumentError(
-                "`max_to_keep` is a number of checkpoints, 1 or more, or None for all. "
-                f"Received: {max_to_keep!r}"
+                "`max_to_keep` must be a number of checkpoints, 1 or more, or None "
+                f"for all. Received: {max_to_keep!r}"
             )
         self._checkpoint = checkpoint
         self._directory = Path(directory)
@@ -345,7 +345,7 @@ class CheckpointManager:
             try:
                 self._checkpoint.restore(path)
             except DamagedCheckpointError as damaged:
-                warnings.warn(f"{damaged} The one before is used.", stacklevel=2)
+                warnings.warn(f"{damaged} Using the previous checkpoint.", stacklevel=2)
                 error = damaged
             else:
                 return path
@@ -387,10 +387,10 @@ def _variables_of(value: Any, name: str = "") -> list[Any]:
     is_layer = isinstance(value, (keras.Layer, keras.metrics.Metric))
     if not is_layer and not keras_compat.is_optimizer(value):
         raise InvalidArgumentError(
-            f"{name!r} of a checkpoint is a model, layer, optimizer, metric, seed "
-            "generator or `keras.Variable`, or a dict, list or tuple of these. A "
-            "counter is `keras.Variable(0, dtype='int64', trainable=False)`. Received: "
-            f"{value!r} of type {type(value).__name__}"
+            f"{name!r} of a checkpoint must be a model, layer, optimizer, metric, "
+            "seed generator or `keras.Variable`, or a dict, list or tuple of these. "
+            "A counter is `keras.Variable(0, dtype='int64', trainable=False)`. "
+            f"Received: {value!r} of type {type(value).__name__}"
         )
     found = list(value.variables)
     optimizer = getattr(value, "optimizer", None)
@@ -412,11 +412,11 @@ def _scope_of(strategy: Any) -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {str(path)!r}.")
+        raise CheckpointError(f"Checkpoint {str(path)!r} does not exist.")
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
     except (zipfile.BadZipFile, EOFError) as error:
         raise DamagedCheckpointError(
-            f"Checkpoint {str(path)!r} is damaged or no checkpoint: {error}."
+            f"Checkpoint {str(path)!r} is damaged or not a checkpoint: {error}."
         ) from error

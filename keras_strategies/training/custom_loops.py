@@ -44,9 +44,9 @@ def value_and_grad(
     if not variables:
         # Training would skip its first step: the call of the model builds it.
         raise InvalidArgumentError(
-            "`value_and_grad` was given no variables. A model that is not built has "
-            "none: give it a `keras.Input`, or call `model.build(input_shape)` before "
-            "the first step."
+            "`value_and_grad` received no variables. An unbuilt model has none: "
+            "give it a `keras.Input`, or call `model.build(input_shape)` before the "
+            "first step."
         )
     differentiated = get_backend().value_and_grad(fn, variables, has_aux)
 

@@ -45,8 +45,8 @@ def compute_average_loss(
     loss = ops.convert_to_tensor(per_example_loss)
     if len(loss.shape) == 0:
         raise InvalidArgumentError(
-            "`compute_average_loss` averages one loss per example; it was given a "
-            "scalar. Make the loss with `reduction=None`."
+            "`compute_average_loss` needs one loss per example but received a "
+            "scalar. Create the loss with `reduction=None`."
         )
     if "float" not in keras.backend.standardize_dtype(loss.dtype):
         loss = ops.cast(loss, keras.config.floatx())
@@ -70,8 +70,8 @@ def _global_rows(loss: Any, given: Any) -> Any:
     if not is_tensor and isinstance(given, int) and given >= 0:
         return ops.cast(max(given, 1), loss.dtype)
     raise InvalidArgumentError(
-        "`global_batch_size` is the number of rows of the global batch, an integer of "
-        f"0 or more. Received: {given!r}"
+        "`global_batch_size` must be the number of rows of the global batch, an "
+        f"integer of 0 or more. Received: {given!r}"
     )
 
 
@@ -100,6 +100,6 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 def _check_not_cross_replica(name: str) -> None:
     if context.in_cross_replica_context():
         raise ContextError(
-            f"`{name}` gives one replica's share and was called in cross-replica "
+            f"`{name}` returns one replica's share but was called in cross-replica "
             "context. Call it in the function that you pass to `strategy.run`."
         )

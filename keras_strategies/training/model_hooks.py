@@ -71,10 +71,10 @@ class StrategyHooks:
             if current is not None and not context.current_replica():
                 raise ModelScopeError(
                     f"`{name}` was called inside the scope of {current!r} on model "
-                    f"{model.name!r}, which was made outside of it, so its variables "
-                    "are not where the strategy keeps them. Move the lines that make "
-                    "and compile the model into `with strategy.scope():`; `fit` may "
-                    "stay where it is."
+                    f"{model.name!r}, which was created outside of it, so the "
+                    "strategy has not placed its variables. Create and compile the "
+                    "model in `with strategy.scope():`; `fit` may be called "
+                    "anywhere."
                 )
             yield
             return
@@ -221,9 +221,9 @@ def _made_in_run(variable: Any) -> None:
 def _check_read_on_replica(variable: Any) -> None:
     if context.current_replica() is None:
         raise InvalidArgumentError(
-            f"Variable {variable.path!r} has a value of each replica's own and the "
-            "aggregation 'none', so that there is no one value to read outside of "
-            "`run`. Read it in the function that you pass to `run`, or make it with "
+            f"Variable {variable.path!r} has a separate value on each replica and "
+            "the aggregation 'none', so it has no single value outside of `run`. "
+            "Read it in the function that you pass to `run`, or create it with "
             "aggregation='sum', 'mean' or 'only_first_replica'."
         )
 

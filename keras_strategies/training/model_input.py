@@ -59,9 +59,10 @@ class DatasetCreator:
     ):
         if not callable(dataset_fn):
             raise TypeError(
-                "`dataset_fn` is a function of an InputContext that returns a dataset. "
-                f"Received: {dataset_fn!r} of type {type(dataset_fn).__name__}. Write "
-                "`DatasetCreator(lambda context: dataset)` for a dataset."
+                "`dataset_fn` must be a function of an InputContext that returns a "
+                f"dataset. Received: {dataset_fn!r} of type "
+                f"{type(dataset_fn).__name__}. Write `DatasetCreator(lambda context: "
+                "dataset)` for a dataset."
             )
         options = InputOptions.parse(input_options, "input_options", InvalidTypeError)
         _check_used_in_fit(options)
@@ -111,10 +112,10 @@ def _check_used_in_fit(options: InputOptions) -> None:
         value = getattr(options, name)
         if value != getattr(default, name):
             raise InvalidArgumentError(
-                f"`input_options` of a DatasetCreator has {name}={value!r}, but `fit` "
-                "moves batches to the devices by itself, ahead of their use. Leave it "
-                "out; `strategy.distribute_datasets_from_function` takes it, for a "
-                "loop of your own."
+                f"`input_options` of a DatasetCreator has {name}={value!r}, but "
+                "`fit` prefetches batches to the devices itself. Omit it; "
+                "`strategy.distribute_datasets_from_function` accepts it, for "
+                "custom loops."
             )
 
 
@@ -172,8 +173,8 @@ def model_arguments(
         for other in ("y", "sample_weight"):
             if arguments.get(other) is not None:
                 raise InvalidArgumentError(
-                    f"`{other}` was given beside `x`, a {type(x).__name__}, whose "
-                    "batches contain it. Leave it out."
+                    f"`{other}` was given with `x`, a {type(x).__name__}, whose "
+                    "batches contain it. Omit it."
                 )
     if is_ours(x):
         changed["x"] = _model_input(strategy, x, class_weight)

@@ -62,12 +62,12 @@ class TerminationConfig:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise InvalidArgumentError(
-                    f"`{name}` is a function. Received: {value!r}"
+                    f"`{name}` must be a function. Received: {value!r}"
                 )
         if self.grace_period < 0:
             raise InvalidArgumentError(
-                "`grace_period` is a number of seconds, 0 or more. "
-                f"Received: {self.grace_period!r}"
+                "`grace_period` must be a number of seconds, 0 or more. Received: "
+                f"{self.grace_period!r}"
             )
 
 
@@ -79,15 +79,15 @@ def _check_resolver(resolver: Any, group: WorkerGroup | None) -> None:
         resolver = as_resolver(resolver, "cluster_resolver")
     if not isinstance(resolver, ClusterResolver):
         raise InvalidTypeError(
-            "`cluster_resolver` is one of ks.cluster_resolver, or None. "
+            "`cluster_resolver` must be a resolver of ks.cluster_resolver, or None. "
             f"Received: {resolver!r} of type {type(resolver).__name__}"
         )
     connected = 1 if group is None else group.count
     if resolver.num_workers != connected:
         raise ClusterError(
-            f"`cluster_resolver` describes {resolver.num_workers} workers, and "
-            f"{connected} have connected. Make the strategy with this resolver first, "
-            "or pass None."
+            f"`cluster_resolver` describes {resolver.num_workers} workers, but "
+            f"{connected} have connected. Create the strategy with this resolver "
+            "first, or pass None."
         )
 
 
@@ -141,8 +141,8 @@ class PreemptionCheckpointHandler:
         folder = checkpoint_dir or getattr(checkpoint, "directory", None)
         if folder is None:
             raise InvalidArgumentError(
-                "`checkpoint_dir` names the folder that a preempted training is saved "
-                "in. Received: None."
+                "`checkpoint_dir` must be the folder for the checkpoint of a "
+                "preempted training. Received: None."
             )
         self._saved = _Saved(
             getattr(checkpoint, "checkpoint", checkpoint), Path(folder)
@@ -217,8 +217,9 @@ class PreemptionCheckpointHandler:
         else:
             if chief:
                 print(
-                    f"Training was saved in {self._saved.folder} because this machine "
-                    "or that of another worker is to be taken. Start again to go on.",
+                    f"Training was saved in {self._saved.folder} because this "
+                    "machine or another worker's is being preempted. Restart to "
+                    "resume.",
                     file=sys.stderr,
                 )
             sys.exit(RESTART_EXIT_CODE)
@@ -258,8 +259,8 @@ class PreemptionCheckpointHandler:
     def _watch(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ContextError(
-                "A PreemptionCheckpointHandler was made on a thread other than the "
-                "main one, which termination signals come to. Make it there."
+                "A PreemptionCheckpointHandler was created outside of the main "
+                "thread, which receives termination signals. Create it there."
             )
         self._previous = signal.signal(signal.SIGTERM, lambda *_: self._notice())
         watcher = self._config.termination_watcher_fn
@@ -307,8 +308,8 @@ class _Saved:
             hasattr(checkpoint, "write") and hasattr(checkpoint, "read")
         ):
             raise InvalidArgumentError(
-                "`checkpoint` is a keras.Model, or an object with `write(path)` and "
-                f"`read(path)`. Received: {checkpoint!r} of type "
+                "`checkpoint` must be a keras.Model, or an object with "
+                f"`write(path)` and `read(path)`. Received: {checkpoint!r} of type "
                 f"{type(checkpoint).__name__}"
             )
         self.checkpoint = checkpoint

@@ -110,9 +110,9 @@ class SidecarEvaluator:
     ):
         if not isinstance(model, keras.Model) or not (model.compiled and model.built):
             raise InvalidArgumentError(
-                "`model` is a keras.Model that is compiled and built, since weights "
-                "are loaded into it. Call `compile`, and `build` or the model itself "
-                f"on a batch. Received: {model!r}"
+                "`model` must be a compiled and built keras.Model, since weights "
+                "are loaded into it. Call `compile`, and `build` or the model "
+                f"itself on a batch. Received: {model!r}"
             )
         for name, value, least in (
             ("steps", steps, 1),
@@ -121,12 +121,12 @@ class SidecarEvaluator:
         ):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise InvalidArgumentError(
-                    f"`{name}` is a number, {least} or more, or None. "
+                    f"`{name}` must be a number of {least} or more, or None. "
                     f"Received: {value!r}"
                 )
         if timeout_seconds is not None and not timeout_seconds > 0:
             raise InvalidArgumentError(
-                "`timeout_seconds` is a number of seconds above 0, or None. "
+                "`timeout_seconds` must be a number of seconds above 0, or None. "
                 f"Received: {timeout_seconds!r}"
             )
         self._model = model
@@ -167,10 +167,10 @@ class SidecarEvaluator:
                 waited = time.monotonic() - waited_since
                 if self._timeout is not None and waited > self._timeout:
                     raise ClusterTimeoutError(
-                        f"No new checkpoint came to {self._folder} within "
+                        f"No new checkpoint appeared in {self._folder} within "
                         f"{self._timeout:g} seconds, after {len(self.evaluations)} "
                         "evaluations. Training may have ended or failed; "
-                        "`timeout_seconds` changes the wait."
+                        "`timeout_seconds` sets this timeout."
                     )
                 self._is_ending.wait(_POLL_SECONDS)
 
@@ -219,8 +219,8 @@ class SidecarEvaluator:
             if _is_settled(version):
                 raise CheckpointError(
                     f"The checkpoint {version.path} cannot be loaded into the "
-                    f"evaluator's model {self._model.name!r}: {error}. Make the same "
-                    "model as the one that is trained, and keep other files out of "
+                    f"evaluator's model {self._model.name!r}: {error}. Create the "
+                    "same model as in training, and store no other files in "
                     f"{self._folder}."
                 ) from error
             return False  # It is being written, or has been replaced.

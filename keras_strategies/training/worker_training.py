@@ -113,10 +113,9 @@ def agree(workers: Workers, model: Any, name: str, given: dict[str, Any]) -> Non
         for other, value in enumerate(values):
             if value != values[0]:
                 raise ClusterError(
-                    f"Workers do not agree on {what}: worker 0 has "
-                    f"{_short(values[0])}, worker {other} has {_short(value)}. All "
-                    "workers run the same script on the same data; `batch_size` is "
-                    "the global batch."
+                    f"Workers disagree on {what}: worker 0 has {_short(values[0])}, "
+                    f"worker {other} has {_short(value)}. Run the same script on the "
+                    "same data on all workers; `batch_size` is the global batch."
                 )
 
 
@@ -208,10 +207,11 @@ def _check_backups(strategy: Strategy, callbacks: Any) -> None:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise InvalidArgumentError(
                 "keras.callbacks.BackupAndRestore was given to `fit` under "
-                f"{strategy!r}, whose variables are cut over several workers: the "
-                "chief alone writes and reads its file. Call `strategy.save_sharded("
-                "model, directory)` at the end of an epoch, and `load_sharded` before "
-                "`fit`; every worker writes and reads its own parts there."
+                f"{strategy!r}, which shards variables over several workers, but "
+                "only the chief writes and reads its file. Call "
+                "`strategy.save_sharded(model, directory)` at the end of an epoch, "
+                "and `load_sharded` before `fit`; every worker writes and reads its "
+                "own parts there."
             )
 
 

@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_said_before_anything_changes(two, tmp_path):
         ks.Checkpoint(other=loop.model).restore(path)
     with pytest.raises(ValueError, match=r"1 variables.*of it.*before `restore`"):
         ks.Checkpoint(model=loop.step).restore(path)
-    with pytest.raises(ValueError, match="There is no checkpoint"):
+    with pytest.raises(ValueError, match="does not exist"):
         loop.checkpoint.restore(tmp_path / "none.ckpt")
 
 
@@ -203,9 +203,9 @@ def test_bad_arguments():
     checkpoint = ks.Checkpoint(step=keras.Variable(0, trainable=False))
     with pytest.raises(ValueError, match="by name"):
         ks.Checkpoint()
-    with pytest.raises(ValueError, match="`max_to_keep` is a number"):
+    with pytest.raises(ValueError, match="`max_to_keep` must be a number"):
         ks.CheckpointManager(checkpoint, "x", max_to_keep=0)
-    with pytest.raises(ValueError, match="`checkpoint` is a"):
+    with pytest.raises(ValueError, match="`checkpoint` must be a"):
         ks.CheckpointManager("model", "x")
 
 

@@ -41,7 +41,7 @@ def test_who_still_waits_is_ended_after_the_error_is_printed(watched, capfd):
     assert time.monotonic() - begin >= GRACE
     printed = capfd.readouterr().err
     assert "WorkerError: Worker 1 (10.0.0.2, process 77) was lost at step 3" in printed
-    assert "is ended" in printed
+    assert "and exits" in printed
 
 
 def test_who_comes_back_in_time_goes_on(watched, capfd):

@@ -102,11 +102,11 @@ def test_no_cluster_is_one_worker(environment, text) -> None:
     [
         ("{'cluster': 1}", "is not JSON"),
         ("[1]", "it is a dict"),
-        (tf_config(task=3), '"task" is a dict'),
+        (tf_config(task=3), '"task" must be a dict'),
         (tf_config(task={"type": "worker", "index": "x"}), '"index" of "task"'),
         (tf_config(task={"type": "boss", "index": 0}), "the task 'boss' 0"),
         (tf_config(task={"type": "worker", "index": 2}), "has 2 of them"),
-        (tf_config(task={}), "not said which task"),
+        (tf_config(task={}), "Cannot tell which task"),
         (tf_config(cluster={"worker": "b:1"}), "a list of addresses"),
     ],
 )
@@ -152,7 +152,7 @@ def test_union() -> None:
         "worker": {0: "a:1", 2: "x:1"}
     }
     other = cluster.SimpleClusterResolver({"worker": {2: "y:1"}})
-    with pytest.raises(ValueError, match="'x:1' and at 'y:1'"):
+    with pytest.raises(ValueError, match=r"'x:1' in one .* 'y:1' in another"):
         cluster.UnionResolver(at_two, other).cluster_spec()
     with pytest.raises(ValueError, match="at least one resolver"):
         cluster.UnionResolver()
@@ -256,7 +256,7 @@ def test_tasks_per_node(text, counts) -> None:
 
 
 def test_tasks_per_node_that_are_none() -> None:
-    with pytest.raises(ValueError, match=r"'2\(3\)' does not say"):
+    with pytest.raises(ValueError, match=r"'2\(3\)' is not a list of tasks"):
         expand_tasks_per_node("2(3)")
 
 
@@ -369,15 +369,19 @@ def test_slurm_without_tasks_per_node_and_without_gpus(environment) -> None:
 @pytest.mark.parametrize(
     "arguments, changes, message",
     [
-        ({"jobs": {"worker": 4}}, {}, "have 4 tasks, and SLURM runs 5"),
+        ({"jobs": {"worker": 4}}, {}, "have 4 tasks, but SLURM runs 5"),
         ({"tasks_per_node": [1, 1]}, {}, "3 nodes"),
-        ({"gpus_per_task": 3}, {}, "3 GPUs each, and there are 4"),
+        ({"gpus_per_task": 3}, {}, "3 GPUs each, but there are 4"),
         ({}, {"SLURM_PROCID": "5"}, "SLURM_PROCID is 5"),
         ({}, {"SLURM_PROCID": "two"}, r"\['SLURM_PROCID'\] is 'two'"),
         ({"tasks_per_node": {"x": 5}}, {}, r"names the nodes \['x'\]"),
         ({}, {"SLURM_NODEID": "2"}, "on node 1 .gpu02. as its task 1 .*NODEID is 2"),
         ({}, {"SLURM_LOCALID": "0"}, "SLURM_LOCALID is 0"),
-        ({}, {"SLURM_PROCID": ""}, r"None of the variables \['SLURM_PROCID'\]"),
+        (
+            {},
+            {"SLURM_PROCID": ""},
+            r"None of the environment variables \['SLURM_PROCID'\]",
+        ),
     ],
 )
 def test_slurm_that_does_not_fit(environment, arguments, changes, message) -> None:
@@ -411,7 +415,7 @@ def test_sagemaker_counts_hosts_alike_everywhere(environment) -> None:
     "hosts, current, message",
     [
         ("", "a", r"\['SM_HOSTS'\] are not set"),
-        ("a,b", "a", "is no JSON list"),
+        ("a,b", "a", "is not a JSON list"),
         ('["a"]', "b", "'b', which is not among"),
     ],
 )

@@ -358,7 +358,7 @@ def test_a_tpu_by_its_name(serve, no_tpu) -> None:
     }
     assert resolver.accelerator_type == "v3-16"
     service = google_client("tpu", "v2", serve(tpu_api("CREATING")))
-    with pytest.raises(ValueError, match="'CREATING' and not 'READY'"):
+    with pytest.raises(ValueError, match="'CREATING', not 'READY'"):
         cluster.TPUClusterResolver("big", **place, service=service)
     with pytest.raises(ValueError, match="project=None"):
         cluster.TPUClusterResolver("big", zone="us-west4-a")

@@ -72,12 +72,12 @@ def test_it_says_what_tensorflows_says(tmp_path) -> None:
 @pytest.mark.parametrize(
     "given, message",
     [
-        ("worker", "a dict from the name of a job"),
+        ("worker", "a dict from job names"),
         ({"worker": "a:1"}, "a list of addresses"),
         ({"worker": [1]}, "the address 1"),
         ({"worker": {"x": "a:1"}}, "the task 'x'"),
-        ({3: ["a:1"]}, "name of a job is a string"),
-        ({"worker": ["a:1"], "ps": ["a:1"]}, "'a:1' is given to worker 0 and to ps 0"),
+        ({3: ["a:1"]}, "Job names must be strings"),
+        ({"worker": ["a:1"], "ps": ["a:1"]}, "'a:1' is used by both worker 0 and ps 0"),
     ],
 )
 def test_what_is_no_cluster(given, message) -> None:
@@ -87,7 +87,7 @@ def test_what_is_no_cluster(given, message) -> None:
 
 def test_asking_for_what_is_not_there() -> None:
     spec = ClusterSpec({"worker": ["a:1"]})
-    with pytest.raises(ValueError, match=r"no job 'ps'; there is \['worker'\]"):
+    with pytest.raises(ValueError, match=r"no job 'ps'. Its jobs are \['worker'\]"):
         spec.num_tasks("ps")
     with pytest.raises(ValueError, match=r"no task 4; it has \[0\]"):
         spec.task_address("worker", 4)
@@ -99,7 +99,7 @@ def test_asking_for_what_is_not_there() -> None:
         ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, "2 chiefs"),
         ({"ps": ["a:1"]}, "has no worker"),
         ({"worker": ["a:1"], "evaluator": ["b:1", "c:1"]}, "2 evaluators"),
-        ({"worker": ["a:1"], "master": ["b:1"]}, r"the jobs \['master'\]"),
+        ({"worker": ["a:1"], "master": ["b:1"]}, r"the unknown jobs \['master'\]"),
     ],
 )
 def test_each_mistake_has_its_message(cluster, message) -> None:
@@ -131,7 +131,7 @@ def test_the_chief_and_the_places_of_workers() -> None:
     assert specs.id_in_cluster(equal, "evaluator", 0) == 0
     with pytest.raises(ValueError, match="no task 2"):
         specs.id_in_cluster(equal, "worker", 2)
-    with pytest.raises(ValueError, match="is no worker"):
+    with pytest.raises(ValueError, match="is not a worker"):
         specs.id_in_cluster(equal, "ps", 0)
 
 
@@ -149,7 +149,7 @@ def test_addresses(text, expected) -> None:
 
 @pytest.mark.parametrize("text", ["a", "a:", ":1", "a:0", "a:65536", "a:b", "rank-1"])
 def test_what_is_no_address(text) -> None:
-    with pytest.raises(ValueError, match=f"'{text}' is no address of a task"):
+    with pytest.raises(ValueError, match=f"'{text}' is not a task address"):
         specs.split_address(text)
 
 

@@ -17,7 +17,7 @@ def test_colocated_variables_belong_to_the_strategy(mirrored):
         second = keras.Variable(2.0)
     assert mirrored.extended.variable_created_in_scope(second)
     with (
-        pytest.raises(RuntimeError, match="was not made in the scope"),
+        pytest.raises(RuntimeError, match="was not created in the scope"),
         mirrored.extended.colocate_vars_with(keras.Variable(1.0)),
     ):
         pass
@@ -99,7 +99,7 @@ def test_a_variable_is_a_destination(mirrored):
     )
     assert float(ops.convert_to_numpy(variable)) == 3
     assert results[1] == [7, 7]
-    with pytest.raises(TypeError, match="`group` is True or False"):
+    with pytest.raises(TypeError, match="`group` must be True or False"):
         mirrored.extended.update(variable, lambda v: v, group="yes")
     with pytest.raises(TypeError, match=r"`fn` of `extended\.update`"):
         mirrored.extended.update(variable, 3)
@@ -179,7 +179,7 @@ def test_options_of_run(mirrored):
     even = ks.PerReplica([ops.ones((2,)), ops.zeros((2,))])
     assert len(mirrored.run(lambda x: x, args=(even,), options=static).values) == 2
     for strategy in (mirrored, ks.get_strategy()):
-        with pytest.raises(TypeError, match=r"`options` is a ks\.RunOptions"):
+        with pytest.raises(TypeError, match=r"`options` must be a ks\.RunOptions"):
             strategy.run(lambda: 1, options="fast")
 
 

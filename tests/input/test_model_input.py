@@ -244,9 +244,9 @@ def test_targets_beside_a_dataset(mirrored) -> None:
     with mirrored.scope():
         model = build()
     distributed = mirrored.experimental_distribute_dataset(batches())
-    with pytest.raises(ValueError, match=r"`y` was given beside `x`, a Distributed"):
+    with pytest.raises(ValueError, match=r"`y` was given with `x`, a Distributed"):
         model.fit(distributed, Y)
-    with pytest.raises(ValueError, match="`sample_weight` was given beside"):
+    with pytest.raises(ValueError, match="`sample_weight` was given with"):
         model.evaluate(distributed, sample_weight=Y)
 
 

@@ -23,7 +23,7 @@ def test_context_defaults_are_one_worker() -> None:
 
 @pytest.mark.parametrize("arguments", [(0,), (1, 1), (2, -1), (1, 0, 0)])
 def test_a_context_that_cannot_be(arguments) -> None:
-    with pytest.raises(ValueError, match="counted from"):
+    with pytest.raises(ValueError, match="must be 1 or more"):
         ks.InputContext(*arguments)
 
 
@@ -68,14 +68,14 @@ def test_none_moves_batches_to_the_devices() -> None:
     ],
 )
 def test_a_creator_refuses_options_that_fit_has_no_use_for(given) -> None:
-    with pytest.raises(ValueError, match="`fit` moves batches"):
+    with pytest.raises(ValueError, match="`fit` prefetches batches"):
         ks.DatasetCreator(lambda context: [], ks.InputOptions(**given))
 
 
 def test_options_of_another_kind_are_refused(mirrored) -> None:
-    with pytest.raises(ValueError, match=r"`options` is a ks\.InputOptions"):
+    with pytest.raises(ValueError, match=r"`options` must be a ks\.InputOptions"):
         mirrored.experimental_distribute_dataset([1.0], options=3)
-    with pytest.raises(ValueError, match=r"`options` is a ks\.InputOptions"):
+    with pytest.raises(ValueError, match=r"`options` must be a ks\.InputOptions"):
         ks.get_strategy().experimental_distribute_dataset([[1.0]], options=3)
-    with pytest.raises(ValueError, match="`session` is of TensorFlow 1"):
+    with pytest.raises(ValueError, match="`session` is for TensorFlow 1"):
         mirrored.make_experimental_numpy_dataset([1.0], session=3)

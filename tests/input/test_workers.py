@@ -45,7 +45,7 @@ def test_workers_share_every_row_once(rows, replicas) -> None:
 
 @pytest.mark.parametrize("arguments", [(-1, 1, 2), (0, 0, 2), (1, 2, 2)])
 def test_share_outside_of_all_replicas(arguments) -> None:
-    with pytest.raises(InvalidArgumentError, match="some of all replicas"):
+    with pytest.raises(InvalidArgumentError, match="a range of all replicas"):
         Share(*arguments)
 
 
@@ -80,7 +80,7 @@ def test_resolve_policy(policy, workers, files, expected) -> None:
 
 
 def test_too_few_files() -> None:
-    with pytest.raises(ValueError, match=r"each of 3 workers.*reads 2 files"):
+    with pytest.raises(ValueError, match=r"each of the 3 workers.*reads 2 files"):
         resolve_policy(FILE, 3, 2)
 
 

@@ -234,9 +234,9 @@ def test_without_a_mesh_there_is_no_picture() -> None:
 
 
 def test_bad_arguments_of_plan(mirrored) -> None:
-    with pytest.raises(ValueError, match="makes a compiled `keras"):
+    with pytest.raises(ValueError, match="must return a compiled `keras"):
         mirrored.plan(lambda: keras.Sequential([layers.Dense(1)]), ((8, 2), (8, 1)))
-    with pytest.raises(ValueError, match="`batch_shapes` is a shape such as"):
+    with pytest.raises(ValueError, match="`batch_shapes` must be a shape such as"):
         mirrored.plan(perceptron(), "8x32")
 
 

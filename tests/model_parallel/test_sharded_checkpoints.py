@@ -164,9 +164,9 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
         unbuilt = keras.Sequential([keras.Input((8,)), layers.Dense(16)])
     with pytest.raises(ValueError, match="of another model"):
         strategy.load_sharded(unbuilt, tmp_path)
-    with pytest.raises(ValueError, match="`keep` is a number"):
+    with pytest.raises(ValueError, match="`keep` must be a number"):
         strategy.save_sharded(model, tmp_path, keep=0)
-    with pytest.raises(RuntimeError, match="was not made in the scope"):
+    with pytest.raises(RuntimeError, match="was not created in the scope"):
         MODEL_PARALLEL["model_1x4"].make().save_sharded(model, tmp_path)
 
 

@@ -35,7 +35,8 @@ EVERYWHERE = {
         "test_files_are_divided_and_each_row_is_read_once",
         "test_fit_reads_files_of_its_own",
         "test_datasets_from_a_function_are_not_divided_again",
-        "test_batches_that_differ_are_an_error_at_once[two-contents-other contents]",
+        "test_batches_that_differ_are_an_error_at_once[two-contents-different"
+        " contents]",
         "test_another_number_of_rows_is_an_error_before_the_first_step",
         "test_shuffled_batches_are_the_same_without_a_seed",
     ),

@@ -95,6 +95,6 @@ def test_options_of_calls_repeat_those_of_the_workers(cluster):
     for values, messages in cluster(program):
         assert values == [[8, 8], [8, 8], [1, 1], [1, 1]]
         first, second, third = messages
-        assert "the workers wait" in first
-        assert "Give it to the strategy that is made first" in second
+        assert "timeout between the workers" in first
+        assert "Pass it to the first strategy" in second
         assert "NCCL connects GPUs" in third

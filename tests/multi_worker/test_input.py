@@ -209,8 +209,8 @@ class Batches(keras.utils.PyDataset):
     ("problem", "message"),
     [
         ("rows", "worker 1 has"),
-        ("contents", "other contents"),
-        ("end", "no longer do the same"),
+        ("contents", "different contents"),
+        ("end", "All workers must make the same calls"),
     ],
 )
 def test_batches_that_differ_are_an_error_at_once(cluster, problem, message):

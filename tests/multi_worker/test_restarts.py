@@ -131,7 +131,7 @@ def test_the_launcher_starts_them_again(tmp_path, victim):
     assert process.returncode == 0, process.stderr
     number = victim[-1]
     assert f"worker {number} was ended by SIGKILL; ending the others" in process.stderr
-    assert "starting again (1 of 2), with other ports." in process.stderr
+    assert "restarting (1 of 2) with new ports." in process.stderr
     assert "(2 of 2)" not in process.stderr
     for worker in range(2):
         lines = process.stdout.splitlines()

@@ -69,9 +69,9 @@ def test_on_one_cpu_it_proposes_the_line_that_makes_virtual_devices() -> None:
     [
         ({"backend": "jax"}, 1, "`export KERAS_BACKEND=torch`"),
         ({"installed": []}, 1, "Install a framework"),
-        ({}, 1, "Correct what is marked"),
+        ({}, 1, "Fix the lines marked"),
         ({"devices": ["gpu:0"]}, 0, "`strategy = ks.OneDeviceStrategy('gpu:0')`"),
-        ({"devices": ["gpu:0"]}, 2, "Correct what is marked"),
+        ({"devices": ["gpu:0"]}, 2, "Fix the lines marked"),
         ({"devices": ["gpu:0"], "job": "worker"}, 0, "MultiWorkerMirroredStrategy()"),
         ({"devices": ["gpu:0"], "job": "ps"}, 0, "`ks.ParameterServerStrategy()`"),
     ],
@@ -107,11 +107,11 @@ def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
         assert doctors.doctor(timeout_seconds=0.3) == 1
     printed = capsys.readouterr().out
     assert "chief 0, the chief" in printed
-    assert f"127.0.0.1:{there}  answers (a program that is no doctor)" in printed
+    assert f"127.0.0.1:{there}  answers (another program than a doctor)" in printed
     assert re.search(rf"^! worker 1 +127.0.0.1:{not_there}  refused", printed, re.M)
     problems = len(re.findall("^! ", printed, re.M))
     assert problems >= 3 and f"next ({problems} problems)" in printed
-    assert "the name of the machine is not known here" in printed
+    assert "the machine's name cannot be resolved" in printed
     assert "rank-3  the address is not known on this machine" in printed
     missing = "worker 0, worker 1, worker 2, worker 3"
     assert f"not measured: no doctor answers as {missing}" in printed
@@ -162,4 +162,4 @@ def test_a_port_that_is_taken_is_said() -> None:
         with listening("worker 0", address) as listener:
             assert listener.problem == "another program uses the port already"
     with listening("worker 0", "rank-1") as listener:
-        assert "no address of a task" in listener.problem
+        assert "not a task address" in listener.problem

@@ -127,7 +127,7 @@ def test_gpus_are_shared_among_those_that_compute(script):
     assert "[worker 1] 6,7 None" in process.stdout
     too_many = launch(*arguments, CUDA_VISIBLE_DEVICES="0,1,2")
     assert too_many.returncode == 2
-    assert "need 4 GPUs, and 3 are visible: 0, 1, 2" in too_many.stderr
+    assert "need 4 GPUs, but 3 are visible: 0, 1, 2" in too_many.stderr
 
 
 def test_devices_per_worker_are_the_strategys():
@@ -306,7 +306,7 @@ def test_a_cluster_that_failed_is_started_again_with_other_ports(script, tmp_pat
     )
     process = launch("--workers", "2", "--max-restarts", "2", path)
     assert process.returncode == 0
-    assert re.findall(r"starting again \((.*)\)", process.stderr) == [
+    assert re.findall(r"restarting \((.*)\)", process.stderr) == [
         "1 of 2",
         "2 of 2",
     ]
@@ -329,7 +329,7 @@ def test_a_signal_while_a_failed_cluster_is_ended_stops_the_restarts(script, tmp
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 143
-        assert "starting again" not in errors
+        assert "restarting" not in errors
 
 
 def test_after_the_last_restart_its_exit_code_is_returned(script, tmp_path):
@@ -344,9 +344,15 @@ def test_after_the_last_restart_its_exit_code_is_returned(script, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--workers", "0", __file__], "`workers` is a number, 1 or more. Received: 0"),
-        (["--workers", "1", "--ps", "-1", __file__], "`ps` is a number, 0 or more"),
-        (["--workers", "1", "there.py"], "there is no script 'there.py'"),
+        (
+            ["--workers", "0", __file__],
+            "`workers` must be a number of 1 or more. Received: 0",
+        ),
+        (
+            ["--workers", "1", "--ps", "-1", __file__],
+            "`ps` must be a number of 0 or more",
+        ),
+        (["--workers", "1", "there.py"], "script 'there.py' not found"),
         (["--workers", "1", "--max-restarts", "-1", __file__], "-1 is below 0"),
         (["--workers", "1", "--grace-seconds", "x", __file__], "invalid"),
         (["--workers", "1"], "required: SCRIPT"),

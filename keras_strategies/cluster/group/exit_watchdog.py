@@ -84,7 +84,7 @@ class LastResort:
                 return
         text = (
             f"{self._group.describe(loss)}\nThis process still waits for it after "
-            f"{self._grace:g} s and is ended."
+            f"{self._grace:g} s and exits."
         )
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -59,7 +59,7 @@ class Line:
         except (OSError, ValueError) as error:
             raise EOFError(str(error)) from error
         if not isinstance(found, dict):
-            raise EOFError("That was no message of a worker.")
+            raise EOFError("The received bytes are not a worker message.")
         return found, payload
 
     def close(self, wait: float = 1.0) -> None:

@@ -136,18 +136,18 @@ class Hub:
         if index in self._members:
             first = self._members[index].info
             return (
-                f"Two processes say that they are worker {index}: process "
-                f"{first['pid']} on {first['host']}, and process {info['pid']} on "
-                f"{info['host']}. Give each its own index (`task.index` in TF_CONFIG)."
+                f"Two processes connected as worker {index}: process {first['pid']} "
+                f"on {first['host']}, and process {info['pid']} on {info['host']}. "
+                "Give each its own index (`task.index` in TF_CONFIG)."
             )
         for other, member in self._members.items():
             for key, value in member.info["same"].items():
                 own = info["same"].get(key)
                 if own != value:
                     return (
-                        f"Workers do not agree on {key}: worker {other} has {value!r}, "
-                        f"worker {index} has {own!r}. All run the same script with the "
-                        "same versions."
+                        f"Workers disagree on {key}: worker {other} has {value!r}, "
+                        f"worker {index} has {own!r}. Run the same script with the "
+                        "same versions on all workers."
                     )
         return None
 
@@ -178,18 +178,16 @@ class Hub:
                 for index, member in self._members.items():
                     silent = now - member.seen
                     if silent > self._timeout and not member.has_left:
-                        self._lose(
-                            index, f"nothing has been heard of it for {silent:.0f} s"
-                        )
+                        self._lose(index, f"no heartbeat for {silent:.0f} s")
 
     def _who_is_missing(self) -> str:
         missing = [i for i in range(len(self._addresses)) if i not in self._members]
         named = " and ".join(f"worker {i} ({self._addresses[i]})" for i in missing)
         return (
-            f"Of {len(self._addresses)} workers, {named} did not come within "
-            f"{self._timeout:g} s. Was it started, with the same cluster, and can it "
-            f"reach the chief at {self._addresses[0]}? "
-            "`CommunicationOptions(timeout_seconds=...)` changes the wait."
+            f"Of {len(self._addresses)} workers, {named} did not connect within "
+            f"{self._timeout:g} s. Check that it was started with the same cluster "
+            f"and can reach the chief at {self._addresses[0]}. "
+            "`CommunicationOptions(timeout_seconds=...)` sets this timeout."
         )
 
     def _ended(self, index: int) -> None:
@@ -201,7 +199,7 @@ class Hub:
                     del self._members[index]
                 return
             if not self._members[index].has_left:
-                self._lose(index, "its process, or the connection to it, has ended")
+                self._lose(index, "its process or its connection ended")
 
     def _lose(self, index: int, how: str) -> None:
         """Tells all of the first loss, from which the others may follow."""
@@ -293,5 +291,5 @@ class Hub:
             for index, member in self._members.items():
                 if member.has_left and index not in values:
                     what = next(iter(values.values()))[0]
-                    self._lose(index, f"it has ended, while others wait in {what!r}")
+                    self._lose(index, f"it exited while others wait in {what!r}")
                     return

@@ -201,8 +201,8 @@ class WorkerGroup:
                     self.loss(wait=2.0)
                     self.check()
                     raise WorkerError(
-                        f"Not all workers came to {what!r} within {self.timeout:g} s. "
-                        + self._hint()
+                        f"Not all workers reached {what!r} within {self.timeout:g} "
+                        "s. " + self._hint()
                     )
                 self._condition.wait(BEAT)
             answer, joined = self._results.pop(key)
@@ -211,10 +211,10 @@ class WorkerGroup:
         for other, other_what in enumerate(answer["whats"]):
             if other_what != what:
                 raise WorkerError(
-                    f"Worker {self.index} is at {what!r} and worker {other} at "
-                    f"{other_what!r}: they no longer do the same. All workers make the "
-                    "same calls in the same order; check for branches on the worker's "
-                    "number or on its data."
+                    f"Worker {self.index} is at {what!r} but worker {other} is at "
+                    f"{other_what!r}. All workers must make the same calls in the "
+                    "same order; check for branches that depend on the worker's "
+                    "index or its data."
                 )
         parts, start = [], 0
         for size in answer["sizes"]:
@@ -225,7 +225,7 @@ class WorkerGroup:
     def _hint(self) -> str:
         if self._failure is not None:
             return str(self._failure)
-        return "CommunicationOptions(timeout_seconds=...) changes the wait."
+        return "CommunicationOptions(timeout_seconds=...) sets this timeout."
 
     def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
         """Every worker's value, of what JSON can say, on every worker."""
@@ -250,9 +250,9 @@ class WorkerGroup:
         for other, found in enumerate(self.gather_values(what, value)):
             if found != value:
                 raise ClusterError(
-                    f"Workers do not agree on {what}: worker {self.index} has "
-                    f"{_short(value)}, worker {other} has {_short(found)}. All run the "
-                    "same script on the same data."
+                    f"Workers disagree on {what}: worker {self.index} has "
+                    f"{_short(value)}, worker {other} has {_short(found)}. Run the "
+                    "same script on the same data on all workers."
                 )
 
     # Stopping together.
@@ -300,8 +300,8 @@ class WorkerGroup:
         own = f" This is worker {self.index}"
         own += f", at {self.progress}." if self.progress else "."
         return (
-            f"{loss}{own} Training cannot go on without it. Start all workers again, "
-            "with keras.callbacks.BackupAndRestore to go on where they stopped."
+            f"{loss}{own} Training cannot continue without it. Restart all workers; "
+            "with keras.callbacks.BackupAndRestore they resume where they stopped."
         )
 
     def loss(self, wait: float = 0.0) -> Loss | None:
@@ -343,7 +343,7 @@ class WorkerGroup:
             self._line.send({"kind": "beat", "progress": self.progress})
             silent = time.monotonic() - self._heard
             if silent > self.timeout:
-                self._chief_lost(f"nothing has been heard of it for {silent:.0f} s")
+                self._chief_lost(f"no heartbeat for {silent:.0f} s")
 
     def _chief_lost(self, how: str) -> None:
         chief = self.members[0]
@@ -372,7 +372,7 @@ class WorkerGroup:
                     self._handle(*received)
         except EOFError:
             if not self._closed.is_set():
-                self._chief_lost("its process, or the connection to it, has ended")
+                self._chief_lost("its process or its connection ended")
 
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         kind = header.get("kind")
@@ -424,14 +424,13 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
     where = f"{host}:{ports[0]}"
     if problem.errno == errno.EADDRINUSE:
         what = (
-            "something else listens there. Is an earlier run still alive? End it, or "
-            "name another port in the cluster's description"
+            "another program listens there, possibly an earlier run. End it, or use "
+            "another port in the cluster's description"
         )
     else:
         what = (
-            f"{problem.strerror or problem}. The first address of the cluster is the "
-            "chief's, and this process is the chief: it has to be an address of this "
-            "machine"
+            f"{problem.strerror or problem}. This process is the chief, so the first "
+            "address of the cluster must be an address of this machine"
         )
     raise ClusterError(f"The chief cannot listen at {where}: {what}.") from problem
 
@@ -455,7 +454,7 @@ def _meet(
                 # The hub has its own deadline, and says who is missing.
                 answer = _answer(line, until + 5)
             except EOFError:
-                problem = "what listens there is no chief"
+                problem = "the program that listens there is not a chief"
             else:
                 if answer.get("kind") == "welcome":
                     return line, answer["members"]
@@ -469,9 +468,9 @@ def _meet(
         time.sleep(0.1)
     raise WorkerError(
         f"Worker {hello['index']} could not reach the chief at {host}:{ports[0]} for "
-        f"{timeout:g} s: {problem}. Was the chief started, is the first address of the "
-        "cluster right, and does a firewall let this machine through? "
-        "`CommunicationOptions(timeout_seconds=...)` changes the wait."
+        f"{timeout:g} s: {problem}. Check that the chief was started, that the first "
+        "address of the cluster is correct, and that no firewall blocks this "
+        "machine. `CommunicationOptions(timeout_seconds=...)` sets this timeout."
     )
 
 

@@ -110,7 +110,7 @@ class TPUClusterResolver(ClusterResolver):
         node = nodes.get(name=path).execute()
         if node.get("state") != "READY":
             raise ClusterError(
-                f"The TPU {path} is {node.get('state')!r} and not 'READY'. Wait until "
+                f"The TPU {path} is {node.get('state')!r}, not 'READY'. Wait until "
                 "it is, or start it."
             )
         self._accelerator_type = node.get("acceleratorType", "")

@@ -132,8 +132,8 @@ class KubernetesClusterResolver(ClusterResolver):
             if pod.status.phase != "Running" or not pod.status.pod_ip:
                 raise ClusterError(
                     f"Pod {pod.metadata.name!r} of job {job!r} ({selector}) is "
-                    f"{pod.status.phase!r} and not 'Running'. Wait until it runs, or "
-                    "choose labels that leave it out."
+                    f"{pod.status.phase!r}, not 'Running'. Wait until it runs, or "
+                    "choose labels that exclude it."
                 )
         return pods
 

@@ -49,7 +49,7 @@ class LocalClusterResolver(ClusterResolver):
     def __init__(self, workers: int = 2, ps: int = 1):
         if workers < 1 or ps < 0:
             raise ClusterError(
-                "A local cluster has one worker or more, and no negative number of "
+                "A local cluster needs at least one worker and zero or more "
                 f"parameter servers. Received: workers={workers}, ps={ps}."
             )
         addresses = free_addresses(1 + workers + ps)

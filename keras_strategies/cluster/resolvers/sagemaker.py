@@ -46,8 +46,8 @@ class SageMakerClusterResolver(ClusterResolver):
         missing = [name for name in (HOSTS, CURRENT_HOST) if not os.environ.get(name)]
         if missing:
             raise ClusterError(
-                f"The variables {missing} are not set, which SageMaker gives to each "
-                "host of a training job."
+                f"The environment variables {missing} are not set; SageMaker sets "
+                "them on each host of a training job."
             )
         text, current = os.environ[HOSTS], os.environ[CURRENT_HOST]
         try:
@@ -56,7 +56,8 @@ class SageMakerClusterResolver(ClusterResolver):
             hosts = None
         if not isinstance(hosts, list) or not all(isinstance(h, str) for h in hosts):
             raise ClusterError(
-                f"The variable {HOSTS} is no JSON list of names: {text!r}."
+                f"The environment variable {HOSTS} is not a JSON list of names: "
+                f"{text!r}."
             )
         # Every host has to count them alike.
         hosts = sorted(hosts)

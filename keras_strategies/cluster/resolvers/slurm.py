@@ -64,7 +64,7 @@ def expand_node_list(text: str) -> list[str]:
     patterns = re.findall(r"(?:[^,\[\]]+|\[[^\[\]]*\])+", text.strip())
     if ",".join(patterns) != text.strip() or not patterns:
         raise ClusterError(
-            f"{text!r} is no list of nodes. Expected something like "
+            f"{text!r} is not a node list. Expected something like "
             '"gpu[01-03,07],login2".'
         )
     return [host for pattern in patterns for host in _expand(pattern, text)]
@@ -78,11 +78,11 @@ def _expand(pattern: str, text: str) -> list[str]:
     for part in match[1].split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if found is None:
-            raise ClusterError(f"{part!r} in the node list {text!r} is no range.")
+            raise ClusterError(f"{part!r} in the node list {text!r} is not a range.")
         first, last = found[1], found[2] or found[1]
         if int(last) < int(first):
             raise ClusterError(
-                f"The range {part!r} in the node list {text!r} runs backwards."
+                f"The range {part!r} in the node list {text!r} is reversed."
             )
         for number in range(int(first), int(last) + 1):
             name = str(number).zfill(len(first))
@@ -108,7 +108,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
             raise ClusterError(
-                f'{text!r} does not say how many tasks nodes have, as "2(x3),1" does.'
+                f'{text!r} is not a list of tasks per node such as "2(x3),1".'
             )
         found += [int(match[1])] * int(match[2] or 1)
     return found
@@ -160,14 +160,16 @@ class SlurmClusterResolver(ClusterResolver):
         self._jobs = dict(jobs) if jobs is not None else {"worker": total}
         if sum(self._jobs.values()) != total:
             raise ClusterError(
-                f"The jobs {self._jobs} have {sum(self._jobs.values())} tasks, and "
-                f"SLURM runs {total} on {self._hosts} ({self._counts} of them on each)."
+                f"The jobs {self._jobs} have {sum(self._jobs.values())} tasks, but "
+                f"SLURM runs {total} on {self._hosts} ({self._counts} of them on "
+                "each)."
             )
         self._port_base = port_base
         process = _number((PROCESS,))
         if process >= total:
             raise ClusterError(
-                f"{PROCESS} is {process}, and there are {total} tasks, numbered from 0."
+                f"{PROCESS} is {process}, but there are only {total} tasks, numbered "
+                "from 0."
             )
         self._places = _distribute(self._counts)
         self._check_place(process)
@@ -188,8 +190,8 @@ class SlurmClusterResolver(ClusterResolver):
         elif isinstance(given, Mapping):
             if set(given) != set(self._hosts):
                 raise ClusterError(
-                    f"`tasks_per_node` names the nodes {sorted(given)}, and SLURM runs "
-                    f"on {self._hosts}."
+                    f"`tasks_per_node` names the nodes {sorted(given)}, but SLURM "
+                    f"runs on {self._hosts}."
                 )
             counts = [int(given[host]) for host in self._hosts]
         elif given is not None:
@@ -201,7 +203,7 @@ class SlurmClusterResolver(ClusterResolver):
             counts = [total // nodes + (i < total % nodes) for i in range(nodes)]
         if len(counts) != nodes:
             raise ClusterError(
-                f"There are {nodes} nodes, {self._hosts}, and task counts for "
+                f"There are {nodes} nodes, {self._hosts}, but task counts for "
                 f"{len(counts)}: {counts}."
             )
         return counts
@@ -226,7 +228,7 @@ class SlurmClusterResolver(ClusterResolver):
                 raise ClusterError(
                     f"{PROCESS} is {process}, which should be on node {node} "
                     f"({self._hosts[node]}) as its task {place} with {self._counts} "
-                    f"tasks on the nodes, and {name} is {_number((name,))}. Start "
+                    f"tasks on the nodes, but {name} is {_number((name,))}. Start "
                     "the script with `srun --distribution=block`."
                 )
 
@@ -246,8 +248,8 @@ class SlurmClusterResolver(ClusterResolver):
         share = per_task if per_task is not None else len(names) // self._counts[node]
         if share * self._counts[node] > len(names):
             raise ClusterError(
-                f"{self._counts[node]} tasks on node {self._hosts[node]!r} are to have "
-                f"{share} GPUs each, and there are {len(names)}: {names}."
+                f"{self._counts[node]} tasks on node {self._hosts[node]!r} need "
+                f"{share} GPUs each, but there are {len(names)}: {names}."
             )
         return names[place * share : (place + 1) * share]
 
@@ -308,7 +310,7 @@ def _number(names: Sequence[str]) -> int:
     text = _variable(names)
     if not text.strip().isdecimal():
         raise ClusterError(
-            f"One of the variables {list(names)} is {text!r}, which is no number."
+            f"One of the environment variables {list(names)} is {text!r}, not a number."
         )
     return int(text)
 
@@ -318,6 +320,6 @@ def _variable(names: Sequence[str]) -> str:
         if os.environ.get(name):
             return os.environ[name]
     raise ClusterError(
-        f"None of the variables {list(names)} is set, which SLURM gives to each "
-        "process. Start the script with `srun`."
+        f"None of the environment variables {list(names)} is set; SLURM sets them "
+        "for each process. Start the script with `srun`."
     )

@@ -46,10 +46,12 @@ class TFConfigClusterResolver(ClusterResolver):
         self._text = os.environ.get(VARIABLE, "")
         config = self._read()
         task = config.get("task") or {}
-        self._expect(isinstance(task, Mapping), '"task" is a dict of "type", "index"')
+        self._expect(
+            isinstance(task, Mapping), '"task" must be a dict with "type" and "index"'
+        )
         index = task.get("index") if task_id is None else task_id
         self._expect(
-            index is None or str(index).isdigit(), '"index" of "task" is a number'
+            index is None or str(index).isdigit(), '"index" of "task" must be a number'
         )
         super().__init__(
             task.get("type") if task_type is None else task_type,
@@ -79,7 +81,8 @@ class TFConfigClusterResolver(ClusterResolver):
             config = json.loads(self._text)
         except ValueError as error:
             raise ClusterError(
-                f"The variable {VARIABLE} is not JSON: {error}. {self._shown()}"
+                f"The environment variable {VARIABLE} is not JSON: {error}. "
+                f"{self._shown()}"
             ) from None
         self._expect(isinstance(config, dict), "it is a dict")
         found: dict[str, Any] = config
@@ -88,7 +91,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def _expect(self, holds: bool, what: str) -> None:
         if not holds:
             raise ClusterError(
-                f"The variable {VARIABLE} has another form than expected: {what}. "
+                f"The environment variable {VARIABLE} is malformed: {what}. "
                 f"{self._shown()}"
             )
 

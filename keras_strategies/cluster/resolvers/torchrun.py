@@ -44,9 +44,10 @@ class TorchrunClusterResolver(ClusterResolver):
         missing = [name for name in NEEDED if not os.environ.get(name)]
         if missing:
             raise ClusterError(
-                f"The variables {missing} are not set, which torchrun gives to each "
-                "process. Start the script with `torchrun --nproc-per-node=N "
-                "script.py`, or describe the cluster in TF_CONFIG."
+                f"The environment variables {missing} are not set; torchrun sets "
+                "them for each process. Start the script with `torchrun "
+                "--nproc-per-node=N script.py`, or describe the cluster in "
+                "TF_CONFIG."
             )
         _check_rank(LOCAL_RANK, LOCAL_WORLD_SIZE)
         rank, self._size = _number(RANK), _number(WORLD_SIZE)
@@ -79,13 +80,15 @@ def _check_rank(rank: str, size: str) -> None:
         return
     if _number(rank) >= _number(size):
         raise ClusterError(
-            f"{rank} is {_number(rank)} and {size} is {_number(size)}; ranks are "
-            "numbered from 0 and smaller than the number of processes."
+            f"{rank} is {_number(rank)} and {size} is {_number(size)}; ranks go from "
+            "0 to the number of processes - 1."
         )
 
 
 def _number(name: str) -> int:
     text = os.environ[name]
     if not text.strip().isdigit():
-        raise ClusterError(f"The variable {name} is {text!r}, which is no number.")
+        raise ClusterError(
+            f"The environment variable {name} is {text!r}, not a number."
+        )
     return int(text)

@@ -42,7 +42,7 @@ class UnionResolver(ClusterResolver):
         for resolver in resolvers:
             if not callable(getattr(resolver, "cluster_spec", None)):
                 raise TypeError(
-                    "UnionResolver joins ClusterResolvers. Received: "
+                    "UnionResolver takes ClusterResolvers. Received: "
                     f"{type(resolver).__name__}."
                 )
         resolvers = tuple(as_resolver(each, "resolvers") for each in resolvers)
@@ -67,8 +67,8 @@ class UnionResolver(ClusterResolver):
                 for index, address in given.items():
                     if tasks.get(index, address) != address:
                         raise ClusterError(
-                            f"Task {job!r} {index} is at {tasks[index]!r} and at "
-                            f"{address!r} in two of the clusters that are joined."
+                            f"Task {job!r} {index} is at {tasks[index]!r} in one of "
+                            f"the joined clusters and at {address!r} in another."
                         )
                     tasks[index] = address
         return ClusterSpec(joined)

@@ -139,12 +139,12 @@ class TorchBackend(Backend):
         version = keras.version()
         if tuple(int(part) for part in version.split(".")[:2]) < (3, 16):
             raise BackendError(
-                "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', where "
-                "cutting variables needs Keras 3.16 or newer (its variables are "
-                f"DTensors then); Keras {version} is installed. Update Keras, or set "
-                "KERAS_BACKEND=jax; a model that is saved there opens here. What works "
-                "with this version: ks.MirroredStrategy and, for slots that are too "
-                "large for the accelerators, ks.CentralStorageStrategy."
+                "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', "
+                "where sharded variables (DTensors) need Keras 3.16 or newer; Keras "
+                f"{version} is installed. Update Keras, or set KERAS_BACKEND=jax; a "
+                "model that is saved there loads here. This version supports "
+                "ks.MirroredStrategy and, for optimizer slots too large for the "
+                "accelerators, ks.CentralStorageStrategy."
             )
 
     def mesh_devices(
@@ -157,13 +157,13 @@ class TorchBackend(Backend):
         if len(devices) == 1:
             return devices
         raise BackendError(
-            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', where each "
-            "device of the grid is that of a process of its own, as Keras "
-            f"{keras.version()} and torch.distributed cut variables. This process was "
-            f"given {len(devices)}: {', '.join(map(str, devices))}. Start one for "
-            f"each: `keras-strategies launch --workers {len(devices)} "
-            "--devices-per-worker 1 script.py`, or torchrun, and leave `devices` out "
-            "or name one; or set KERAS_BACKEND=jax, where one process has them all."
+            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', where "
+            "each device of the mesh needs its own process (torch.distributed with "
+            f"Keras {keras.version()}). This process has {len(devices)}: "
+            f"{', '.join(map(str, devices))}. Start one process for each with "
+            f"`keras-strategies launch --workers {len(devices)} --devices-per-worker "
+            "1 script.py` or torchrun, and omit `devices` or name one; or set "
+            "KERAS_BACKEND=jax, where one process uses all devices."
         )
 
     def trainer(self, strategy: Strategy) -> TrainerAdapter:

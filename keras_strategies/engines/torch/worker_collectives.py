@@ -105,10 +105,10 @@ class TorchWorkers(Workers):
             found = dist.get_rank(), dist.get_world_size()
             if found != (index, count):
                 raise ClusterError(
-                    f"Torch's default process group has this process as {found[0]} of "
-                    f"{found[1]}, but the cluster has it as worker {index} of {count}. "
-                    "Let the strategy make the group: leave "
-                    "`torch.distributed.init_process_group` out."
+                    f"This process is rank {found[0]} of {found[1]} in Torch's "
+                    f"default process group, but worker {index} of {count} in the "
+                    "cluster. Remove `torch.distributed.init_process_group`: the "
+                    "strategy creates the group."
                 )
             return
 

@@ -166,9 +166,9 @@ class TorchDataParallelCall(DataParallelCall):
             if known:
                 warnings.warn(
                     f"Layer {layer.name!r} contains torch modules. Their parameters "
-                    "cannot be replaced by a replica's copies, so the layer is called "
-                    "on one device with the whole batch, which is exact but not "
-                    "parallel. Write it with Keras layers to run it on all replicas.",
+                    "cannot be replaced by a replica's copies, so the layer runs on "
+                    "one device with the full batch: exact, but not parallel. Write "
+                    "it with Keras layers to run it on all replicas.",
                     stacklevel=6,
                 )
         return known
@@ -393,8 +393,8 @@ class _Job:
         for source, version in zip(self.sources, self.versions, strict=True):
             if source.tensor._version != version:
                 raise ContextError(
-                    "`create_graph=True` was asked of a backward pass after a variable "
-                    "of the layer has been updated. Compute gradients of gradients "
+                    "A backward pass with `create_graph=True` came after an update "
+                    "of a variable of the layer. Compute second-order gradients "
                     "before the optimizer's step."
                 )
         with keras_compat.with_thread_state(self.state):

@@ -31,11 +31,11 @@ def start_default_group(workers: TorchWorkers | None) -> None:
     """
     if workers is None:
         raise BackendError(
-            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch' in a process "
-            "that has no cluster around it, while each device of the grid is that of a "
-            "process of its own. Start the script with `keras-strategies launch "
-            "--workers N --devices-per-worker 1 script.py` or torchrun; for one device "
-            "use ks.OneDeviceStrategy."
+            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch' in a "
+            "process without a cluster, but each device of the mesh needs its own "
+            "process. Start the script with `keras-strategies launch --workers N "
+            "--devices-per-worker 1 script.py` or torchrun; for one device use "
+            "ks.OneDeviceStrategy."
         )
     workers.start_default_group()
 

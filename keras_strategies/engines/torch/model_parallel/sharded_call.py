@@ -229,10 +229,10 @@ class ShardedTrainer(TrainerAdapter):
 
     def run(self, *args: Any) -> list[Any]:
         raise ContextError(
-            f"`run` was called under {self.strategy!r}, whose variables are cut over "
-            "processes, which KERAS_BACKEND='torch' does in `fit`, `evaluate`, "
-            "`predict` and `*_on_batch` alone. Use `fit` with a `train_step` of your "
-            "own, or KERAS_BACKEND=jax."
+            f"`run` was called under {self.strategy!r}, which shards variables over "
+            "processes. With KERAS_BACKEND='torch' it supports only `fit`, "
+            "`evaluate`, `predict` and `*_on_batch`. Use `fit` with a custom "
+            "`train_step`, or KERAS_BACKEND=jax."
         )
 
     def axes(self, variable: Any) -> Axes:

@@ -221,9 +221,9 @@ class _RunCommunicator(ThreadCommunicator):
         met_workers = self.team.workers is not None and self.has_exchanged
         if self._has_merged or met_workers:
             raise ContextError(
-                f"{name!r} made a variable in a run that was not its first, after a "
-                "`merge_call` or `optimizer.apply`. On Torch replicas run side by side "
-                f"then. {run_scope.MAKE_ONCE}"
+                f"{name!r} created a variable after a `merge_call` or "
+                "`optimizer.apply`, in a run that was not its first. On Torch "
+                f"replicas run concurrently then. {run_scope.MAKE_ONCE}"
             )
 
     def merged(self, merge_fn: Callable[[], Any]) -> Any:

@@ -198,7 +198,9 @@ class ThreadCommunicator(Communicator):
     def _wait_for_turn(self, replica_id: int, kind: str) -> None:
         while self._turn is not None and self._turn != replica_id:
             if self.error is not None:
-                raise ReplicaAbortedError(f"Stopped in `{kind}`: another one failed.")
+                raise ReplicaAbortedError(
+                    f"Stopped in `{kind}`: another replica failed."
+                )
             self._condition.wait()
 
     def _pass_turn(self, replica_id: int) -> None:
@@ -255,9 +257,9 @@ class ThreadCommunicator(Communicator):
         gone = sorted(slot.missing & self._finished)
         if gone:
             raise ReplicaMismatchError(
-                f"Replica {gone[0]} has ended without the call of `{slot.kind}` that "
-                "the others wait in. All replicas must make the same collective "
-                "calls; check for a branch on the replica or on its data."
+                f"Replica {gone[0]} ended without calling `{slot.kind}`, in which "
+                "the others wait. All replicas must make the same collective calls; "
+                "check for branches that depend on the replica or its data."
             )
 
     def merged(self, merge_fn: Callable[[], Any]) -> Any:
