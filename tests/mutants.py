@@ -181,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         "metric_by_mean",
-        "runtime/run_scope.py",
+        "runtime/run_state.py",
         "        return sum(values[1:], start=values[0])\n"
         '    if variable.aggregation == "mean":',
         "        return sum(values[1:], start=values[0]) / len(values)\n"
@@ -197,7 +197,7 @@ MUTANTS = [
     ),
     Mutant(
         "seeds_equal_in_sharded_programs",
-        "engines/jax/run/replica_scope.py",
+        "engines/jax/run/traced_replica_state.py",
         "    return value.at[0].add(offset)",
         "    return value",
         {"jax": f"{RUN} -k random_layers_draw"},

@@ -20,8 +20,8 @@ from keras_strategies.reports.describe import (
 )
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
-from keras_strategies.runtime.abstract_scope import AbstractScope
 from keras_strategies.runtime.base import StepCost, itemsize
+from keras_strategies.runtime.state_scope import ShapesOnly
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -169,7 +169,7 @@ def plan(strategy: Strategy, build_fn: Callable[[], Any], batch_shapes: Any) -> 
     with (
         strategy.scope(),
         keras_compat.forgetting_deferred_variables(),
-        AbstractScope(),
+        ShapesOnly().scope(),
     ):
         model = build_fn()
         if not isinstance(model, keras.Model) or not model.compiled:

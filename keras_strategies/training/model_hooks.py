@@ -13,9 +13,9 @@ from keras_strategies import context, keras_compat
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.row_splits import check_batch
-from keras_strategies.runtime import run_scope
-from keras_strategies.runtime.abstract_scope import AbstractScope
-from keras_strategies.runtime.run_scope import RunScope
+from keras_strategies.runtime import run_state
+from keras_strategies.runtime.run_state import RunState
+from keras_strategies.runtime.state_scope import ShapesOnly, current_policy
 from keras_strategies.training import worker_training
 from keras_strategies.training.atomic_files import read_seeds, replacing
 from keras_strategies.training.batch_norm import replica_moments
@@ -43,7 +43,7 @@ class StrategyHooks:
             _made_in_run(made)
         if (
             isinstance(made, keras.Variable)
-            and run_scope.is_local(made)
+            and run_state.is_local(made)
             and made.aggregation in (None, "none")
             and strategy.num_replicas_in_sync > 1
         ):
@@ -56,11 +56,11 @@ class StrategyHooks:
 
     def creating(self) -> contextlib.AbstractContextManager[Any]:
         replica = context.current_replica()
-        scope = None if replica is None else run_scope.current()
-        if replica is None or scope is None:
+        state = None if replica is None else run_state.enclosing()
+        if replica is None or state is None:
             return contextlib.nullcontext()
-        if scope.made is not None:
-            scope.made.begin()
+        if state.made is not None:
+            state.made.begin()
         return replica.strategy.trainer.creating_variable()
 
     @contextlib.contextmanager
@@ -147,7 +147,7 @@ class StrategyHooks:
         return strategy.trainer.step_function(model, kind, make, force)
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-        if isinstance(keras_compat.current_stateless_scope(), AbstractScope):
+        if isinstance(current_policy(), ShapesOnly):
             tensor = keras.ops.convert_to_tensor(value, dtype)
             name = keras.backend.standardize_dtype(tensor.dtype)
             return (lambda shape, dtype=None: tensor), tensor.shape, name
@@ -157,9 +157,7 @@ class StrategyHooks:
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
     ) -> Any:
         replica = context.current_replica()
-        if replica is None or not isinstance(
-            keras_compat.current_stateless_scope(), RunScope
-        ):
+        if replica is None or not isinstance(current_policy(), RunState):
             return get_backend().optimizer_apply(optimizer, original)(grads, variables)
         if variables is not None and not optimizer.built:
             replica.merge_call(
@@ -173,15 +171,15 @@ class StrategyHooks:
 
     def variable_assigned(self, variable: Any, value: Any) -> None:
         strategy = keras_compat.strategy_of(variable)
-        if strategy is not None and run_scope.is_local(variable):
+        if strategy is not None and run_state.is_local(variable):
             strategy.trainer.variable_assigned(variable, value)
 
     def variable_added(
         self, variable: Any, original: Callable[..., Any], delta: Any
     ) -> Any:
-        scope = keras_compat.current_stateless_scope()
-        if isinstance(scope, RunScope):
-            return scope.add_delta(variable, delta)
+        state = current_policy()
+        if isinstance(state, RunState):
+            return state.add(variable, delta)
         return original(delta)
 
     def representation(self, variable: Any, text: str) -> str:
@@ -190,7 +188,7 @@ class StrategyHooks:
             return text
         copies = strategy.trainer.copies(variable)
         places = ", ".join(dict.fromkeys(copy.device for copy in copies))
-        if run_scope.is_local(variable) and strategy.num_replicas_in_sync > 1:
+        if run_state.is_local(variable) and strategy.num_replicas_in_sync > 1:
             kind = f"each replica's own, read as {variable.aggregation} on"
         else:
             kind = "mirrored on" if len(copies) > 1 else "on"
@@ -213,9 +211,9 @@ class StrategyHooks:
 
 def _made_in_run(variable: Any) -> None:
     replica = context.current_replica()
-    scope = None if replica is None else run_scope.current()
-    if replica is not None and scope is not None and scope.made is not None:
-        scope.made.add(variable, replica.replica_id_in_sync_group)
+    state = None if replica is None else run_state.enclosing()
+    if replica is not None and state is not None and state.made is not None:
+        state.made.add(variable, replica.replica_id_in_sync_group)
 
 
 def _check_read_on_replica(variable: Any) -> None:

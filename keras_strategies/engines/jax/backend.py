@@ -19,7 +19,7 @@ from keras_strategies.engines.jax.fit.central_storage_trainer import (
 )
 from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
 from keras_strategies.engines.jax.fit.one_device_trainer import OneDeviceTrainer
-from keras_strategies.engines.jax.function import compiled_function, trace_scopes
+from keras_strategies.engines.jax.function import compiled_function, trace_state
 from keras_strategies.engines.jax.run import value_and_grad
 from keras_strategies.engines.jax.run.traceable_optimizers import traceable_apply
 from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
@@ -104,7 +104,7 @@ class JaxBackend(Backend):
         return context
 
     def in_program(self) -> bool:
-        return trace_scopes.in_trace()
+        return trace_state.in_trace()
 
     def program_iterator(
         self,
@@ -132,7 +132,7 @@ class JaxBackend(Backend):
         return JaxWorkers(group, options)
 
     def sees_all_replicas(self, strategy: Strategy) -> bool:
-        return trace_scopes.sees_all_replicas(strategy)
+        return trace_state.sees_all_replicas(strategy)
 
     def run_replicas(
         self,
@@ -151,10 +151,10 @@ class JaxBackend(Backend):
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
     ) -> Callable[..., Any]:
-        return traceable_apply(optimizer, apply) if trace_scopes.in_trace() else apply
+        return traceable_apply(optimizer, apply) if trace_state.in_trace() else apply
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-        return trace_scopes.initial_value(value, shape, dtype)
+        return trace_state.initial_value(value, shape, dtype)
 
     def function(
         self, fn: Callable[..., Any], jit_compile: bool | None

@@ -40,8 +40,8 @@ from keras_strategies.engines.tensorflow.replicas import (
 )
 from keras_strategies.engines.tensorflow.team import Team
 from keras_strategies.engines.tensorflow.workers import workers_of
-from keras_strategies.runtime import run_scope
-from keras_strategies.runtime.run_scope import LocalValues, MadeVariables, RunScope
+from keras_strategies.runtime import run_state
+from keras_strategies.runtime.run_state import LocalValues, MadeVariables, RunState
 from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class TensorFlowLocalValues(LocalValues):
 
     def _parts(self, variable: Any, value: Any) -> list[Any]:
         first = self._team.first
-        parts = run_scope.parts(variable, value, self._team.total)
+        parts = run_state.parts(variable, value, self._team.total)
         return parts[first : first + len(self._devices)]
 
     def get(self, variable: Any, replica_id: int) -> Any:
@@ -127,7 +127,7 @@ class TensorFlowLocalValues(LocalValues):
         raw = keras_compat.raw_value(variable)
         with tf.device(raw.device):
             [everywhere] = self._team.everywhere([values])
-            raw.assign(run_scope.together(variable, everywhere))
+            raw.assign(run_state.together(variable, everywhere))
 
     def assigned(self, variable: Any, value: Any) -> None:
         if id(variable) not in self._variables:
@@ -213,12 +213,12 @@ class TensorFlowRun:
             replica = context.ReplicaContext(
                 self.strategy, self.team.first + i, communicator
             )
-            scope = RunScope(
-                replica, self._copier(i), self.local_values, made, _assigned
+            state = RunState(
+                replica, self._copier(i), self.local_values.get, made, _assigned
             )
-            communicator.scopes.append(scope)
+            communicator.states.append(state)
             device = self._devices[i]
-            tasks.append(_task(fn, args[i], kwargs[i], replica, scope, device))
+            tasks.append(_task(fn, args[i], kwargs[i], replica, state, device))
         if self.team.total > 1:
             refuse_xla()
         if len(tasks) == 1:
@@ -227,7 +227,7 @@ class TensorFlowRun:
                 results = [tasks[0]()]
         else:
             results = self._engine.run(tasks, communicator)
-        self.commit(communicator.scopes)
+        self.commit(communicator.states)
         return results
 
     def _copier(self, replica_id: int) -> Callable[[Any], Any]:
@@ -238,7 +238,7 @@ class TensorFlowRun:
             raw = keras_compat.raw_value(variable)
             if raw is None or raw.trainable:
                 # Read as it is, which tapes see. Keras computes regularization losses
-                # from the value that the scope gives.
+                # from the value that the state gives.
                 return raw
             # A copy that is first needed in a loop is made before the loop.
             base = graph.as_default() if graph else contextlib.nullcontext()
@@ -253,32 +253,32 @@ class TensorFlowRun:
 
         return copy
 
-    def commit(self, scopes: Sequence[RunScope]) -> None:
+    def commit(self, states: Sequence[RunState]) -> None:
         """Gives variables the values that the replicas left, and forgets those."""
-        keys = dict.fromkeys(key for scope in scopes for key in scope.updates)
+        keys = dict.fromkeys(key for state in states for key in state.updates)
         for key in keys:
-            having = [scope for scope in scopes if key in scope.updates]
+            having = [state for state in states if key in state.updates]
             variable = having[0].updates[key][0]
-            if run_scope.is_local(variable):
+            if run_state.is_local(variable):
                 self.local_values.commit(
-                    variable, [scope.get_current_value(variable) for scope in scopes]
+                    variable, [state.read(variable) for state in states]
                 )
             else:
-                values = [scope.updates[key][1] for scope in having]
+                values = [state.updates[key][1] for state in having]
                 with tf.device(self.lead):
                     if self.team.workers is not None:
                         # All of them, as the other workers' are.
                         own = [
-                            scope.updates[key][1]
-                            if key in scope.updates
+                            state.updates[key][1]
+                            if key in state.updates
                             else keras_compat.raw_value(variable).read_value()
-                            for scope in scopes
+                            for state in states
                         ]
                         [values] = self.team.everywhere([own])
-                    merged = run_scope.merged(variable, values)
+                    merged = run_state.merged(variable, values)
                     keras_compat.raw_value(variable).assign(merged)
-            for scope in scopes:
-                scope.forget([variable])
+            for state in states:
+                state.forget([variable])
 
 
 def _assigned(variable: Any, value: Any) -> Any:
@@ -293,7 +293,7 @@ def _task(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     replica: context.ReplicaContext,
-    scope: RunScope,
+    state: RunState,
     device: str,
 ) -> Callable[[], Any]:
     guard = call_with_a_row if "CPU" in device else None
@@ -301,7 +301,7 @@ def _task(
     def run() -> Any:
         with (
             context.on_replica(replica),
-            scope,
+            state.scope(),
             reading_copies_on(device),
             keras_compat.layer_calls_through(guard),
         ):
@@ -319,7 +319,7 @@ class _RunCommunicator(LockstepCommunicator):
             placement.replicas, placement.variables, run.team, run.reduction
         )
         self._run = run
-        self.scopes: list[RunScope] = []
+        self.states: list[RunState] = []
 
     def merge_call(
         self,
@@ -330,13 +330,13 @@ class _RunCommunicator(LockstepCommunicator):
     ) -> Any:
         def merged(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
             with keras_compat.outside_stateless_scopes(), outside_engine():
-                self._run.commit(self.scopes)
+                self._run.commit(self.states)
                 try:
                     return merge_fn(strategy, *args, **kwargs)
                 finally:
                     # Which of them it has assigned, a graph does not say.
-                    for scope in self.scopes:
-                        scope.forget(scope.variables_read())
+                    for state in self.states:
+                        state.forget(state.variables_read())
 
         return super().merge_call(replica_id, merged, args, kwargs)
 

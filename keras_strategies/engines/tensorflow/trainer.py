@@ -34,7 +34,7 @@ from keras_strategies.engines.tensorflow.steps import StepFunction
 from keras_strategies.engines.tensorflow.workers import workers_of
 from keras_strategies.runtime.base import TrainerAdapter, VariableCopy
 from keras_strategies.runtime.colocation import colocation_reference
-from keras_strategies.runtime.run_scope import is_local
+from keras_strategies.runtime.run_state import is_local
 from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:

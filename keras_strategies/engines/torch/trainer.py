@@ -22,7 +22,7 @@ from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThrea
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.base import TrainerAdapter, VariableCopy, Workers
-from keras_strategies.runtime.run_scope import is_local
+from keras_strategies.runtime.run_state import is_local
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import select_replica
 

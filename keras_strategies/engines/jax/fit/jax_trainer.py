@@ -18,13 +18,13 @@ from keras_strategies.engines.jax.devices import default_device, device_of, jax_
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.state_refs import OnReadValues
-from keras_strategies.engines.jax.function.trace_scopes import in_trace
+from keras_strategies.engines.jax.function.trace_state import in_trace
 from keras_strategies.engines.jax.run.replica_program import (
     ReplicaProgram,
     run_single_replica,
 )
-from keras_strategies.engines.jax.run.replica_scope import current_replica_scope
 from keras_strategies.engines.jax.run.run_programs import RunPrograms
+from keras_strategies.engines.jax.run.traced_replica_state import current_replica_state
 from keras_strategies.engines.jax.sharding import orbax_checkpoints
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     CrossWorkerShards,
@@ -34,7 +34,7 @@ from keras_strategies.engines.jax.sharding.cross_worker_shards import (
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ModelScopeError
 from keras_strategies.runtime.base import TrainerAdapter, VariableCopy
-from keras_strategies.runtime.run_scope import is_local
+from keras_strategies.runtime.run_state import is_local
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -255,7 +255,7 @@ class JaxTrainer(TrainerAdapter):
         variables: Sequence[Any] | None,
         aggregate: bool,
     ) -> Any:
-        replicas = current_replica_scope().replicas
+        replicas = current_replica_state().replicas
         replicas.apply(
             list(gradients), aggregate, lambda summed: apply(summed, variables)
         )

@@ -11,12 +11,13 @@ import jax
 
 from keras_strategies import context, keras_compat
 from keras_strategies.engines.jax.function.call_arguments import CallArguments
+from keras_strategies.engines.jax.function.compiled_program import CompiledProgram
 from keras_strategies.engines.jax.function.program_keys import IdentityKey
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
-from keras_strategies.engines.jax.function.state_program import StateProgram
-from keras_strategies.engines.jax.function.trace_scopes import (
+from keras_strategies.engines.jax.function.trace_state import (
     AllReplicasNeededError,
-    ProgramScope,
+    ProgramState,
+    current_program,
     in_trace,
     is_stacked,
 )
@@ -87,7 +88,7 @@ class _Call:
         self._fn = fn
         self._packed = packed
         self._result: Any = None
-        self._program = StateProgram(self._flat, sharding_of_program, workers)
+        self._program = CompiledProgram(self._flat, sharding_of_program, workers)
 
     def __call__(self, packed: CallArguments) -> Any:
         self._packed = packed
@@ -108,9 +109,9 @@ class _Call:
         return map_structure(leaf, self._result)
 
     def _flat(self, plain: list[Any], joined: list[Any]) -> tuple[list[Any], list[Any]]:
-        scope = keras_compat.current_stateless_scope()
-        assert isinstance(scope, ProgramScope)
-        args, kwargs = self._packed.build(plain, joined, scope.split)
+        program = current_program()
+        assert program is not None
+        args, kwargs = self._packed.build(plain, joined, program.split)
         result = self._fn(*args, **kwargs)
         results: list[Any] = []
         split: list[Any] = []
@@ -125,7 +126,7 @@ class _Call:
                 return _ResultLeaf("static", value=leaf)
             parts, count = leaf.values, len(leaf.values)
             if len({(part.shape, part.dtype) for part in parts}) == 1:
-                split.append(scope.joined(parts))
+                split.append(program.joined(parts))
                 return _ResultLeaf("parts", len(split) - 1, count, is_stacked(parts[0]))
             results.extend(parts)
             return _ResultLeaf("uneven", len(results) - count, count)
@@ -157,10 +158,10 @@ class _ResultLeaf:
         self.value = value
 
 
-def sharding_of_program(scope: ProgramScope) -> ProgramSharding:
+def sharding_of_program(program: ProgramState) -> ProgramSharding:
     """Shardings for the first strategy of a trace or of its variables."""
-    found = dict(scope.strategies)
-    for ref in (*scope.reads.values(), *scope.written.values()):
+    found = dict(program.strategies)
+    for ref in (*program.reads.values(), *program.written.values()):
         strategy = keras_compat.strategy_of(ref.variable)
         if strategy is not None:
             found.setdefault(id(strategy), strategy)

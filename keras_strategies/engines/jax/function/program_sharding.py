@@ -10,7 +10,7 @@ import jax
 from jax import numpy as jnp
 
 from keras_strategies.engines.jax.array_placement import put_all
-from keras_strategies.engines.jax.function.trace_scopes import is_stacked
+from keras_strategies.engines.jax.function.trace_state import is_stacked
 
 
 class ProgramSharding:

@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from keras_strategies import keras_compat
 from keras_strategies.engines.jax.array_placement import put_one
-from keras_strategies.runtime import run_scope
+from keras_strategies.runtime import run_state
 
 
 class StateRef(abc.ABC):
@@ -90,7 +90,7 @@ class OnReadValues:
 
     def parts(self, variable: Any, value: Any) -> jax.Array:
         """The stacked replica values of a variable assigned outside of `run`."""
-        return jnp.stack(run_scope.parts(variable, jnp.asarray(value), self.count))
+        return jnp.stack(run_state.parts(variable, jnp.asarray(value), self.count))
 
 
 class OnReadRef(StateRef):
@@ -120,6 +120,6 @@ class OnReadRef(StateRef):
 def on_read_values_of(variable: Any) -> OnReadValues | None:
     """The store of an on-read variable's values; None for another variable."""
     strategy = keras_compat.strategy_of(variable)
-    if strategy is None or not run_scope.is_local(variable):
+    if strategy is None or not run_state.is_local(variable):
         return None
     return strategy.trainer.on_read_values

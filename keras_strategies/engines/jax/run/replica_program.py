@@ -20,23 +20,25 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.program_keys import function_key
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.state_refs import OnReadValues, StateRef
-from keras_strategies.engines.jax.function.trace_scopes import (
+from keras_strategies.engines.jax.function.trace_state import (
     MAX_TRACES,
-    ProgramScope,
-    TraceScope,
+    ProgramState,
+    TraceState,
     check_sees_all,
+    current_program,
 )
-from keras_strategies.engines.jax.run.replica_scope import MergeScope
 from keras_strategies.engines.jax.run.shard_map_replicas import ShardMapReplicas
+from keras_strategies.engines.jax.run.traced_replica_state import MergedState
 from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
 from keras_strategies.runtime.single_replica import SingleReplica
+from keras_strategies.runtime.state_scope import current_policy
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -96,32 +98,33 @@ class ReplicaProgram:
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         """The replicas' results, in a trace."""
-        scope = keras_compat.current_stateless_scope()
-        root = scope.root if isinstance(scope, TraceScope) else None
-        if isinstance(scope, MergeScope):
+        state = current_policy()
+        program = current_program()
+        if isinstance(state, MergedState):
             raise ContextError(
                 "`run` was called in the function of a `merge_call`, inside another "
                 "`run`. On JAX runs do not nest: call it after the outer `run` has "
                 "returned."
             )
-        if root is None:
+        if program is None:
             raise ContextError(
                 "`run` was called in a function that JAX traces or differentiates and "
                 "that is not a `ks.function`. Call `run` outside of it, and "
                 "differentiate in the replica function, with `ks.value_and_grad`."
             )
-        check_sees_all(root, self.strategy)
-        root.strategies[id(self.strategy)] = self.strategy
+        assert isinstance(state, TraceState)
+        check_sees_all(program, self.strategy)
+        program.strategies[id(self.strategy)] = self.strategy
         arguments = ReplicaArguments.of([list(own) for own in args], list(kwargs))
         key = (function_key(fn), arguments.signature)
         if self.count == 1 or not arguments.is_uniform or key in self._unrolled:
-            return UnrolledReplicas(self, scope, fn)(arguments)
+            return UnrolledReplicas(self, state, fn)(arguments)
         try:
-            return self._sharded(key, scope, root, fn, arguments)
+            return self._sharded(key, state, program, fn, arguments)
         except Exception as error:
             # Python that depends on the traced replica number, a branch, a shape, an
             # index, can raise any error. Errors with other causes are raised again.
-            results = UnrolledReplicas(self, scope, fn)(arguments)
+            results = UnrolledReplicas(self, state, fn)(arguments)
             self._unrolled.add(key)
             _warn_of_unrolling(fn, error)
             return results
@@ -129,17 +132,17 @@ class ReplicaProgram:
     def _sharded(
         self,
         key: Any,
-        scope: TraceScope,
-        root: ProgramScope,
+        state: TraceState,
+        program: ProgramState,
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
     ) -> list[Any]:
         refs = self._known.get(key, {})
         for _ in range(MAX_TRACES):
             replicas = ShardMapReplicas(self, fn, arguments, list(refs.values()))
-            program = replicas.program()
-            inputs = replicas.inputs(scope, root)
-            results = (program if refs else _shape_inference(program))(*inputs)
+            mapped = replicas.mapped()
+            inputs = replicas.inputs(state, program)
+            results = (mapped if refs else _shape_inference(mapped))(*inputs)
             if not replicas.missing:
                 break
             refs = {**refs, **replicas.missing}
@@ -149,10 +152,10 @@ class ReplicaProgram:
                 "that no earlier trace had read."
             )
         if not refs:
-            results = program(*inputs)
+            results = mapped(*inputs)
         if len(self._known) < 1000:
             self._known[key] = refs
-        return replicas.finish(scope, root, results)
+        return replicas.finish(state, program, results)
 
 
 def run_single_replica(
@@ -162,18 +165,17 @@ def run_single_replica(
     kwargs: dict[str, Any],
 ) -> Any:
     """Calls a function on a strategy's only replica."""
-    scope = keras_compat.current_stateless_scope()
-    root = scope.root if isinstance(scope, TraceScope) else None
-    if root is not None:
-        root.strategies[id(strategy)] = strategy
+    program = current_program()
+    if program is not None:
+        program.strategies[id(strategy)] = strategy
     with context.on_replica(
         context.ReplicaContext(strategy, 0, SingleReplica(strategy))
     ):
         return fn(*args, **kwargs)
 
 
-def _shape_inference(program: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *inputs: jax.eval_shape(program, *inputs)
+def _shape_inference(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: jax.eval_shape(function, *inputs)
 
 
 def _warn_of_unrolling(fn: Callable[..., Any], error: Exception) -> None:

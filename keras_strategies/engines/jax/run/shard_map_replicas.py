@@ -18,25 +18,25 @@ from keras_strategies.engines.jax.function.state_refs import (
     StateRef,
     VariableRef,
 )
-from keras_strategies.engines.jax.function.trace_scopes import (
-    ProgramScope,
-    TraceScope,
+from keras_strategies.engines.jax.function.trace_state import (
+    ProgramState,
+    TraceState,
     is_stacked,
-)
-from keras_strategies.engines.jax.run.replica_scope import (
-    MergeScope,
-    ReplicaScope,
-    TracedReplicas,
-    current_replica_scope,
-    one_value,
-    with_seed_offset,
 )
 from keras_strategies.engines.jax.run.traced_reductions import (
     all_reduce_over,
     check_axis,
     sums_over,
 )
-from keras_strategies.runtime import run_scope
+from keras_strategies.engines.jax.run.traced_replica_state import (
+    MergedState,
+    TracedReplicas,
+    TracedReplicaState,
+    current_replica_state,
+    merged_value,
+    with_seed_offset,
+)
+from keras_strategies.runtime import run_state
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import PerReplica, map_structure
 
@@ -86,7 +86,7 @@ class ShardMapReplicas(TracedReplicas):
 
     # Around the trace.
 
-    def program(self) -> Callable[..., Any]:
+    def mapped(self) -> Callable[..., Any]:
         along, whole = jax.P(self._axis), jax.P()
         return jax.shard_map(
             self._body,
@@ -98,28 +98,28 @@ class ShardMapReplicas(TracedReplicas):
             check_vma=False,
         )
 
-    def inputs(self, scope: TraceScope, root: ProgramScope) -> tuple[Any, ...]:
-        state = [c for c in self._refs if isinstance(c, VariableRef)]
+    def inputs(self, state: TraceState, program: ProgramState) -> tuple[Any, ...]:
+        variables = [c for c in self._refs if isinstance(c, VariableRef)]
         stacks = [c for c in self._refs if not isinstance(c, VariableRef)]
         return (
-            [scope.read(ref) for ref in state],
-            [scope.read(ref) for ref in stacks],
+            [state.read_ref(ref) for ref in variables],
+            [state.read_ref(ref) for ref in stacks],
             [jnp.asarray(value) for value in self._arguments.shared],
-            [root.joined(parts) for parts in self._arguments.parts],
+            [program.joined(parts) for parts in self._arguments.parts],
         )
 
     def finish(
-        self, scope: TraceScope, root: ProgramScope, results: tuple[Any, ...]
+        self, state: TraceState, program: ProgramState, results: tuple[Any, ...]
     ) -> list[Any]:
         """Writes the new state; returns a result for each replica."""
         whole, joined, values, stacks = results
         for ref, value in zip(self._written, values, strict=True):
-            scope.write(ref, value)
+            state.write_ref(ref, value)
         for ref, value in zip(self._written_stacks, stacks, strict=True):
-            scope.write(ref, value)
+            state.write_ref(ref, value)
         count = self._run.count
         parts = [
-            root.split(array, count, stacked)
+            program.split(array, count, stacked)
             for array, stacked in zip(joined, self._stacked, strict=True)
         ]
 
@@ -151,9 +151,9 @@ class ShardMapReplicas(TracedReplicas):
             self._replica_id,  # type: ignore[arg-type]
             self,
         )
-        self._scope = ReplicaScope(replica, self._copy, self._local, self)
+        self._state = TracedReplicaState(replica, self._copy, self._local, self)
         args, kwargs = self._arguments.build(whole, parts)
-        with context.on_replica(replica), self._scope:
+        with context.on_replica(replica), self._state.scope():
             result = self._fn(*args, **kwargs)
             outputs = self._sorted_outputs(result)
         return (*outputs, *self._new_state())
@@ -206,20 +206,22 @@ class ShardMapReplicas(TracedReplicas):
     def _new_state(self) -> tuple[list[Any], list[Any]]:
         values, stacks = [], []
         self._written, self._written_stacks = [], []
-        for variable, value in self._scope.updates.values():
-            if run_scope.is_local(variable):
+        for variable, value in self._state.updates.values():
+            if run_state.is_local(variable):
                 self._written_stacks.append(
                     OnReadRef(variable, self._run.on_read_values)
                 )
                 stacks.append(value[None])
             self._written.append(VariableRef(variable))
-            values.append(one_value(variable, self._values_of(self._scope, variable)))
+            values.append(
+                merged_value(variable, self._values_of(self._state, variable))
+            )
         return values, stacks
 
-    def _values_of(self, scope: ReplicaScope, variable: Any) -> list[Any]:
+    def _values_of(self, state: TracedReplicaState, variable: Any) -> list[Any]:
         """A variable's values on the replicas; a single one if they are equal."""
-        value = scope.get_current_value(variable)
-        if value is None or scope.agrees_on(variable):
+        value = state.read(variable)
+        if value is None or state.is_replicated(variable):
             return [value]
         return self._gather(value)
 
@@ -272,17 +274,17 @@ class ShardMapReplicas(TracedReplicas):
 
     @contextlib.contextmanager
     def _merged(self) -> Iterator[None]:
-        scope = current_replica_scope()
+        state = current_replica_state()
 
         def assign(variable: Any, value: Any) -> None:
-            if run_scope.is_local(variable):
-                parts = run_scope.parts(variable, value, self._run.count)
-                scope.keep(variable, jnp.stack(parts)[self._replica_id])
+            if run_state.is_local(variable):
+                parts = run_state.parts(variable, value, self._run.count)
+                state.set(variable, jnp.stack(parts)[self._replica_id])
             else:
-                scope.keep(variable, value, agreed=True)
+                state.set(variable, value, replicated=True)
 
-        merge = MergeScope(lambda v: self._values_of(scope, v), assign)
-        with context.merged_replicas(self._run.strategy), merge:
+        merged = MergedState(lambda v: self._values_of(state, v), assign)
+        with context.merged_replicas(self._run.strategy), merged.scope():
             yield
 
     def apply(

@@ -13,21 +13,21 @@ from jax import numpy as jnp
 from keras_strategies import context, keras_compat
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.state_refs import OnReadRef, VariableRef
-from keras_strategies.engines.jax.function.trace_scopes import TraceScope
-from keras_strategies.engines.jax.run.replica_scope import (
-    MergeScope,
-    ReplicaScope,
-    TracedReplicas,
-    current_replica_scope,
-    one_value,
-    with_seed_offset,
-)
+from keras_strategies.engines.jax.function.trace_state import TraceState
 from keras_strategies.engines.jax.run.replica_threads import (
     collective_call,
     run_in_lockstep,
 )
 from keras_strategies.engines.jax.run.traced_reductions import check_axis, reduce_parts
-from keras_strategies.runtime import run_scope
+from keras_strategies.engines.jax.run.traced_replica_state import (
+    MergedState,
+    TracedReplicas,
+    TracedReplicaState,
+    current_replica_state,
+    merged_value,
+    with_seed_offset,
+)
+from keras_strategies.runtime import run_state
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import flatten, map_structure, regroup, select_replica
 
@@ -38,59 +38,59 @@ if TYPE_CHECKING:
 class UnrolledReplicas(TracedReplicas):
     """A function on replicas that are traced one by one into one program."""
 
-    def __init__(self, run: ReplicaProgram, scope: TraceScope, fn: Callable[..., Any]):
+    def __init__(self, run: ReplicaProgram, state: TraceState, fn: Callable[..., Any]):
         self._run = run
-        self._scope = scope
+        self._state = state
         self._fn = fn
 
     def __call__(self, arguments: ReplicaArguments) -> list[Any]:
         keras_compat.has_deferred_variables()  # One list for all threads.
-        scopes, tasks = [], []
+        states, tasks = [], []
         for i in range(self._run.count):
             replica = context.ReplicaContext(self._run.strategy, i, self)
-            scope = ReplicaScope(replica, self._copier(i), self._local, self)
-            scopes.append(scope)
-            tasks.append(self._task(arguments.calls[i], replica, scope))
+            state = TracedReplicaState(replica, self._copier(i), self._local, self)
+            states.append(state)
+            tasks.append(self._task(arguments.calls[i], replica, state))
         results = run_in_lockstep(tasks)
-        self._commit(scopes)
+        self._commit(states)
         return results
 
     def _task(
         self,
         call: tuple[Any, Any],
         replica: context.ReplicaContext,
-        scope: ReplicaScope,
+        state: TracedReplicaState,
     ) -> Callable[[], Any]:
         def run() -> Any:
-            with context.on_replica(replica), scope:
+            with context.on_replica(replica), state.scope():
                 return self._fn(*call[0], **call[1])
 
         return run
 
     def _copier(self, replica_id: int) -> Callable[[Any], Any]:
         def copy(variable: Any) -> Any:
-            value = self._scope.read(VariableRef(variable))
+            value = self._state.read_ref(VariableRef(variable))
             return with_seed_offset(variable, value, replica_id)
 
         return copy
 
     def _local(self, variable: Any, replica_id: int) -> Any:
-        stack = self._scope.read(OnReadRef(variable, self._run.on_read_values))
+        stack = self._state.read_ref(OnReadRef(variable, self._run.on_read_values))
         return None if stack is None else stack[replica_id]
 
-    def _commit(self, scopes: Sequence[ReplicaScope]) -> None:
-        for key in dict.fromkeys(key for scope in scopes for key in scope.updates):
-            having = [scope for scope in scopes if key in scope.updates]
+    def _commit(self, states: Sequence[TracedReplicaState]) -> None:
+        for key in dict.fromkeys(key for state in states for key in state.updates):
+            having = [state for state in states if key in state.updates]
             variable = having[0].updates[key][0]
-            if run_scope.is_local(variable):
-                values = [scope.get_current_value(variable) for scope in scopes]
+            if run_state.is_local(variable):
+                values = [state.read(variable) for state in states]
                 ref = OnReadRef(variable, self._run.on_read_values)
-                self._scope.write(ref, jnp.stack(values))
+                self._state.write_ref(ref, jnp.stack(values))
             else:
-                values = [scope.updates[key][1] for scope in having]
-                if all(scope.agrees_on(variable) for scope in having):
+                values = [state.updates[key][1] for state in having]
+                if all(state.is_replicated(variable) for state in having):
                     values = values[:1]
-            self._scope.write(VariableRef(variable), one_value(variable, values))
+            self._state.write_ref(VariableRef(variable), merged_value(variable, values))
 
     # Collectives.
 
@@ -126,30 +126,30 @@ class UnrolledReplicas(TracedReplicas):
 
         def merge(every: list[Any]) -> list[Any]:
             merged_args, merged_kwargs = regroup([call for call, _ in every])
-            with self._merged([scope for _, scope in every]):
+            with self._merged([state for _, state in every]):
                 result = merge_fn(strategy, *merged_args, **merged_kwargs)
             return [select_replica(i, result) for i in range(len(every))]
 
         call = (tuple(args), dict(kwargs))
-        return collective_call("merge_call", (call, current_replica_scope()), merge)
+        return collective_call("merge_call", (call, current_replica_state()), merge)
 
     @contextlib.contextmanager
-    def _merged(self, scopes: Sequence[ReplicaScope]) -> Iterator[None]:
+    def _merged(self, states: Sequence[TracedReplicaState]) -> Iterator[None]:
         def values(variable: Any) -> list[Any]:
-            found = [scope.get_current_value(variable) for scope in scopes]
-            agree = all(scope.agrees_on(variable) for scope in scopes)
+            found = [state.read(variable) for state in states]
+            agree = all(state.is_replicated(variable) for state in states)
             return found[:1] if agree else found
 
         def assign(variable: Any, value: Any) -> None:
-            if run_scope.is_local(variable):
-                parts = run_scope.parts(variable, value, len(scopes))
+            if run_state.is_local(variable):
+                parts = run_state.parts(variable, value, len(states))
             else:
-                parts = [value] * len(scopes)
-            for scope, part in zip(scopes, parts, strict=True):
-                scope.keep(variable, part, agreed=not run_scope.is_local(variable))
+                parts = [value] * len(states)
+            for state, part in zip(states, parts, strict=True):
+                state.set(variable, part, replicated=not run_state.is_local(variable))
 
-        merge = MergeScope(values, assign)
-        with context.merged_replicas(self._run.strategy), merge:
+        merged = MergedState(values, assign)
+        with context.merged_replicas(self._run.strategy), merged.scope():
             yield
 
     def apply(
@@ -158,11 +158,11 @@ class UnrolledReplicas(TracedReplicas):
         def merge(every: list[Any]) -> list[Any]:
             columns = zip(*(own for own, _ in every), strict=True)
             total = [_sum(list(c)) if aggregate else c[0] for c in columns]
-            with self._merged([scope for _, scope in every]):
+            with self._merged([state for _, state in every]):
                 update(total)
             return [None] * len(every)
 
-        collective_call("optimizer.apply", (gradients, current_replica_scope()), merge)
+        collective_call("optimizer.apply", (gradients, current_replica_state()), merge)
 
     def value_and_grad(
         self, loss_fn: Callable[[list[Any]], Any], values: list[Any]

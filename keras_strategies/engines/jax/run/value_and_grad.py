@@ -11,11 +11,12 @@ import keras
 from jax import numpy as jnp
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.function.trace_scopes import (
-    TraceScope,
+from keras_strategies.engines.jax.function.trace_state import (
+    TraceState,
     ValueOverrides,
 )
-from keras_strategies.engines.jax.run.replica_scope import ReplicaScope
+from keras_strategies.engines.jax.run.traced_replica_state import TracedReplicaState
+from keras_strategies.runtime.state_scope import policy_of
 from keras_strategies.values import map_structure
 
 # Placeholder of an array of `aux`, which the differentiated function returns.
@@ -55,22 +56,19 @@ class _Differentiated:
         self._fn = fn
         self._variables = list({id(v): v for v in variables}.values())
         self._has_aux = has_aux
-        self._scope: Any = None
-        self._given = ValueOverrides()
+        self._state: Any = None
+        self._overrides = ValueOverrides()
         self._aux: Any = None
 
     def __call__(self) -> tuple[Any, Any, dict[int, Any]]:
-        outer = self._outer
+        outer = policy_of(self._outer)
         values = [self._value(variable) for variable in self._variables]
-        if isinstance(outer, ReplicaScope):
+        if isinstance(outer, TracedReplicaState):
             results = outer.replicas.value_and_grad(self._pure, values)
         else:
             results = jax.value_and_grad(self._pure, has_aux=True)(values)
         (_, (loss, arrays, updates)), gradients = results
-        if isinstance(outer, ReplicaScope):
-            outer.take_over(self._scope, updates)
-        else:
-            self._scope.commit(updates)
+        self._state.commit(updates)
         rest = iter(arrays)
         aux = map_structure(
             lambda leaf: next(rest) if leaf is _ARRAY else leaf, self._aux
@@ -79,7 +77,7 @@ class _Differentiated:
         found = {
             key: gradient
             for key, gradient in zip(ids, gradients, strict=True)
-            if key in self._given.read
+            if key in self._overrides.read
         }
         return loss, aux, found
 
@@ -94,13 +92,15 @@ class _Differentiated:
         return jnp.asarray(keras_compat.raw_value(variable))
 
     def _pure(self, values: list[Any]) -> Any:
-        outer = self._outer
-        self._given = given = ValueOverrides(self._variables, values)
-        if isinstance(outer, ReplicaScope):
-            self._scope = inner = outer.nested(given)
+        outer = policy_of(self._outer)
+        self._overrides = overrides = ValueOverrides(self._variables, values)
+        inner: TracedReplicaState | TraceState
+        if isinstance(outer, TracedReplicaState):
+            inner = outer.nested(overrides)
         else:
-            self._scope = inner = TraceScope(outer, given)
-        with inner:
+            inner = TraceState(self._outer, overrides)
+        self._state = inner
+        with inner.scope():
             result = self._fn()
         loss, aux = result if self._has_aux else (result, None)
         loss = jnp.asarray(loss)

@@ -22,11 +22,11 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCommunicator,
 )
 from keras_strategies.errors import ContextError
-from keras_strategies.runtime import run_scope
-from keras_strategies.runtime.run_scope import (
+from keras_strategies.runtime import run_state
+from keras_strategies.runtime.run_state import (
     LocalValues,
     MadeVariables,
-    RunScope,
+    RunState,
     TurnsNeededError,
 )
 from keras_strategies.values import DistributedValues
@@ -51,7 +51,7 @@ class TorchLocalValues(LocalValues):
 
     def _distribute(self, variable: Any, value: torch.Tensor) -> None:
         first = self._team.first
-        parts = run_scope.parts(variable, value, self._team.total)
+        parts = run_state.parts(variable, value, self._team.total)
         parts = parts[first : first + len(self._devices)]
         self._values[keras_compat.raw_value(variable)] = [
             part.to(device) for part, device in zip(parts, self._devices, strict=True)
@@ -65,7 +65,7 @@ class TorchLocalValues(LocalValues):
         kept = [value.detach() for value in values]
         [lead] = self._team.everywhere([[value.to(raw.device) for value in kept]])
         with torch.no_grad():
-            raw.copy_(run_scope.together(variable, lead))
+            raw.copy_(run_state.together(variable, lead))
         self._values[raw] = kept
 
     def assigned(self, variable: Any, value: Any) -> None:
@@ -125,49 +125,49 @@ class TorchRun:
         owner: Any,
         communicator: _RunCommunicator,
     ) -> list[Any]:
-        scopes: list[RunScope] = []
+        states: list[RunState] = []
         tasks = []
         made = MadeVariables(communicator.takes_turns)
         for i in range(len(args)):
             replica = context.ReplicaContext(
                 self.strategy, self.team.first + i, communicator
             )
-            scope = RunScope(
-                replica, self._copier(i), self.local_values, made, _assigned
+            state = RunState(
+                replica, self._copier(i), self.local_values.get, made, _assigned
             )
-            scopes.append(scope)
-            tasks.append(_task(fn, args[i], kwargs[i], replica, scope))
-        communicator.scopes = scopes
+            states.append(state)
+            tasks.append(_task(fn, args[i], kwargs[i], replica, state))
+        communicator.states = states
         with self._random_calls.call(owner, None) as random:
             results = self._threads.run(tasks, communicator, random)
-        self.commit(scopes)
+        self.commit(states)
         return results
 
     def _copier(self, replica_id: int) -> Callable[[Any], Any]:
         return lambda variable: self._variables.copy(replica_id, variable)
 
-    def commit(self, scopes: Sequence[RunScope]) -> None:
+    def commit(self, states: Sequence[RunState]) -> None:
         """Gives variables the values that the replicas left, and forgets those."""
-        keys = dict.fromkeys(key for scope in scopes for key in scope.updates)
+        keys = dict.fromkeys(key for state in states for key in state.updates)
         for key in keys:
-            having = [scope for scope in scopes if key in scope.updates]
+            having = [state for state in states if key in state.updates]
             variable = having[0].updates[key][0]
-            if run_scope.is_local(variable):
+            if run_state.is_local(variable):
                 self.local_values.commit(
-                    variable, [scope.get_current_value(variable) for scope in scopes]
+                    variable, [state.read(variable) for state in states]
                 )
             else:
                 raw = keras_compat.raw_value(variable)
-                found = [scope.updates[key][1] for scope in having]
+                found = [state.updates[key][1] for state in having]
                 if self.team.workers is not None:
                     # All of them, as the other workers' are.
-                    found = [scope.get_current_value(variable) for scope in scopes]
+                    found = [state.read(variable) for state in states]
                 [values] = self.team.everywhere(
                     [[value.detach().to(raw.device) for value in found]]
                 )
-                variable.assign(run_scope.merged(variable, values))
-            for scope in scopes:
-                scope.forget([variable])
+                variable.assign(run_state.merged(variable, values))
+            for state in states:
+                state.forget([variable])
 
 
 def _assigned(variable: Any, value: torch.Tensor) -> torch.Tensor:
@@ -197,10 +197,10 @@ def _task(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     replica: context.ReplicaContext,
-    scope: RunScope,
+    state: RunState,
 ) -> Callable[[], Any]:
     def run() -> Any:
-        with context.on_replica(replica), scope:
+        with context.on_replica(replica), state.scope():
             return fn(*args, **kwargs)
 
     return run
@@ -213,7 +213,7 @@ class _RunCommunicator(ThreadCommunicator):
         super().__init__(run.placement.replicas, takes_turns, run.team, run.reduction)
         self._run = run
         self.takes_turns = takes_turns
-        self.scopes: list[RunScope] = []
+        self.states: list[RunState] = []
         self._has_merged = False
 
     def check_restart(self, name: str) -> None:
@@ -223,7 +223,7 @@ class _RunCommunicator(ThreadCommunicator):
             raise ContextError(
                 f"{name!r} created a variable after a `merge_call` or "
                 "`optimizer.apply`, in a run that was not its first. On Torch "
-                f"replicas run concurrently then. {run_scope.MAKE_ONCE}"
+                f"replicas run concurrently then. {run_state.MAKE_ONCE}"
             )
 
     def merged(self, merge_fn: Callable[[], Any]) -> Any:
@@ -231,15 +231,15 @@ class _RunCommunicator(ThreadCommunicator):
         placement = self._run.placement
         lead = str(torch_device(placement.variables))
         with keras_compat.outside_stateless_scopes(), keras.device(lead):
-            self._run.commit(self.scopes)
-            before = {id(v): v for scope in self.scopes for v in scope.variables_read()}
+            self._run.commit(self.states)
+            before = {id(v): v for state in self.states for v in state.variables_read()}
             versions = {key: _version(v) for key, v in before.items()}
             try:
                 return merge_fn()
             finally:
                 changed = [v for k, v in before.items() if _version(v) != versions[k]]
-                for scope in self.scopes:
-                    scope.forget(changed)
+                for state in self.states:
+                    state.forget(changed)
 
 
 def _version(variable: Any) -> tuple[int, int]:

@@ -24,14 +24,14 @@ from jax import numpy as jnp
 from keras_strategies import keras_compat
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
-from keras_strategies.engines.jax.function.trace_scopes import (
+from keras_strategies.engines.jax.function.trace_state import (
     MAX_TRACES,
     MissingStateError,
-    ProgramScope,
+    ProgramState,
     is_stacked,
 )
 from keras_strategies.errors import ContextError
-from keras_strategies.runtime.run_scope import MAKE_ONCE
+from keras_strategies.runtime.run_state import MAKE_ONCE
 
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
@@ -43,7 +43,7 @@ _REFERENCES_OF_A_REF = 2
 Results = tuple[list[Any], list[Any], list[Any], list[Any]]
 
 
-class StateProgram:
+class CompiledProgram:
     """A compiled function of arrays, with Keras state threaded through.
 
     Args:
@@ -56,7 +56,7 @@ class StateProgram:
     def __init__(
         self,
         function: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]],
-        choose_sharding: Callable[[ProgramScope], ProgramSharding],
+        choose_sharding: Callable[[ProgramState], ProgramSharding],
         workers: JaxWorkers | None = None,
     ):
         self._workers = workers
@@ -92,7 +92,7 @@ class StateProgram:
                 return self._run(plain, parts)
             except MissingStateError as missing:
                 # The function took another branch than in the traces before.
-                self._extend(missing.scope)
+                self._extend(missing.state)
         raise ContextError(
             f"A function was traced {MAX_TRACES} times, and each trace read or created "
             f"variables that no earlier trace had. {MAKE_ONCE}"
@@ -102,41 +102,41 @@ class StateProgram:
         joined = [_joined_shape(own, self._replicas(own)) for own in parts]
         state = [ref.spec() for ref in self._refs.values()]
         self._donated, self._kept = [], list(self._refs.values())
-        scopes: list[ProgramScope] = []
+        states: list[ProgramState] = []
 
         def trace(*inputs: Any) -> Results:
             results = self._trace([], *inputs)
-            scopes.append(self._scope)
+            states.append(self._last_trace)
             return results
 
         try:
             jax.eval_shape(trace, state, [_shape(a) for a in plain], joined)
-            scope = scopes[0]
+            program = states[0]
         except MissingStateError as missing:
-            scope = missing.scope
+            program = missing.state
         except Exception:
             # Layers built before the error are usable.
             keras_compat.initialize_deferred_variables(_scope_of)
             raise
-        self._extend(scope)
+        self._extend(program)
 
     def _replicas(self, parts: Sequence[Any]) -> int:
         """The number of all replicas, given the components of the local ones."""
         return len(parts) if self._workers is None else self._workers.share.total
 
-    def _extend(self, scope: ProgramScope) -> None:
+    def _extend(self, program: ProgramState) -> None:
         """Adds the state that a trace read, created or assigned to the program."""
         made = keras_compat.deferred_variables()
         keras_compat.initialize_deferred_variables(_scope_of)
-        self._check_made(made, scope)
+        self._check_made(made, program)
         if self._workers is not None:
-            _broadcast_from_chief([ref.variable for ref in scope.missing.values()])
-        self._refs.update(scope.missing)
+            _broadcast_from_chief([ref.variable for ref in program.missing.values()])
+        self._refs.update(program.missing)
         refs = self._refs.items()
-        self._donated = [ref for key, ref in refs if key in scope.written]
-        self._kept = [ref for key, ref in refs if key not in scope.written]
-        self.sharding = sharding = self._choose_sharding(scope)
-        self._expected = _variables(scope.written.values())
+        self._donated = [ref for key, ref in refs if key in program.written]
+        self._kept = [ref for key, ref in refs if key not in program.written]
+        self.sharding = sharding = self._choose_sharding(program)
+        self._expected = _variables(program.written.values())
         self._jitted = None
         if made:
             return
@@ -151,13 +151,13 @@ class StateProgram:
             ),
         )
 
-    def _check_made(self, made: list[Any], scope: ProgramScope) -> None:
+    def _check_made(self, made: list[Any], program: ProgramState) -> None:
         """Raises if each trace creates variables and drops those of the last one."""
         before, self._made = self._made, made
         if not made or list(map(_kind, before)) != list(map(_kind, made)):
             return
-        refs = (*scope.reads.values(), *scope.written.values())
-        used = {id(ref.variable) for ref in (*refs, *scope.missing.values())}
+        refs = (*program.reads.values(), *program.written.values())
+        used = {id(ref.variable) for ref in (*refs, *program.missing.values())}
         if not any(id(variable) in used for variable in before):
             paths = ", ".join(repr(variable.path) for variable in made)
             raise ContextError(
@@ -174,21 +174,21 @@ class StateProgram:
     ) -> Results:
         refs = [*self._donated, *self._kept]
         known = zip(refs, [*donated, *kept], strict=True)
-        scope = ProgramScope(known, self._workers is not None)
-        with scope:
+        state = ProgramState(known, self._workers is not None)
+        with state.scope():
             results, split_results = self._function(plain, joined)
-        if scope.missing or keras_compat.has_deferred_variables():
-            raise MissingStateError(scope)
-        self._scope = scope
-        written = scope.written.values()
+        if state.missing or keras_compat.has_deferred_variables():
+            raise MissingStateError(state)
+        self._last_trace = state
+        written = state.written.values()
         if self.sharding.sharding_of is not None and not _same_objects(
             _variables(written), self._expected
         ):
-            raise MissingStateError(scope)
+            raise MissingStateError(state)
         self._new = [ref for ref in written if isinstance(ref, VariableRef)]
         self._new_stacks = [c for c in written if not isinstance(c, VariableRef)]
-        values = [jnp.asarray(scope.value(ref)) for ref in self._new]
-        stacks = [jnp.asarray(scope.value(ref)) for ref in self._new_stacks]
+        values = [jnp.asarray(state.value(ref)) for ref in self._new]
+        stacks = [jnp.asarray(state.value(ref)) for ref in self._new_stacks]
         return results, split_results, values, stacks
 
     def _run(

@@ -1,4 +1,4 @@
-"""Scopes of traces: they note which refs a function reads and assigns."""
+"""State in traces: the refs that a function reads and assigns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from keras_strategies.engines.jax.function.state_refs import (
     VariableRef,
     on_read_values_of,
 )
-from keras_strategies.runtime.run_scope import RunScope
+from keras_strategies.runtime.run_state import RunState
+from keras_strategies.runtime.state_scope import StatePolicy, current_policy, policy_of
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -28,7 +29,7 @@ MAX_TRACES = 100
 
 
 class ValueOverrides:
-    """Values of variables that a scope has in place of those around it.
+    """Values of variables in place of those of the scope around a trace.
 
     Args:
         variables: sequence of variables.
@@ -37,7 +38,7 @@ class ValueOverrides:
 
     def __init__(self, variables: Sequence[Any] = (), values: Sequence[Any] = ()):
         self._values = {id(v): x for v, x in zip(variables, values, strict=True)}
-        # The variables that were asked for, by id.
+        # The ids of the variables that were read.
         self.read: set[int] = set()
 
     def get(self, variable: Any) -> Any:
@@ -46,26 +47,41 @@ class ValueOverrides:
         return self._values.get(id(variable))
 
 
-class TraceScope(keras.StatelessScope):
-    """State inside of a trace, in cross-replica context.
+class TraceState(StatePolicy):
+    """State in a trace, in cross-replica context.
 
     Args:
-        parent: the scope around this one, which is asked for what this one does not
-            hold; None to read variables themselves.
-        given: what is not to be looked up there.
+        outer: the scope around the trace, for state that the trace has not assigned;
+            None to read variables themselves.
+        overrides: values in place of those of `outer`.
     """
 
     def __init__(
-        self, parent: keras.StatelessScope | None, given: ValueOverrides | None = None
+        self,
+        outer: keras.StatelessScope | None,
+        overrides: ValueOverrides | None = None,
     ):
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self._parent = parent
-        self._given = given or ValueOverrides()
+        self._outer = outer
+        self._overrides = overrides or ValueOverrides()
         self._values: dict[Any, Any] = {}
         self.reads: dict[Any, StateRef] = {}
         self.written: dict[Any, StateRef] = {}
 
-    def read(self, ref: StateRef) -> Any:
+    @property
+    def _outer_trace(self) -> TraceState | None:
+        policy = policy_of(self._outer)
+        return policy if isinstance(policy, TraceState) else None
+
+    def read(self, variable: Any) -> Any:
+        return self.read_ref(VariableRef(variable))
+
+    def assign(self, variable: Any, value: Any) -> None:
+        self.write_ref(VariableRef(variable), value)
+        stacks = on_read_values_of(variable)
+        if stacks is not None:
+            self.write_ref(OnReadRef(variable, stacks), stacks.parts(variable, value))
+
+    def read_ref(self, ref: StateRef) -> Any:
         """The value of a ref; None if its variable has none yet."""
         value = self._values.get(ref.key)
         if value is None:
@@ -77,63 +93,55 @@ class TraceScope(keras.StatelessScope):
 
     def _read_outside(self, ref: StateRef) -> Any:
         if isinstance(ref, VariableRef):
-            given = self._given.get(ref.variable)
-            if given is not None:
-                return given
-        if isinstance(self._parent, TraceScope):
-            return self._parent.read(ref)
-        if self._parent is not None and isinstance(ref, VariableRef):
-            found = self._parent.get_current_value(ref.variable)
-            if found is not None:
-                return found
+            value = self._overrides.get(ref.variable)
+            if value is not None:
+                return value
+        if self._outer_trace is not None:
+            return self._outer_trace.read_ref(ref)
+        if self._outer is not None and isinstance(ref, VariableRef):
+            value = self._outer.get_current_value(ref.variable)
+            if value is not None:
+                return value
         return None if ref.spec() is None else ref.get()
 
-    def write(self, ref: StateRef, value: Any) -> None:
+    def write_ref(self, ref: StateRef, value: Any) -> None:
+        """Assigns the state of a ref."""
         self._values[ref.key] = value
         self.written[ref.key] = ref
 
     def value(self, ref: StateRef) -> Any:
+        """The value of a ref that was read or written."""
         return self._values[ref.key]
-
-    def get_current_value(self, variable: Any) -> Any:
-        return self.read(VariableRef(variable))
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        self.write(VariableRef(variable), value)
-        stacks = on_read_values_of(variable)
-        if stacks is not None:
-            self.write(OnReadRef(variable, stacks), stacks.parts(variable, value))
 
     def updated_values(self) -> list[Any]:
         """The new values, in the order of their first assignment."""
         return [jnp.asarray(self._values[key]) for key in self.written]
 
     def commit(self, values: Sequence[Any]) -> None:
-        """Gives the scope around this one, or the variables, the new values."""
+        """Assigns the new values in the scope around, or to the variables."""
         for ref, value in zip(self.written.values(), values, strict=True):
-            if isinstance(self._parent, TraceScope):
-                self._parent.write(ref, value)
+            if self._outer_trace is not None:
+                self._outer_trace.write_ref(ref, value)
             elif not isinstance(ref, VariableRef):
                 ref.set(value)
-            elif self._parent is not None:
-                self._parent.add_update((ref.variable, value))
+            elif self._outer is not None:
+                self._outer.add_update((ref.variable, value))
             else:
                 ref.variable.assign(value)
 
     @property
-    def root(self) -> ProgramScope | None:
-        """The scope of the program that is being traced."""
-        return self._parent.root if isinstance(self._parent, TraceScope) else None
+    def program(self) -> ProgramState | None:
+        """The state of the program that is being traced; None outside of one."""
+        return None if self._outer_trace is None else self._outer_trace.program
 
 
-class ProgramScope(TraceScope):
-    """The outermost state of a program that is being traced.
+class ProgramState(TraceState):
+    """The state of a program that is being traced: its inputs and outputs.
 
     Args:
-        known: the refs that the program has as inputs, and their values there.
-        sees_all: bool, whether values of replicas have a component for each replica
-            of all workers.
+        known: the refs that are inputs of the program, and their traced values.
+        sees_all: bool, whether distributed values have the components of all workers'
+            replicas.
     """
 
     def __init__(self, known: Iterable[tuple[StateRef, Any]], sees_all: bool = False):
@@ -153,17 +161,17 @@ class ProgramScope(TraceScope):
         return jnp.zeros(found.shape, found.dtype)
 
     @property
-    def root(self) -> ProgramScope:
+    def program(self) -> ProgramState:
         return self
 
     def split(self, array: Any, count: int, stacked: bool) -> list[Any]:
-        """The replicas' parts of an array, which `joined` will recognize."""
+        """The replicas' components of an array; `joined` is the inverse."""
         parts = [array[i] for i in range(count)] if stacked else jnp.split(array, count)
         self._origins[tuple(map(id, parts))] = (parts, array)
         return parts
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """One array of the replicas' parts, which have one shape."""
+        """One array of the replicas' components, which have one shape."""
         found = self._origins.get(tuple(map(id, parts)))
         if found is not None:
             return found[1]
@@ -172,23 +180,23 @@ class ProgramScope(TraceScope):
 
 
 def is_stacked(part: Any) -> bool:
-    """Whether parts like this one are joined along an axis of their own."""
+    """Whether components of this shape are joined along a new axis."""
     return len(part.shape) == 0 or part.shape[0] == 0
 
 
 class MissingStateError(Exception):
-    """A trace has met state that it did not have as an input."""
+    """A trace read, created or assigned state that the program does not have."""
 
-    def __init__(self, scope: ProgramScope):
+    def __init__(self, state: ProgramState):
         super().__init__("state was found while tracing")
-        self.scope = scope
+        self.state = state
 
 
 class AllReplicasNeededError(BaseException):
-    """A trace without other workers' values has met a strategy that has workers.
+    """A trace without the values of other workers used a strategy with workers.
 
-    It is traced again with them. A `BaseException`, since the user's code is between
-    here and there.
+    The function is traced again with them. A `BaseException`, so that the user's code
+    does not catch it.
     """
 
     def __init__(self, strategy: Strategy):
@@ -196,35 +204,40 @@ class AllReplicasNeededError(BaseException):
         self.strategy = strategy
 
 
-def check_sees_all(root: ProgramScope, strategy: Strategy) -> None:
-    """Ends a trace that does not have the values of all of a strategy's replicas."""
-    if strategy.workers is not None and not root.sees_all:
+def current_program() -> ProgramState | None:
+    """The program that this thread traces, in cross-replica context; or None."""
+    policy = current_policy()
+    return policy.program if isinstance(policy, TraceState) else None
+
+
+def check_sees_all(program: ProgramState, strategy: Strategy) -> None:
+    """Ends a trace that lacks the values of some of a strategy's replicas."""
+    if strategy.workers is not None and not program.sees_all:
         raise AllReplicasNeededError(strategy)
 
 
 def in_trace() -> bool:
-    """Whether this thread is tracing, so that there is nothing to compile."""
+    """Whether this thread is in a trace."""
     scope = keras_compat.current_stateless_scope()
     return scope is not None or jax_compat.is_tracing()
 
 
 def sees_all_replicas(strategy: Strategy) -> bool:
-    """Whether a program is traced that has the values of all of its replicas."""
-    scope = keras_compat.current_stateless_scope()
-    root = scope.root if isinstance(scope, TraceScope) else None
-    if root is None:
+    """Whether the program in trace has the values of all of a strategy's replicas."""
+    program = current_program()
+    if program is None:
         return False
-    check_sees_all(root, strategy)
+    check_sees_all(program, strategy)
     return True
 
 
 def initial_value(value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """An initializer for a value; in a program, variables get theirs after the trace.
+    """The initial value of a variable; in a trace, as an initializer.
 
-    Keras refuses values there. One that is computed in the program is left to it.
+    Keras accepts no values in a trace, after which variables are initialized. Traced
+    values are errors of Keras.
     """
-    scope = keras_compat.current_stateless_scope()
-    if not isinstance(scope, (TraceScope, RunScope)):
+    if not isinstance(current_policy(), (TraceState, RunState)):
         return value, shape, dtype
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         return value, shape, dtype

@@ -1,4 +1,4 @@
-"""The state of one replica in `Strategy.run`: reads, assignments, and what is kept.
+"""State of a replica in `Strategy.run`: reads and assignments of variables.
 
 In replica context a variable behaves by how it was made, as in `tf.distribute`:
 
@@ -22,6 +22,7 @@ import keras
 from keras_strategies import keras_compat
 from keras_strategies.context import ReplicaContext
 from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.runtime.state_scope import StatePolicy, policy_of
 
 
 def is_local(variable: Any) -> bool:
@@ -120,14 +121,14 @@ MAKE_ONCE = (
 )
 
 
-class RunScope(keras.StatelessScope):
-    """The values that one replica sees while `run` is under way.
+class RunState(StatePolicy):
+    """Values of variables on one replica during a `run`.
 
     Args:
         replica: the replica's context.
         copy: gives the value of a variable on this replica's device; None leaves
             the read to the variable itself.
-        local_values: where on-read values are kept.
+        local: returns the value of an on-read variable on a replica.
         made: the variables that the replicas of the run make; None where that is
             checked elsewhere.
         assigned: `assigned(variable, value)` returns what the replica reads from a
@@ -138,42 +139,39 @@ class RunScope(keras.StatelessScope):
         self,
         replica: ReplicaContext,
         copy: Callable[[Any], Any],
-        local_values: LocalValues,
+        local: Callable[[Any, int], Any],
         made: MadeVariables | None = None,
         assigned: Callable[[Any, Any], Any] | None = None,
     ):
-        super().__init__(collect_losses=True, initialize_variables=False)
         self.replica = replica
         self.made = made
         self._copy = copy
-        self._local_values = local_values
+        self._local = local
         self._assigned = assigned
         self.updates: dict[int, tuple[Any, Any]] = {}
+        self._values: dict[int, Any] = {}
         self._read: dict[int, Any] = {}
 
     def variables_read(self) -> list[Any]:
-        """The variables whose values this scope holds."""
+        """The variables that the replica has read."""
         return list(self._read.values())
 
-    def get_current_value(self, variable: Any) -> Any:
-        value = self.state_mapping.get(id(variable))
+    def read(self, variable: Any) -> Any:
+        value = self._values.get(id(variable))
         if value is None:
             if is_local(variable):
                 # Made elsewhere: from now on assignments outside concern us.
                 if keras_compat.strategy_of(variable) is None:
                     keras_compat.set_strategy(variable, self.replica.strategy)
-                value = self._local_values.get(
-                    variable, self.replica.replica_id_in_sync_group
-                )
+                value = self._local(variable, self.replica.replica_id_in_sync_group)
             else:
                 value = self._copy(variable)
             if value is not None:
-                self.state_mapping[id(variable)] = value
+                self._values[id(variable)] = value
                 self._read[id(variable)] = variable
         return value
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
+    def assign(self, variable: Any, value: Any) -> None:
         if is_aggregated(variable):
             value = self._aggregate(variable, value)
         elif variable.synchronization == "on_write" and not is_local(variable):
@@ -185,7 +183,7 @@ class RunScope(keras.StatelessScope):
             )
         self._set(variable, value)
 
-    def add_delta(self, variable: Any, delta: Any) -> Any:
+    def add(self, variable: Any, delta: Any) -> Any:
         """Adds to a variable; where replicas are brought together, what is added is."""
         old = keras.ops.convert_to_tensor(variable)
         delta = keras.ops.cast(keras.ops.convert_to_tensor(delta), variable.dtype)
@@ -195,19 +193,19 @@ class RunScope(keras.StatelessScope):
             self._set(variable, value)
         else:
             value = old + delta
-            self.add_update((variable, value))
+            self.assign(variable, value)
         return value
 
     def forget(self, variables: Sequence[Any]) -> None:
         """Reads variables anew, after they were changed outside of the replicas."""
         for variable in variables:
-            self.state_mapping.pop(id(variable), None)
+            self._values.pop(id(variable), None)
             self.updates.pop(id(variable), None)
 
     def _set(self, variable: Any, value: Any) -> None:
         if self._assigned is not None:
             value = self._assigned(variable, value)
-        self.state_mapping[id(variable)] = value
+        self._values[id(variable)] = value
         self.updates[id(variable)] = (variable, value)
 
     def _aggregate(self, variable: Any, value: Any) -> Any:
@@ -227,12 +225,15 @@ class RunScope(keras.StatelessScope):
         return self.replica.all_reduce("SUM", own)
 
 
-def current() -> RunScope | None:
-    """The innermost `RunScope`, through scopes that Keras opened in it; or None."""
+def enclosing() -> RunState | None:
+    """The innermost `RunState`, also around scopes that Keras opened; or None."""
     scope = keras_compat.current_stateless_scope()
-    while scope is not None and not isinstance(scope, RunScope):
+    while scope is not None:
+        policy = policy_of(scope)
+        if isinstance(policy, RunState):
+            return policy
         scope = scope.original_scope
-    return scope
+    return None
 
 
 def _mean_dtype(variable: Any) -> str:

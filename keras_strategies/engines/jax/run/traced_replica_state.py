@@ -1,0 +1,165 @@
+"""State of replicas in a trace."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import numpy as jnp
+
+from keras_strategies import context, keras_compat
+from keras_strategies.engines.jax.function.trace_state import ValueOverrides
+from keras_strategies.runtime import run_state
+from keras_strategies.runtime.base import Communicator
+from keras_strategies.runtime.run_state import RunState
+from keras_strategies.runtime.state_scope import StatePolicy, current_policy
+
+
+class TracedReplicas(Communicator):
+    """Collectives of traced replicas, with those of optimizers and gradients."""
+
+    @abc.abstractmethod
+    def apply(
+        self, gradients: list[Any], aggregate: bool, update: Callable[[list[Any]], None]
+    ) -> None:
+        """Sums gradients over replicas and updates the variables of all of them."""
+
+    @abc.abstractmethod
+    def value_and_grad(
+        self, loss_fn: Callable[[list[Any]], Any], values: list[Any]
+    ) -> Any:
+        """As `jax.value_and_grad(loss_fn, has_aux=True)(values)`."""
+
+
+class TracedReplicaState(RunState):
+    """Values of variables on a traced replica, or on one trace of all replicas.
+
+    Args:
+        replica: the replica's context.
+        copy: returns the value of a variable that is not on-read.
+        local: returns the value of an on-read variable.
+        replicas: the collectives of the replica.
+        outer: the state around this one, on the same replica.
+    """
+
+    def __init__(
+        self,
+        replica: context.ReplicaContext,
+        copy: Callable[[Any], Any],
+        local: Callable[[Any, int], Any],
+        replicas: TracedReplicas,
+        outer: TracedReplicaState | None = None,
+    ):
+        super().__init__(replica, copy, local)
+        self.replicas = replicas
+        self._outer = outer
+        # The ids of assigned variables with equal values on all replicas.
+        self._replicated: set[int] = set()
+
+    def set(self, variable: Any, value: Any, replicated: bool = False) -> None:
+        """Assigns a value without aggregation.
+
+        Args:
+            variable: the variable.
+            value: the value on this replica.
+            replicated: bool, whether it is equal on all replicas.
+        """
+        self._set(variable, value)
+        self._replicated.discard(id(variable))
+        if replicated:
+            self._replicated.add(id(variable))
+
+    def assign(self, variable: Any, value: Any) -> None:
+        super().assign(variable, value)
+        self._replicated.discard(id(variable))
+
+    def is_replicated(self, variable: Any) -> bool:
+        """Whether a variable is known to have equal values on all replicas."""
+        if run_state.is_local(variable):
+            return False
+        if id(variable) in self.updates:
+            aggregated = run_state.is_aggregated(variable)
+            return id(variable) in self._replicated or aggregated
+        if self._outer is not None:
+            return self._outer.is_replicated(variable)
+        return keras_compat.seed_offset(variable, 1) == 0
+
+    def nested(self, overrides: ValueOverrides) -> TracedReplicaState:
+        """A state inside this one; `commit` assigns its updates here."""
+
+        def copy(variable: Any) -> Any:
+            value = overrides.get(variable)
+            return self.read(variable) if value is None else value
+
+        return TracedReplicaState(
+            self.replica, copy, lambda v, _: self.read(v), self.replicas, self
+        )
+
+    def updated_values(self) -> list[Any]:
+        """The new values, in the order of their first assignment."""
+        return [jnp.asarray(value) for _, value in self.updates.values()]
+
+    def commit(self, values: Sequence[Any]) -> None:
+        """Assigns the new values in the state around this one."""
+        assert self._outer is not None
+        for (variable, _), value in zip(self.updates.values(), values, strict=True):
+            self._outer.set(variable, value, id(variable) in self._replicated)
+
+
+class MergedState(StatePolicy):
+    """Cross-replica context inside replicas: one value of each variable for all.
+
+    Args:
+        values: returns a variable's values on the replicas.
+        assign: assigns a variable on all replicas.
+    """
+
+    def __init__(
+        self,
+        values: Callable[[Any], list[Any]],
+        assign: Callable[[Any, Any], None],
+    ):
+        self._values = values
+        self._assign = assign
+        self._merged: dict[int, Any] = {}
+
+    def read(self, variable: Any) -> Any:
+        if id(variable) not in self._merged:
+            values = self._values(variable)
+            if values[0] is None:
+                return None
+            self._merged[id(variable)] = merged_value(variable, values)
+        return self._merged[id(variable)]
+
+    def assign(self, variable: Any, value: Any) -> None:
+        self._merged[id(variable)] = value
+        self._assign(variable, value)
+
+
+def merged_value(variable: Any, values: Sequence[Any]) -> Any:
+    """A variable's value in cross-replica context, from those of replicas."""
+    if len(values) == 1:
+        return values[0]
+    if run_state.is_local(variable):
+        return run_state.together(variable, values)
+    return run_state.merged(variable, values)
+
+
+def current_replica_state() -> TracedReplicaState:
+    """The state of the replica that this thread traces."""
+    state = current_policy()
+    assert isinstance(state, TracedReplicaState)
+    return state
+
+
+def with_seed_offset(variable: Any, value: Any, replica_id: Any) -> Any:
+    """A seed's state with the replica's offset; another variable's value unchanged."""
+    step = keras_compat.seed_offset(variable, 1)
+    if value is None or not step:
+        return value
+    # Modulo 2^32, of which the 2^31 of `seed_offset` is a divisor.
+    product = jnp.asarray(replica_id, "uint32") * np.uint32(step)
+    offset = (product & np.uint32(2**31 - 1)).astype(value.dtype)
+    return value.at[0].add(offset)

@@ -1,0 +1,69 @@
+"""The scope in which variables have values other than their own, and its policies."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import keras
+
+from keras_strategies import keras_compat
+
+
+class StatePolicy(abc.ABC):
+    """Reads and assignments of variables in a `StateScope`."""
+
+    @abc.abstractmethod
+    def read(self, variable: Any) -> Any:
+        """The value of a variable; None for its own value or its initializer's."""
+
+    @abc.abstractmethod
+    def assign(self, variable: Any, value: Any) -> None:
+        """Assigns a variable in the scope."""
+
+    def scope(self) -> StateScope:
+        """A new scope with this policy."""
+        return StateScope(self)
+
+
+class StateScope(keras.StatelessScope):
+    """A `keras.StatelessScope` whose reads and assignments are those of a policy.
+
+    Losses are collected; variables made inside get no values.
+
+    Args:
+        policy: the policy.
+    """
+
+    def __init__(self, policy: StatePolicy):
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.policy = policy
+
+    def get_current_value(self, variable: Any) -> Any:
+        return self.policy.read(variable)
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self.policy.assign(*update)
+
+
+class ShapesOnly(StatePolicy):
+    """Planning: variables made in the scope have shapes and dtypes, and no values."""
+
+    def __init__(self) -> None:
+        self._assigned: dict[int, Any] = {}
+
+    def read(self, variable: Any) -> Any:
+        return self._assigned.get(id(variable))
+
+    def assign(self, variable: Any, value: Any) -> None:
+        self._assigned[id(variable)] = value
+
+
+def policy_of(scope: Any) -> StatePolicy | None:
+    """The policy of a scope; None for another `StatelessScope`, and for None."""
+    return scope.policy if isinstance(scope, StateScope) else None
+
+
+def current_policy() -> StatePolicy | None:
+    """The policy of this thread's innermost scope."""
+    return policy_of(keras_compat.current_stateless_scope())
