@@ -264,7 +264,7 @@ def test_a_plan_says_what_then_is(cluster):
 def test_what_cannot_be(cluster, tmp_path):
     def program(strategy, folder):
         own = cut()
-        with pytest.raises(RuntimeError, match="Use `fit` with a `train_step`"):
+        with pytest.raises(RuntimeError, match="Use `fit` with a custom `train_step`"):
             own.run(lambda: 0)
         with pytest.raises(RuntimeError, match="its own process"):
             ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"])
