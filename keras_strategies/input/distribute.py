@@ -12,7 +12,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset, are_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
-from keras_strategies.input.feeds import Feed, InStepFeed, PerReplicaFeed, SplitFeed
+from keras_strategies.input.feeds import EqualStepsFeed, Feed, PerReplicaFeed, SplitFeed
 from keras_strategies.input.sources import PlacedSource, Source, is_tf_data, source_of
 from keras_strategies.input.worker_shares import Share
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
@@ -94,7 +94,7 @@ def _distributed(
     strategy: Strategy, feed: Feed, options: InputOptions
 ) -> DistributedDataset:
     if strategy.workers is not None and not feed.is_global:
-        feed = InStepFeed(feed, strategy.workers.group)
+        feed = EqualStepsFeed(feed, strategy.workers.group)
     return DistributedDataset(
         strategy.backend, strategy.placement.replicas, feed, options
     )

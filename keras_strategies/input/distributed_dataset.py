@@ -121,7 +121,7 @@ class DistributedDataset:
     def _batches(self) -> Iterator[Any]:
         size = self._options.experimental_per_replica_buffer_size
         where = self._where()
-        if self._feed.is_at_hand and all(device.kind == "cpu" for device in where):
+        if self._feed.is_in_memory and all(device.kind == "cpu" for device in where):
             # A thread for this would take time from the step, and save none.
             size = 0
         begin = _Placing(self._backend, self._feed, where, bool(size))

@@ -34,7 +34,7 @@ class Feed(abc.ABC):
     is_global = False
 
     @property
-    def is_at_hand(self) -> bool:
+    def is_in_memory(self) -> bool:
         """bool, whether batches lie in memory and are split there."""
         return False
 
@@ -66,8 +66,8 @@ class SplitFeed(Feed):
         return self._source
 
     @property
-    def is_at_hand(self) -> bool:
-        return self._source.is_at_hand
+    def is_in_memory(self) -> bool:
+        return self._source.is_in_memory
 
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
         copy = copy and self._source.may_reuse_memory
@@ -153,7 +153,7 @@ class PerReplicaFeed(Feed):
 _streams = itertools.count()
 
 
-class InStepFeed(Feed):
+class EqualStepsFeed(Feed):
     """Keeps workers in step whose pipelines have different numbers of batches.
 
     A worker that has no more gives its replicas no rows until all have none.

@@ -29,7 +29,7 @@ class Source(abc.ABC):
     #: Whether NumPy arrays may be written over once the next batch is asked for.
     may_reuse_memory = False
     #: Whether batches lie in memory, so that nothing is gained by reading them ahead.
-    is_at_hand = False
+    is_in_memory = False
 
     def __init__(self, given: Any):
         self.given = given
@@ -116,7 +116,7 @@ class PyDatasetSource(Source):
 class ArraySource(Source):
     """The rows of arrays, in batches."""
 
-    is_at_hand = True
+    is_in_memory = True
 
     def __init__(self, given: ArrayDataset):
         super().__init__(given)

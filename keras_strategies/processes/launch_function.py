@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategies.errors import InvalidArgumentError, WorkerError
-from keras_strategies.processes.launched_call import CALL, PATH, Outcome, result_file
-from keras_strategies.processes.launcher import Ended, Events, Processes
-from keras_strategies.processes.local_cluster import LocalCluster, Task
+from keras_strategies.processes.launched_call import (
+    CALL,
+    PATH,
+    CallOutcome,
+    result_file,
+)
+from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
+from keras_strategies.processes.local_cluster import LocalCluster, LocalTask
 
 # Not `-m`, because the path to this package may be in `sys.path` only.
 _COMMAND = """\
@@ -96,14 +101,16 @@ def launch(
         path = [os.path.abspath(entry) for entry in sys.path]
         (directory / PATH).write_text(json.dumps(path))
         _run(cluster, directory, timeout_seconds)
-        return [Outcome.read(result_file(directory, i)).value for i in range(workers)]
+        return [
+            CallOutcome.read(result_file(directory, i)).value for i in range(workers)
+        ]
 
 
 def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
     events: Events = queue.SimpleQueue()
     waiting = set(cluster.tasks)
     deadline = None if timeout is None else time.monotonic() + timeout
-    with Processes(events, _GRACE_SECONDS) as processes:
+    with ProcessLauncher(events, _GRACE_SECONDS) as processes:
         for task, environment in cluster.environments(_environment()).items():
             arguments = [str(directory / PATH), str(directory), str(task.index)]
             command = [sys.executable, "-u", "-c", _COMMAND, *arguments]
@@ -129,14 +136,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "KERAS_BACKEND": sys.modules["keras"].backend.backend()}
 
 
-def _names(tasks: set[Task]) -> str:
+def _names(tasks: set[LocalTask]) -> str:
     return ", ".join(f"worker {i}" for i in sorted(task.index for task in tasks))
 
 
 def _check(event: Ended, directory: Path) -> None:
     """Raises what made a worker end, unless it has returned."""
     file = result_file(directory, event.task.index)
-    outcome = Outcome.read(file) if file.exists() else None
+    outcome = CallOutcome.read(file) if file.exists() else None
     if outcome is not None and outcome.traceback:
         error = outcome.error() or WorkerError(
             f"{event.task} raised an error that cannot be sent to this process."

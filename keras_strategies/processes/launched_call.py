@@ -22,7 +22,7 @@ def result_file(directory: Path, index: int) -> Path:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What came of a call.
 
     Args:
@@ -55,12 +55,12 @@ class Outcome:
         os.replace(part, file)
 
     @classmethod
-    def read(cls, file: Path) -> Outcome:
-        found: Outcome = pickle.loads(file.read_bytes())
+    def read(cls, file: Path) -> CallOutcome:
+        found: CallOutcome = pickle.loads(file.read_bytes())
         return found
 
     @classmethod
-    def of_error(cls, error: BaseException) -> Outcome:
+    def of_error(cls, error: BaseException) -> CallOutcome:
         import cloudpickle
 
         # The first entry is the call in `main`, which says nothing to its reader.
@@ -79,7 +79,7 @@ def main(directory: str, index: int) -> None:
         function, args, kwargs = pickle.loads((Path(directory) / CALL).read_bytes())
         value = function(*args, **kwargs)
         try:
-            Outcome(value).write(file)
+            CallOutcome(value).write(file)
         except Exception as error:
             raise WorkerError(
                 f"The function returned a {type(value).__name__}, which cannot be sent "
@@ -87,5 +87,5 @@ def main(directory: str, index: int) -> None:
             ) from error
     except BaseException as error:
         traceback.print_exc()
-        Outcome.of_error(error).write(file)
+        CallOutcome.of_error(error).write(file)
         sys.exit(1)

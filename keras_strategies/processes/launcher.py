@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TextIO
 
 from keras_strategies.processes import engine_messages, task_output
-from keras_strategies.processes.local_cluster import Task
+from keras_strategies.processes.local_cluster import LocalTask
 
 _GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.py"))]
 # A killed process is gone at once, unless a disk or a driver holds it in the kernel.
@@ -31,7 +31,7 @@ _PIPE_SECONDS = 1.0
 class Ended:
     """A task has ended, with an exit code or with minus the number of a signal."""
 
-    task: Task
+    task: LocalTask
     code: int
 
     @property
@@ -75,7 +75,7 @@ def signals_as_events(events: Events) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Processes:
+class ProcessLauncher:
     """The running processes of one cluster; leaving the context ends them.
 
     Args:
@@ -95,14 +95,14 @@ class Processes:
         self._events = events
         self._grace = grace_seconds
         self._streams = (out or sys.stdout, err or sys.stderr)
-        self._running: dict[Task, subprocess.Popen[bytes]] = {}
+        self._running: dict[LocalTask, subprocess.Popen[bytes]] = {}
         self._groups: set[int] = set()
-        self._threads: dict[Task, list[threading.Thread]] = {}
+        self._threads: dict[LocalTask, list[threading.Thread]] = {}
         self._guard: subprocess.Popen[str]
         # The last signal that came, also while processes were being ended.
         self.signalled: Signalled | None = None
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> ProcessLauncher:
         self._guard = subprocess.Popen(
             [*_GUARD, "watch"],
             stdin=subprocess.PIPE,
@@ -123,7 +123,7 @@ class Processes:
             self._guard.wait()
 
     def start(
-        self, task: Task, command: Sequence[str], environment: Mapping[str, str]
+        self, task: LocalTask, command: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         """Starts one task, in a process group of its own.
 
@@ -139,7 +139,7 @@ class Processes:
         )
         self._running[task] = process
         self._groups.add(process.pid)
-        self._tell_guard(f"+{process.pid}")
+        self._notify_guard(f"+{process.pid}")
         assert process.stdout is not None and process.stderr is not None
         pipes = (process.stdout, process.stderr)
         pumps = [
@@ -160,12 +160,12 @@ class Processes:
             thread.start()
 
     def _thread(
-        self, task: Task, run: Callable[..., None], *args: object
+        self, task: LocalTask, run: Callable[..., None], *args: object
     ) -> threading.Thread:
         name = f"launch {task}"
         return threading.Thread(target=run, args=args, name=name, daemon=True)
 
-    def _wait(self, task: Task, process: subprocess.Popen[bytes]) -> None:
+    def _wait(self, task: LocalTask, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         for thread in self._threads[task]:
             if thread is not threading.current_thread():
@@ -183,7 +183,7 @@ class Processes:
             if not _exists(process.pid):
                 # Its number may soon be that of another group.
                 self._groups.discard(process.pid)
-                self._tell_guard(f"-{process.pid}")
+                self._notify_guard(f"-{process.pid}")
         else:
             self.signalled = event
         return event
@@ -198,7 +198,7 @@ class Processes:
         self._send(signal.SIGKILL)
         self._wait_until(time.monotonic() + _KILL_SECONDS, impatient=False)
         for group in self._groups:
-            self._tell_guard(f"-{group}")
+            self._notify_guard(f"-{group}")
         self._groups.clear()
         for task in self._running:
             task_output.write(self._streams[1], "launch", f"{task} cannot be killed.")
@@ -215,7 +215,7 @@ class Processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, number)
 
-    def _tell_guard(self, line: str) -> None:
+    def _notify_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
         with suppress(BrokenPipeError):
             self._guard.stdin.write(f"{line}\n")

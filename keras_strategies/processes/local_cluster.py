@@ -21,8 +21,8 @@ THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class Task:
-    """One process of a cluster: `Task("worker", 1)`, written `worker 1`."""
+class LocalTask:
+    """One process of a cluster: `LocalTask("worker", 1)`, written `worker 1`."""
 
     job: str
     index: int
@@ -68,7 +68,7 @@ class LocalCluster:
                 )
 
     @property
-    def tasks(self) -> tuple[Task, ...]:
+    def tasks(self) -> tuple[LocalTask, ...]:
         """The tasks, the chief first."""
         counts = {
             "chief": int(self.chief),
@@ -76,10 +76,10 @@ class LocalCluster:
             "ps": self.ps,
             "evaluator": int(self.evaluator),
         }
-        return tuple(Task(job, i) for job, n in counts.items() for i in range(n))
+        return tuple(LocalTask(job, i) for job, n in counts.items() for i in range(n))
 
     @property
-    def decisive(self) -> frozenset[Task]:
+    def decisive(self) -> frozenset[LocalTask]:
         """The tasks whose end is the end of the cluster.
 
         Parameter servers, workers that get their work from a chief, and an evaluator,
@@ -91,12 +91,12 @@ class LocalCluster:
         return frozenset(task for task in self.tasks if task.job not in serving)
 
     @property
-    def computing(self) -> tuple[Task, ...]:
+    def computing(self) -> tuple[LocalTask, ...]:
         """The tasks that need devices."""
         idle = {"ps", "chief"} if self.ps else {"ps"}
         return tuple(task for task in self.tasks if task.job not in idle)
 
-    def environments(self, outer: Mapping[str, str]) -> dict[Task, dict[str, str]]:
+    def environments(self, outer: Mapping[str, str]) -> dict[LocalTask, dict[str, str]]:
         """What is set for each task, with addresses that are free now.
 
         Args:
@@ -112,7 +112,7 @@ class LocalCluster:
         addresses = free_addresses(len(self.tasks))
         for task, address in zip(self.tasks, addresses, strict=True):
             cluster.setdefault(task.job, []).append(address)
-        # Processes side by side share the cores instead of competing for them.
+        # Processes share the cores instead of competing for them.
         threads = max(1, _cores() // len(self.tasks))
         devices = self._devices(visible_gpus(outer))
         secret = {SECRET: secrets.token_hex()} if self.ps else {}
@@ -134,7 +134,7 @@ class LocalCluster:
             for task in self.tasks
         }
 
-    def _devices(self, gpus: list[str]) -> dict[Task, dict[str, str]]:
+    def _devices(self, gpus: list[str]) -> dict[LocalTask, dict[str, str]]:
         computing = self.computing
         each = self.devices_per_worker
         if not gpus:

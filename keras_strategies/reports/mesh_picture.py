@@ -107,7 +107,7 @@ def _draw_variable(
     across_parts = _parts(mesh, full, across)
     for i in range(down_parts):
         for j in range(across_parts):
-            devices = _keepers(mesh, full, {down: i, across: j})
+            devices = _shard_devices(mesh, full, {down: i, across: j})
             y = 1 - (i + 1) / down_parts
             place.add_patch(
                 Rectangle(
@@ -153,7 +153,9 @@ def _parts(mesh: VariableMesh, full: Axes, axis: int | None) -> int:
     return mesh.sizes[name] if name else 1
 
 
-def _keepers(mesh: VariableMesh, full: Axes, part: dict[int | None, int]) -> list[Any]:
+def _shard_devices(
+    mesh: VariableMesh, full: Axes, part: dict[int | None, int]
+) -> list[Any]:
     """The devices that keep one part of a variable."""
     found = []
     for number, device in enumerate(mesh.devices):

@@ -191,7 +191,7 @@ def _build(strategy: Strategy, model: Any, batch: Any) -> None:
     optimizer, model.optimizer = model.optimizer, None
     keras_compat.symbolic_build(model, batch)
     model.optimizer = optimizer
-    strategy.trainer.lay_out(model.variables)
+    strategy.trainer.set_layouts(model.variables)
     keras_compat.build_optimizer_without_values(optimizer, model.trainable_variables)
 
 

@@ -60,7 +60,7 @@ class Placement:
     mesh: VariableMesh | None = None
 
     @property
-    def keepers(self) -> tuple[Device, ...]:
+    def variable_devices(self) -> tuple[Device, ...]:
         """The devices that keep variables, whole or in part."""
         if self.mesh is not None:
             return self.mesh.own_devices
@@ -377,7 +377,7 @@ class TrainerAdapter(abc.ABC):
     def copies(self, variable: Any) -> list[VariableCopy]:
         """Where the memory of a `keras.Variable` is."""
 
-    def beside(self, variable: Any, tensor: Any) -> Any:
+    def colocated_with_variable(self, variable: Any, tensor: Any) -> Any:
         """A tensor, such that it can be computed with together with a variable."""
         return tensor
 
@@ -397,7 +397,7 @@ class TrainerAdapter(abc.ABC):
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         """The devices that will keep a weight, or a slot, metric or counter."""
-        return self.placement.keepers
+        return self.placement.variable_devices
 
     def axes(self, variable: Any) -> Axes:
         """The axes of the mesh that a variable is cut along; `()` where it is whole."""
@@ -406,7 +406,7 @@ class TrainerAdapter(abc.ABC):
         layout = keras_compat.layout_of(variable)
         return () if layout is None else tuple(layout.axes)
 
-    def lay_out(self, variables: Sequence[Any]) -> None:  # noqa: B027
+    def set_layouts(self, variables: Sequence[Any]) -> None:  # noqa: B027
         """Gives variables that have no values the layouts that they would have."""
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
@@ -448,7 +448,7 @@ class TrainerAdapter(abc.ABC):
     def variable_assigned(self, variable: Any, value: Any) -> None:  # noqa: B027
         """An on-read variable was assigned in cross-replica context."""
 
-    def same_variables(self, model: Any, all_of_them: bool) -> None:
+    def sync_variables(self, model: Any, all_of_them: bool) -> None:
         """Gives a model's variables the chief's values, where there are workers.
 
         Args:
@@ -461,10 +461,10 @@ class TrainerAdapter(abc.ABC):
         if all_of_them:
             # As the chief has it, which may have restored a file.
             keras_compat.build_optimizer(model)
-        self.share_variables(keras_compat.all_variables(model), all_of_them)
+        self.broadcast_variables(keras_compat.all_variables(model), all_of_them)
 
-    def share_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
-        """Gives variables, which have values, the chief's; see `same_variables`."""
+    def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
+        """Gives variables, which have values, the chief's; see `sync_variables`."""
         workers = self.placement.workers
         assert workers is not None
         if not all_of_them:

@@ -9,7 +9,7 @@ Batch = TypeVar("Batch")
 Moved = TypeVar("Moved")
 
 
-def one_ahead(
+def prefetch_one(
     batches: Iterable[Batch], move: Callable[[Batch], Callable[[], Moved]]
 ) -> Iterator[Moved]:
     """Moves batches, each while the one before it is computed with.
@@ -25,7 +25,7 @@ def one_ahead(
 
     Example:
 
-    >>> list(one_ahead([1, 2], lambda batch: lambda: batch * 10))
+    >>> list(prefetch_one([1, 2], lambda batch: lambda: batch * 10))
     [10, 20]
     """
     waiting = iter(batches)

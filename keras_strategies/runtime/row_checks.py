@@ -187,7 +187,7 @@ def _problem(
         kinds[:] = [a & b for a, b in zip(kinds, found, strict=True)]
     else:
         return "the number of losses that it adds depends on the rows"
-    if probe.collectives.of_user:
+    if probe.collectives.by_user:
         # Its author has written what replicas exchange.
         return None
     if any(len(part.losses) != len(probe.unsplit.losses) for part in probe.parts):

@@ -87,7 +87,7 @@ class _ReplayedCollectives(Communicator):
     def __init__(self) -> None:
         self._results: list[Any] = []
         self._next: int | None = None
-        self.of_user = False
+        self.by_user = False
 
     def replay(self) -> None:
         self._next = 0
@@ -100,11 +100,11 @@ class _ReplayedCollectives(Communicator):
         return self._results[self._next - 1]
 
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        self.of_user = True
+        self.by_user = True
         return self.batch_statistics(value)
 
     def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        self.of_user = True
+        self.by_user = True
         return self.batch_statistics(value)
 
     def merge_call(
@@ -114,7 +114,7 @@ class _ReplayedCollectives(Communicator):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        self.of_user = True
+        self.by_user = True
         if self._next is None:
             return self.batch_statistics(
                 merge_fn(context.current_strategy(), *args, **kwargs)
@@ -133,7 +133,7 @@ class _ProbeReplica(context.ReplicaContext):
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        self._collectives.of_user = True
+        self._collectives.by_user = True
         return super().replica_id_in_sync_group
 
     @property
@@ -145,7 +145,7 @@ class _ProbeReplica(context.ReplicaContext):
 
 
 @dataclass
-class Outcome:
+class ProbeOutcome:
     """What one call on a few rows left behind, as arrays."""
 
     outputs: list[Any]
@@ -167,8 +167,8 @@ class Probe:
     """The calls on one small batch: unsplit, and in two parts."""
 
     sizes: list[int]
-    unsplit: Outcome
-    parts: list[Outcome]
+    unsplit: ProbeOutcome
+    parts: list[ProbeOutcome]
     collectives: _ReplayedCollectives = field(default_factory=_ReplayedCollectives)
 
     @property
@@ -182,7 +182,7 @@ def _call(
     leaves: list[Any],
     replica: _ProbeReplica,
     with_inner: bool,
-) -> Outcome:
+) -> ProbeOutcome:
     args, kwargs = keras.tree.pack_sequence_as(call.structure, leaves)
     scope = ReplicaScope(keras_compat.raw_value)
     inner: list[InnerCall] = []
@@ -200,7 +200,7 @@ def _call(
         _python_numbers_restored(),
     ):
         outputs = call.call(*args, **kwargs)
-    return Outcome(
+    return ProbeOutcome(
         as_arrays(outputs),
         [as_array(loss) for loss in scope.losses],
         scope.updates,
@@ -216,7 +216,7 @@ def run_probe(
     sizes = split_sizes(rows, 2)
     collectives = _ReplayedCollectives()
 
-    def run(replica_id: int, start: int, stop: int) -> Outcome:
+    def run(replica_id: int, start: int, stop: int) -> ProbeOutcome:
         leaves = [
             leaf.tensor(start, stop) if isinstance(leaf, Rows) else leaf
             for leaf in batch
@@ -231,7 +231,7 @@ def run_probe(
             collectives.replay()
             parts.append(run(replica_id, start, stop))
     except Exception as error:
-        if collectives.of_user:
+        if collectives.by_user:
             raise UsesReplicasError from error
         raise
     return Probe(sizes, unsplit, parts, collectives)

@@ -55,7 +55,7 @@ class LocalValues(abc.ABC):
         """The variable was assigned outside of `run`."""
 
 
-def together(variable: Any, values: Sequence[Any]) -> Any:
+def cross_replica_value(variable: Any, values: Sequence[Any]) -> Any:
     """What an on-read variable is in cross-replica context."""
     if variable.aggregation == "sum":
         return sum(values[1:], start=values[0])
@@ -74,29 +74,29 @@ def parts(variable: Any, value: Any, count: int) -> list[Any]:
     return [value] * count
 
 
-class TurnsNeededError(BaseException):
+class SequentialRunNeededError(BaseException):
     """A variable is made in a run whose replicas run side by side.
 
     A `BaseException`, since the user's code is between here and `run`.
     """
 
 
-class MadeVariables:
+class CreatedVariables:
     """Variables made by the replicas of one run: each once, for all of them.
 
     Args:
-        in_turns: bool, whether one replica runs at a time, so that what the first one
+        sequential: bool, whether one replica runs at a time, so that what the first one
             makes and stores is found by the others.
     """
 
-    def __init__(self, in_turns: bool = True):
-        self._in_turns = in_turns
+    def __init__(self, sequential: bool = True):
+        self._in_turns = sequential
         self._makers: dict[Any, tuple[int, str]] = {}
 
     def begin(self) -> None:
         """A replica is about to make a variable."""
         if not self._in_turns:
-            raise TurnsNeededError("one of several threads created a variable")
+            raise SequentialRunNeededError("one of several threads created a variable")
 
     def add(self, variable: Any, replica_id: int) -> None:
         """A replica has made a variable.
@@ -110,11 +110,11 @@ class MadeVariables:
             raise ContextError(
                 f"Replica {maker} created variable {path!r} in `run`, and replica "
                 f"{replica_id} created another one, {variable.path!r}, of the same "
-                f"shape {kind[0]} and dtype {kind[1]}. {MAKE_ONCE}"
+                f"shape {kind[0]} and dtype {kind[1]}. {CREATE_ONCE}"
             )
 
 
-MAKE_ONCE = (
+CREATE_ONCE = (
     "Create variables, layers, metrics and optimizers once for all replicas and "
     "runs: in `with strategy.scope():` before `run`, or in the first run only (`if "
     "self.counter is None: self.counter = keras.Variable(0.0)`)."
@@ -140,7 +140,7 @@ class RunState(StatePolicy):
         replica: ReplicaContext,
         copy: Callable[[Any], Any],
         local: Callable[[Any, int], Any],
-        made: MadeVariables | None = None,
+        made: CreatedVariables | None = None,
         assigned: Callable[[Any, Any], Any] | None = None,
     ):
         self.replica = replica

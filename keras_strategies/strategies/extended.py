@@ -42,7 +42,9 @@ class StrategyExtended:
 
         On Torch all virtual CPUs have one memory, which is named once.
         """
-        devices = self._strategy.backend.memories(self._strategy.placement.keepers)
+        devices = self._strategy.backend.memories(
+            self._strategy.placement.variable_devices
+        )
         return tuple(str(device) for device in devices)
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -193,7 +195,7 @@ class StrategyExtended:
         def first(leaf: Any) -> Any:
             if not isinstance(leaf, DistributedValues):
                 return leaf
-            return trainer.beside(var, leaf.values[0])
+            return trainer.colocated_with_variable(var, leaf.values[0])
 
         own_args, own_kwargs = map_structure(first, (list(args), kwargs or {}))
         result = fn(var, *own_args, **own_kwargs)

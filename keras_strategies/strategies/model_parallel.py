@@ -29,7 +29,7 @@ from keras_strategies.runtime.base import Backend, Placement, Workers
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.strategies.multi_worker import find_workers
-from keras_strategies.training.seeds import same_random_numbers
+from keras_strategies.training.seeds import sync_random_numbers
 from keras_strategies.types import CommunicationOptions, check_flag
 
 _AXES = (BATCH_AXIS, MODEL_AXIS)
@@ -154,7 +154,7 @@ class ModelParallelStrategy(Strategy):
             Placement(replicas, replicas[0], mirrored=False, workers=workers, mesh=mesh)
         )
         if workers is not None:
-            same_random_numbers(backend, workers.group)
+            sync_random_numbers(backend, workers.group)
 
     @property
     def mesh(self) -> VariableMesh:

@@ -31,7 +31,7 @@ from keras_strategies.errors import ClusterError
 from keras_strategies.runtime.base import Backend, Placement, Workers
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
-from keras_strategies.training.seeds import same_random_numbers
+from keras_strategies.training.seeds import sync_random_numbers
 from keras_strategies.types import CommunicationOptions
 
 #: Seconds that workers wait for one another where nothing else is said.
@@ -116,7 +116,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
         super().__init__(placement, cross_device_ops, sync_batch_norm)
         if workers is not None:
-            same_random_numbers(backend, workers.group)
+            sync_random_numbers(backend, workers.group)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -12,7 +12,7 @@ from keras_strategies.processes import task_output
 from keras_strategies.processes.launcher import (
     Ended,
     Events,
-    Processes,
+    ProcessLauncher,
     Signalled,
     signals_as_events,
 )
@@ -53,7 +53,7 @@ def launch_command(
             if restarts == max_restarts:
                 return last.exit_code
             restarts += 1
-            _say(f"restarting ({restarts} of {max_restarts}) with new ports.")
+            _print_line(f"restarting ({restarts} of {max_restarts}) with new ports.")
 
 
 def _run(
@@ -61,25 +61,25 @@ def _run(
 ) -> Ended | Signalled | None:
     """Runs the cluster once; what ended it, or None if all went well."""
     failed = None
-    with Processes(events, grace_seconds) as processes:
+    with ProcessLauncher(events, grace_seconds) as processes:
         for task, environment in cluster.environments(os.environ).items():
             processes.start(task, command, environment)
         waiting = set(cluster.decisive)
         while waiting and failed is None:
             event = processes.next_event()
             if isinstance(event, Signalled):
-                _say(f"{signal.Signals(event.number).name}: ending all tasks.")
+                _print_line(f"{signal.Signals(event.number).name}: ending all tasks.")
                 processes.end(event.number)
                 break
             if isinstance(event, Ended):
                 waiting.discard(event.task)
                 if event.code:
-                    _say(f"{event}; ending the others.")
+                    _print_line(f"{event}; ending the others.")
                     failed = event
     # A signal that came while the others were being ended counts too: who wants the
     # launcher to end wants no restart.
     return processes.signalled or failed
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     task_output.write(sys.stderr, "launch", line)

@@ -129,7 +129,7 @@ def find_peers(
     found: dict[str, Peer] = {}
 
     def look(task: str, address: str) -> None:
-        found[task] = _look(own, task, address, deadline if retry else 0.0)
+        found[task] = _probe(own, task, address, deadline if retry else 0.0)
 
     threads = [
         threading.Thread(target=look, args=item, name=f"peer {item[0]}")
@@ -142,7 +142,7 @@ def find_peers(
     return [found[task] for task in addresses]
 
 
-def _look(own: str, task: str, address: str, deadline: float) -> Peer:
+def _probe(own: str, task: str, address: str, deadline: float) -> Peer:
     try:
         host, port = split_address(address)
     except ClusterError:

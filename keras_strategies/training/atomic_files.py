@@ -23,7 +23,7 @@ _SINGLE_FILES = (".keras", ".h5", ".hdf5")
 
 
 @contextlib.contextmanager
-def replacing(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
+def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
     """Gives a path to write to; what is there in the end takes the place of `path`.
 
     Keras 3.15 begins a file by emptying the one that was there, so that a process
@@ -43,13 +43,13 @@ def replacing(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
     if target.suffix not in _SINGLE_FILES or "://" in str(path) or target.is_symlink():
         yield path
         return
-    with whole_file(target) as part:
+    with atomic_file(target) as part:
         yield str(part)
         _add_seeds(part, seeds)
 
 
 @contextlib.contextmanager
-def whole_file(target: Path) -> Iterator[Path]:
+def atomic_file(target: Path) -> Iterator[Path]:
     """Gives a path beside `target` to write to, which takes its place at the end."""
     # The name's end says the format.
     part = target.with_name(f".part-{os.getpid()}-{target.name}")
@@ -74,7 +74,7 @@ def _add_seeds(part: Path, seeds: Sequence[Any]) -> None:
 
 
 def read_seeds(source: Any, seeds: Sequence[Any]) -> None:
-    """Gives seed generators the states that `replacing` has added to a file.
+    """Gives seed generators the states that `atomic_save` has added to a file.
 
     Args:
         source: a path to weights, or an open `.keras` file.

@@ -27,7 +27,7 @@ from keras_strategies.errors import (
     DamagedCheckpointError,
     InvalidArgumentError,
 )
-from keras_strategies.training.atomic_files import whole_file
+from keras_strategies.training.atomic_files import atomic_file
 from keras_strategies.training.seeds import random_numbers, set_random_numbers
 
 _VERSION = 1
@@ -195,7 +195,7 @@ class Checkpoint:
         backend = get_backend()
         contents["random"] = {**random_numbers(backend), "of": keras.backend.backend()}
         target.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(target) as part, zipfile.ZipFile(part, "w") as archive:
+        with atomic_file(target) as part, zipfile.ZipFile(part, "w") as archive:
             for name, value in self._objects.items():
                 entries = contents["objects"][name] = []
                 for i, variable in enumerate(_variables_of(value)):

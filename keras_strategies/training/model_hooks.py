@@ -17,7 +17,7 @@ from keras_strategies.runtime import run_state
 from keras_strategies.runtime.run_state import RunState
 from keras_strategies.runtime.state_scope import ShapesOnly, current_policy
 from keras_strategies.training import worker_training
-from keras_strategies.training.atomic_files import read_seeds, replacing
+from keras_strategies.training.atomic_files import atomic_save, read_seeds
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.model_input import model_arguments
 
@@ -234,7 +234,7 @@ class _Aggregation(threading.local):
 def _writing(strategy: Any, model: Any, path: Any) -> Iterator[Any]:
     with (
         strategy.trainer.reading(model),
-        replacing(path, keras_compat.seed_states(model)) as target,
+        atomic_save(path, keras_compat.seed_states(model)) as target,
     ):
         yield target
 

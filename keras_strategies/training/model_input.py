@@ -90,13 +90,13 @@ class DatasetCreator:
                 source_of(self.dataset_fn(pipelines)) for _ in range(local_replicas)
             ]
             return PerReplicaFeed(made, local_replicas).source()
-        asked = _AskedContext(
+        asked = _RecordingInputContext(
             pipelines.num_input_pipelines,
             pipelines.input_pipeline_id,
             pipelines.num_replicas_in_sync,
         )
         source = source_of(self.dataset_fn(asked))
-        if not asked.about_replicas:
+        if not asked.uses_replicas:
             return source
         return PerReplicaFeed([source], local_replicas).source()
 
@@ -119,7 +119,7 @@ def _check_used_in_fit(options: InputOptions) -> None:
             )
 
 
-class _AskedContext(InputContext):
+class _RecordingInputContext(InputContext):
     """A context that notices when it is asked how many replicas there are."""
 
     def __post_init__(self) -> None:
@@ -133,13 +133,13 @@ class _AskedContext(InputContext):
 
     def __repr__(self) -> str:
         # To print a context is not to ask it.
-        asked = self.about_replicas
+        asked = self.uses_replicas
         text = super().__repr__()
         self.__dict__["asked"] = asked
         return text
 
     @property
-    def about_replicas(self) -> bool:
+    def uses_replicas(self) -> bool:
         return bool(self.__dict__["asked"])
 
 

@@ -150,7 +150,7 @@ class PreemptionCheckpointHandler:
         self._config = termination_config or TerminationConfig()
         self._group = current_group()
         self._steps: WorkerGroup | LocalSteps = self._group or LocalSteps()
-        self._steps.go_on()
+        self._steps.resume()
         found = self._saved.read()
         #: What was known when training stopped; empty in a first run.
         self.restored: dict[str, Any] = found or {}
@@ -277,11 +277,11 @@ class PreemptionCheckpointHandler:
 
     def _notice(self) -> None:
         if self._config.grace_period:
-            timer = threading.Timer(self._config.grace_period, self._steps.ask_to_stop)
+            timer = threading.Timer(self._config.grace_period, self._steps.request_stop)
             timer.daemon = True
             timer.start()
         else:
-            self._steps.ask_to_stop()
+            self._steps.request_stop()
 
 
 class LocalSteps:
@@ -290,10 +290,10 @@ class LocalSteps:
     def __init__(self) -> None:
         self._is_stopping = False
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._is_stopping = False
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         self._is_stopping = True
 
     def begin_step(self) -> bool:

@@ -13,7 +13,7 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.runtime.base import Backend
 
 
-def same_random_numbers(backend: Backend, group: WorkerGroup) -> None:
+def sync_random_numbers(backend: Backend, group: WorkerGroup) -> None:
     """Makes Python's, NumPy's and the framework's numbers go on as the chief's.
 
     Keras takes seeds of layers and of initializers from Python's numbers, and

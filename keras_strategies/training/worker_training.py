@@ -13,7 +13,7 @@ from keras_strategies import keras_compat
 from keras_strategies.errors import ClusterError, InvalidArgumentError, WorkerError
 from keras_strategies.runtime.base import Workers
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
-from keras_strategies.training.seeds import same_random_numbers
+from keras_strategies.training.seeds import sync_random_numbers
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
@@ -44,8 +44,8 @@ def method(strategy: Strategy, model: Any, name: str) -> Iterator[None]:
         try:
             group.check()
             if name in _LOOPS:
-                same_random_numbers(strategy.backend, group)
-            strategy.trainer.same_variables(model, all_of_them=name == "fit")
+                sync_random_numbers(strategy.backend, group)
+            strategy.trainer.sync_variables(model, all_of_them=name == "fit")
             yield
         except WorkerError:
             raise
@@ -80,9 +80,9 @@ def arguments(
     _check_backups(strategy, callbacks)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return changed
-    mine = _own_callbacks(workers, _listed(callbacks))
+    mine = _callbacks_of_worker(workers, _listed(callbacks))
     if name == "fit":
-        mine.append(_Together(strategy, mine))
+        mine.append(_ChiefDecisions(strategy, mine))
     if workers.group.is_chief:
         count = workers.group.count
         bar = WorkerProgress(lambda: count, lambda: count)
@@ -145,7 +145,7 @@ def _listed(callbacks: Any) -> list[Any]:
     return list(keras.tree.flatten(callbacks))
 
 
-def _own_callbacks(workers: Workers, callbacks: list[Any]) -> list[Any]:
+def _callbacks_of_worker(workers: Workers, callbacks: list[Any]) -> list[Any]:
     """The callbacks that run on this worker."""
     if workers.group.is_chief:
         return callbacks
@@ -156,7 +156,7 @@ def _own_callbacks(workers: Workers, callbacks: list[Any]) -> list[Any]:
     return mine
 
 
-class _Together(keras.callbacks.Callback):
+class _ChiefDecisions(keras.callbacks.Callback):
     """Makes the chief's decisions those of all; it is the last of the callbacks."""
 
     def __init__(self, strategy: Strategy, others: list[Any]):
@@ -178,7 +178,7 @@ class _Together(keras.callbacks.Callback):
             "the first epoch", keras_compat.initial_epoch(self.model)
         )[0]
         keras_compat.set_initial_epoch(self.model, epoch)
-        self._strategy.trainer.same_variables(self.model, all_of_them=True)
+        self._strategy.trainer.sync_variables(self.model, all_of_them=True)
         self._decide("the beginning of training")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -749,11 +749,11 @@ def test_symbols_of_jax_that_are_not_public():
         found.append(jax_compat.is_tracing())
         trace = jax_compat.current_trace()
 
-        def go_on():
+        def resume():
             with jax_compat.with_trace(trace):
                 found.append(jax.numpy.add(x, 1))
 
-        thread = threading.Thread(target=go_on)
+        thread = threading.Thread(target=resume)
         thread.start()
         thread.join()
         return found[-1]

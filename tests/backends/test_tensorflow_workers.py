@@ -248,13 +248,13 @@ def test_a_tf_function_can_be_run_on_all_workers(pool):
 
 def test_random_numbers_go_on_as_the_chiefs(pool):
     def program(strategy):
-        from keras_strategies.training.seeds import same_random_numbers
+        from keras_strategies.training.seeds import sync_random_numbers
 
         found = []
         for seed in (7 + strategy.workers.group.index, None):
             tf.random.set_seed(seed)
             tf.random.uniform([3])
-            same_random_numbers(strategy.backend, strategy.workers.group)
+            sync_random_numbers(strategy.backend, strategy.workers.group)
             found += [tf.random.uniform([3]).numpy().tolist() for _ in range(2)]
         return found
 

@@ -13,7 +13,7 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_strategies.engines.torch.cuda_batches import AheadPlacer, CudaMover
+from keras_strategies.engines.torch.cuda_batches import CudaMover, CudaPrefetcher
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -48,7 +48,7 @@ def test_fit_evaluate_and_predict_move_their_batches_one_ahead():
     plain, ahead = ks.OneDeviceStrategy("cpu:0"), ks.OneDeviceStrategy("cpu:0")
     assert plain.trainer.placer is None
     events: list[str] = []
-    ahead.trainer.placer = AheadPlacer(noting(events))
+    ahead.trainer.placer = CudaPrefetcher(noting(events))
     results = []
     for strategy in (plain, ahead):
         model = model_of(strategy)
@@ -86,7 +86,7 @@ def test_fit_evaluate_and_predict_move_their_batches_one_ahead():
 
 def test_a_generator_that_fails_has_its_batches_trained_on_first():
     strategy = ks.OneDeviceStrategy("cpu:0")
-    strategy.trainer.placer = AheadPlacer(noting([]))
+    strategy.trainer.placer = CudaPrefetcher(noting([]))
 
     def batches():
         for _ in range(3):
@@ -125,7 +125,7 @@ def test_fit_on_a_gpu_gets_its_batches_there():
     results = []
     for place in (False, True):
         strategy = ks.OneDeviceStrategy("gpu:0")
-        assert isinstance(strategy.trainer.placer, AheadPlacer)
+        assert isinstance(strategy.trainer.placer, CudaPrefetcher)
         if not place:
             strategy.trainer.placer = None
         keras.utils.set_random_seed(0)

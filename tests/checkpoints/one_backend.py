@@ -152,25 +152,25 @@ def loaded(strategy, path):
         return keras.models.load_model(path)
 
 
-def go_on(model):
+def resume(model):
     before = state(model)
     losses = fit(model, initial_epoch=SAVED_AFTER, epochs=EPOCHS)
     return {"losses": losses, "loaded": before, **state(model)}
 
 
 def from_keras_file(target: str, source: str) -> dict:
-    return go_on(loaded(strategy_of(target), FOLDER / f"{source}.keras"))
+    return resume(loaded(strategy_of(target), FOLDER / f"{source}.keras"))
 
 
 def from_checkpoint_callback(target: str, source: str) -> dict:
-    return go_on(loaded(strategy_of(target), FOLDER / f"{source}-checkpoint.keras"))
+    return resume(loaded(strategy_of(target), FOLDER / f"{source}-checkpoint.keras"))
 
 
 def from_loop(target: str, source: str) -> dict:
     model, step = made(strategy_of(target)), keras.Variable(0, trainable=False)
     ks.Checkpoint(model=model, step=step).restore(FOLDER / f"{source}.ckpt")
     assert int(ops.convert_to_numpy(step)) == 6
-    return go_on(model)
+    return resume(model)
 
 
 def from_backup(target: str, source: str) -> dict:
@@ -195,7 +195,7 @@ def continued() -> dict:
         model = made(strategy_of(target))
         for source in SOURCES:
             model.load_weights(FOLDER / f"{source}.weights.h5")
-            results[f"{source} > {target}: weights"] = go_on(model)
+            results[f"{source} > {target}: weights"] = resume(model)
         # These make a new model each time, so every target has one source for each.
         turn = SOURCES.index(target) + 3 * number + 1
         for step, way in enumerate(WAYS[target]):

@@ -10,14 +10,14 @@ import time
 import pytest
 
 from keras_strategies.cluster.group import Loss
-from keras_strategies.cluster.group.exit_watchdog import LastResort
+from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
 
 GRACE = 0.3
 LOSS = Loss(1, "it was stopped", "step 3 of fit", "10.0.0.2", 77)
 
 
 class Group:
-    """What `LastResort` asks of a group."""
+    """What `ExitWatchdog` asks of a group."""
 
     def on_loss(self, callback):
         self.lose = callback
@@ -29,12 +29,12 @@ class Group:
 @pytest.fixture
 def watched():
     group, ended = Group(), threading.Event()
-    return group, LastResort(group, GRACE, ended.set), ended
+    return group, ExitWatchdog(group, GRACE, ended.set), ended
 
 
 def test_who_still_waits_is_ended_after_the_error_is_printed(watched, capfd):
-    group, last_resort, ended = watched
-    with last_resort.waiting():
+    group, exit_watchdog, ended = watched
+    with exit_watchdog.waiting():
         begin = time.monotonic()
         group.lose(LOSS)
         assert ended.wait(10)
@@ -45,9 +45,9 @@ def test_who_still_waits_is_ended_after_the_error_is_printed(watched, capfd):
 
 
 def test_who_comes_back_in_time_goes_on(watched, capfd):
-    group, last_resort, ended = watched
-    with last_resort.waiting():
-        with last_resort.waiting():
+    group, exit_watchdog, ended = watched
+    with exit_watchdog.waiting():
+        with exit_watchdog.waiting():
             group.lose(LOSS)
         assert not ended.is_set()
     assert not ended.wait(3 * GRACE)
@@ -55,8 +55,8 @@ def test_who_comes_back_in_time_goes_on(watched, capfd):
 
 
 def test_who_does_not_wait_goes_on(watched):
-    group, last_resort, ended = watched
-    with last_resort.waiting():
+    group, exit_watchdog, ended = watched
+    with exit_watchdog.waiting():
         pass
     group.lose(LOSS)
     assert not ended.wait(3 * GRACE)
@@ -67,12 +67,12 @@ def test_a_process_that_has_lost_a_worker_does_not_hang_at_its_end(is_lost):
     script = f"""
 import threading
 from test_exit_watchdog import GRACE, LOSS, Group
-from keras_strategies.cluster.group.exit_watchdog import LastResort
+from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
 group = Group()
-last_resort = LastResort(group, GRACE)
+exit_watchdog = ExitWatchdog(group, GRACE)
 if {is_lost}:
     group.lose(LOSS)
-last_resort.limit_exit()
+exit_watchdog.limit_exit()
 # What the engine's threads do: nobody comes.
 threading.Event().wait(None if {is_lost} else 4 * GRACE)
 """

@@ -216,7 +216,7 @@ def test_workers_stop_after_the_same_step(three):
             steps += 1
             time.sleep(0.002 * group.index)
             if steps == 25 and group.index == 1:
-                group.ask_to_stop()
+                group.request_stop()
                 asked.set()
         return steps
 
@@ -224,7 +224,7 @@ def test_workers_stop_after_the_same_step(three):
     assert asked.is_set()
     assert len(set(found)) == 1, found
     assert 25 <= found[0] < 200
-    everywhere(three, WorkerGroup.go_on)
+    everywhere(three, WorkerGroup.resume)
     assert everywhere(three, WorkerGroup.begin_step) == [True] * 3
 
 

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from keras_strategies.runtime.batch_prefetch import one_ahead
+from keras_strategies.runtime.batch_prefetch import prefetch_one
 
 
 class Mover:
@@ -28,7 +28,7 @@ class Mover:
 
 def test_each_batch_begins_to_move_before_the_one_before_it_is_used() -> None:
     mover = Mover()
-    assert list(one_ahead(iter([1, 2, 3]), mover)) == [10, 20, 30]
+    assert list(prefetch_one(iter([1, 2, 3]), mover)) == [10, 20, 30]
     assert mover.events == [
         *("move 1", "move 2", "use 1"),
         *("move 3", "use 2"),
@@ -38,7 +38,7 @@ def test_each_batch_begins_to_move_before_the_one_before_it_is_used() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_the_end_comes_after_the_last_batch(count) -> None:
-    ahead = one_ahead(range(count), Mover())
+    ahead = prefetch_one(range(count), Mover())
     assert [next(ahead) for _ in range(count)] == [10 * i for i in range(count)]
     assert next(ahead, "end") == next(ahead, "end") == "end"
 
@@ -51,7 +51,7 @@ def test_no_more_than_one_batch_is_asked_for_ahead() -> None:
             asked.append(len(asked))
             yield asked[-1]
 
-    ahead = one_ahead(batches(), Mover())
+    ahead = prefetch_one(batches(), Mover())
     assert asked == []
     assert [next(ahead), next(ahead)] == [0, 10]
     assert asked == [0, 1, 2]
@@ -63,7 +63,7 @@ def test_the_batches_before_an_error_are_used_first() -> None:
         yield 2
         raise OSError("the disk is gone")
 
-    ahead = one_ahead(batches(), Mover())
+    ahead = prefetch_one(batches(), Mover())
     assert [next(ahead), next(ahead)] == [10, 20]
     with pytest.raises(OSError, match="the disk is gone"):
         next(ahead)
@@ -76,7 +76,7 @@ def test_an_error_while_a_batch_is_moved_arrives_in_its_turn() -> None:
             raise MemoryError("no room on the device")
         return lambda: batch
 
-    ahead = one_ahead([1, 2, 3], move)
+    ahead = prefetch_one([1, 2, 3], move)
     assert next(ahead) == 1
     with pytest.raises(MemoryError, match="no room"):
         next(ahead)
@@ -98,7 +98,7 @@ def test_batches_that_were_used_are_let_go() -> None:
     def move(batch):
         return lambda: batch
 
-    ahead = one_ahead(batches(), move)
+    ahead = prefetch_one(batches(), move)
     next(ahead), next(ahead)
     gc.collect()
     assert [ref() is not None for ref in alive] == [False, True, True]

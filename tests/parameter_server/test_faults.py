@@ -119,7 +119,7 @@ def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
             pid = clusters.kill(recovered, "worker", 0, signal.SIGSTOP)
             before = other.steps
 
-            def go_on():
+            def resume():
                 try:
                     clusters.wait_until(
                         lambda: other.steps > before + 20, "another goes on"
@@ -130,7 +130,7 @@ def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)
 
-            threads.append(threading.Thread(target=go_on))
+            threads.append(threading.Thread(target=resume))
             threads[0].start()
 
     watch = keras.callbacks.LambdaCallback(on_train_batch_end=end)

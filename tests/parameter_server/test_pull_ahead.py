@@ -23,8 +23,8 @@ class Servers:
         self.log = []
         self.fails = False
 
-    def begin_steps(self, steps, takes_turns=True):
-        self.log.append((dict(steps), takes_turns))
+    def begin_steps(self, steps, is_sequential=True):
+        self.log.append((dict(steps), is_sequential))
         return {server: len(self.log) for server in steps}
 
     def finish_steps(self, numbers):

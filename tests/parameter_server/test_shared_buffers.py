@@ -124,11 +124,11 @@ def test_requests_and_replies_over_one_connection(address) -> None:
         for size in (10, LARGE, 30 * LARGE, LARGE + 1):
             for value in range(5):
                 array = np.full(size, value, "float32")
-                for takes_turns in (True, False):
-                    number = connection.begin(array, takes_turns)
+                for is_sequential in (True, False):
+                    number = connection.begin(array, is_sequential)
                     found = connection.finish(number, SECONDS)
                     assert np.array_equal(found, array * 2)
-                    is_lent = takes_turns and size >= LARGE
+                    is_lent = is_sequential and size >= LARGE
                     assert connection.is_lent(found) == is_lent
         total = sum((10, LARGE, 30 * LARGE, LARGE + 1)) * 4 * 10
         assert connection.sent_bytes > total and connection.received_bytes > total
@@ -154,13 +154,13 @@ def test_a_service_that_dies_and_comes_back_answers_what_was_lent(address) -> No
     array = np.arange(LARGE, dtype="float32")
     process = start()
     try:
-        number = connection.begin(array, takes_turns=True)
+        number = connection.begin(array, is_sequential=True)
         assert np.array_equal(connection.finish(number, SECONDS), array * 2)
         os.kill(process.pid, signal.SIGSTOP)
-        number = connection.begin(array + 1, takes_turns=True)
+        number = connection.begin(array + 1, is_sequential=True)
         with pytest.raises(ClusterTimeoutError, match="did not answer within"):
             connection.finish(number, 0.2)
-        number = connection.begin(array + 2, takes_turns=True)
+        number = connection.begin(array + 2, is_sequential=True)
         process.kill()
         process.wait()
         process = start()

@@ -9,7 +9,11 @@ import os
 import pytest
 
 from keras_strategies.processes import engine_messages, local_cluster, task_output
-from keras_strategies.processes.local_cluster import LocalCluster, Task, visible_gpus
+from keras_strategies.processes.local_cluster import (
+    LocalCluster,
+    LocalTask,
+    visible_gpus,
+)
 
 
 def names(found) -> list[str]:
@@ -43,14 +47,14 @@ def test_environments_extend_the_one_around() -> None:
     cluster = LocalCluster(2, devices_per_worker=3)
     outer = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
     first = cluster.environments(outer)
-    one = first[Task("worker", 1)]
+    one = first[LocalTask("worker", 1)]
     assert one["HOME"] == "/h"
     assert one["KS_DEVICES_PER_WORKER"] == "3"
     assert int(one["OMP_NUM_THREADS"]) == max(1, local_cluster._cores() // 2)
     assert json.loads(one["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert outer == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
     asked = cluster.environments({**outer, "OMP_NUM_THREADS": "7"})
-    assert asked[Task("worker", 0)]["OMP_NUM_THREADS"] == "7"
+    assert asked[LocalTask("worker", 0)]["OMP_NUM_THREADS"] == "7"
 
 
 def test_engines_are_quiet_unless_the_user_says_how_loud() -> None:
@@ -138,7 +142,7 @@ recoverable task feature. The default shutdown barrier will only block tasks.
 """
 PROGRAM = """\
 E0000 00:00:1795360289.288171   23852 port.cc:153] oneDNN custom operations are off.
-W1122 15:17:01.095542   25334 coordination_service.cc:185] Task 1 was lost.
+W1122 15:17:01.095542   25334 coordination_service.cc:185] LocalTask 1 was lost.
 Epoch 1/2: [Gloo] Rank 0 is connected to 1 peer ranks.
 
 [Gloo] Rank 1 could not connect

@@ -29,7 +29,7 @@ def _exit() -> None:
     os._exit(1)
 
 
-class LastResort:
+class ExitWatchdog:
     """Watches one process of a group.
 
     Args:
@@ -39,8 +39,8 @@ class LastResort:
 
     Example:
 
-    >>> last_resort = LastResort(group)
-    >>> with last_resort.waiting():
+    >>> exit_watchdog = ExitWatchdog(group)
+    >>> with exit_watchdog.waiting():
     ...     train()  # Returns, raises, or the process ends when a worker is lost.
     """
 

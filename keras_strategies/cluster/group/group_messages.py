@@ -16,7 +16,7 @@ Message = tuple[dict[str, Any], bytes]
 BEAT = 0.25
 
 
-class Line:
+class MessageConnection:
     """One end of a connection, which any thread may send on.
 
     Messages are sent by a thread of their own, so that a receiver that does not read,

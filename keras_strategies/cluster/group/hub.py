@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from keras_strategies.cluster.group.group_messages import BEAT, Line
+from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
 from keras_strategies.cluster.startup_report import Progress
 
 
@@ -17,7 +17,7 @@ from keras_strategies.cluster.startup_report import Progress
 class _Member:
     """A worker that has come."""
 
-    line: Line
+    line: MessageConnection
     info: dict[str, Any]
     seen: float
     progress: str = ""
@@ -86,7 +86,7 @@ class Hub:
 
     def _serve(self, connected: socket.socket) -> None:
         try:
-            line = Line(connected)
+            line = MessageConnection(connected)
             message = line.receive(self._timeout)
         except (OSError, EOFError):
             return
@@ -95,7 +95,7 @@ class Hub:
             return
         hello = message[0]
         if hello.get("job") != self._job:
-            line.send({"kind": "stranger"})
+            line.send({"kind": "wrong_job"})
             line.close()
             return
         index = self._join(line, hello)
@@ -108,14 +108,14 @@ class Hub:
                 if received is not None:
                     self._handle(index, *received)
         except EOFError:
-            self._ended(index)
+            self._connection_ended(index)
             line.close()
 
-    def _join(self, line: Line, hello: dict[str, Any]) -> int | None:
+    def _join(self, line: MessageConnection, hello: dict[str, Any]) -> int | None:
         index, info = int(hello["index"]), dict(hello["info"])
         info["host"] = line.other_host
         with self._lock:
-            why = self._why_not(index, info)
+            why = self._join_problem(index, info)
             if self._refusal is None and why is not None:
                 self._refuse(why, is_late=False)
             if self._refusal is not None:
@@ -128,10 +128,10 @@ class Hub:
             )
             if self.is_complete:
                 infos = [self._members[i].info for i in range(len(self._addresses))]
-                self._tell_all({"kind": "welcome", "members": infos})
+                self._send_to_all({"kind": "welcome", "members": infos})
             return index
 
-    def _why_not(self, index: int, info: dict[str, Any]) -> str | None:
+    def _join_problem(self, index: int, info: dict[str, Any]) -> str | None:
         """Why a worker cannot take part; None if it can."""
         if index in self._members:
             first = self._members[index].info
@@ -155,9 +155,9 @@ class Hub:
         """Nobody can begin. The lock is held."""
         if self._refusal is None:
             self._refusal = {"kind": "refused", "why": why, "is_late": is_late}
-            self._tell_all(self._refusal)
+            self._send_to_all(self._refusal)
 
-    def _tell_all(self, header: dict[str, Any], payload: bytes = b"") -> None:
+    def _send_to_all(self, header: dict[str, Any], payload: bytes = b"") -> None:
         for member in self._members.values():
             member.line.send(header, payload)
 
@@ -170,17 +170,17 @@ class Hub:
             with self._lock:
                 chief = self._members.get(0)
                 progress = chief.progress if chief is not None else ""
-                self._tell_all({"kind": "beat", "progress": progress})
+                self._send_to_all({"kind": "beat", "progress": progress})
                 if not self.is_complete:
                     if now > deadline:
-                        self._refuse(self._who_is_missing(), is_late=True)
+                        self._refuse(self._missing_workers(), is_late=True)
                     continue
                 for index, member in self._members.items():
                     silent = now - member.seen
                     if silent > self._timeout and not member.has_left:
-                        self._lose(index, f"no heartbeat for {silent:.0f} s")
+                        self._mark_lost(index, f"no heartbeat for {silent:.0f} s")
 
-    def _who_is_missing(self) -> str:
+    def _missing_workers(self) -> str:
         missing = [i for i in range(len(self._addresses)) if i not in self._members]
         named = " and ".join(f"worker {i} ({self._addresses[i]})" for i in missing)
         return (
@@ -190,7 +190,7 @@ class Hub:
             "`CommunicationOptions(timeout_seconds=...)` sets this timeout."
         )
 
-    def _ended(self, index: int) -> None:
+    def _connection_ended(self, index: int) -> None:
         """A connection has ended, in order or not."""
         with self._lock:
             if not self.is_complete:
@@ -199,15 +199,15 @@ class Hub:
                     del self._members[index]
                 return
             if not self._members[index].has_left:
-                self._lose(index, "its process or its connection ended")
+                self._mark_lost(index, "its process or its connection ended")
 
-    def _lose(self, index: int, how: str) -> None:
+    def _mark_lost(self, index: int, how: str) -> None:
         """Tells all of the first loss, from which the others may follow."""
         if self._lost:
             return
         self._lost = True
         member = self._members[index]
-        self._tell_all(
+        self._send_to_all(
             {
                 "kind": "lost",
                 "index": index,
@@ -253,14 +253,14 @@ class Hub:
             elif kind == "stop":
                 if self._stops is None:
                     self._stops = {}
-                    self._tell_all({"kind": "stop", "asked_by": index})
+                    self._send_to_all({"kind": "stop", "asked_by": index})
             elif kind == "begun":
                 assert self._stops is not None
                 self._stops[index] = int(header["count"])
                 if len(self._stops) == len(self._addresses):
                     last = max(self._stops.values())
                     self._stops = None
-                    self._tell_all({"kind": "stop_after", "count": last})
+                    self._send_to_all({"kind": "stop_after", "count": last})
             elif kind == "bye":
                 member.has_left = True
                 self._check_gathers()
@@ -282,7 +282,7 @@ class Hub:
                 # The hub dies with the chief, so others have to know it before.
                 "progress": self._members[0].progress,
             }
-            self._tell_all(header, b"".join(parts))
+            self._send_to_all(header, b"".join(parts))
         self._check_gathers()
 
     def _check_gathers(self) -> None:
@@ -291,5 +291,5 @@ class Hub:
             for index, member in self._members.items():
                 if member.has_left and index not in values:
                     what = next(iter(values.values()))[0]
-                    self._lose(index, f"it exited while others wait in {what!r}")
+                    self._mark_lost(index, f"it exited while others wait in {what!r}")
                     return

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategies.cluster.group.group_messages import BEAT, Line
+from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
@@ -72,7 +72,7 @@ class WorkerGroup:
         self,
         index: int,
         members: list[dict[str, Any]],
-        line: Line,
+        line: MessageConnection,
         hub: Hub | None,
         timeout: float,
     ):
@@ -89,8 +89,8 @@ class WorkerGroup:
         self._results: dict[tuple[str, int], tuple[dict[str, Any], bytes]] = {}
         self._loss: Loss | None = None
         self._failure: Loss | None = None
-        self._heard = time.monotonic()
-        self._chiefs_progress = ""
+        self._last_received = time.monotonic()
+        self._chief_progress = ""
         self._is_stopping = False
         self._begun = 0
         self._last_step: int | None = None
@@ -145,7 +145,7 @@ class WorkerGroup:
         own = {**(info or {}), "same": same, "pid": os.getpid()}
         hello = {"kind": "hello", "job": name, "index": index, "info": own}
         try:
-            line, members = _meet(host, ports, hello, timeout)
+            line, members = _connect(host, ports, hello, timeout)
         except BaseException:
             if hub is not None:
                 hub.close()
@@ -257,7 +257,7 @@ class WorkerGroup:
 
     # Stopping together.
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Asks all workers to stop after one and the same step; from any thread."""
         self._line.send({"kind": "stop"})
 
@@ -283,7 +283,7 @@ class WorkerGroup:
             self._begun += 1
             return True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Forgets that workers have stopped, and counts steps from 0 again."""
         with self._condition:
             self._is_stopping, self._last_step, self._begun = False, None, 0
@@ -341,14 +341,14 @@ class WorkerGroup:
     def _beat(self) -> None:
         while not self._closed.wait(BEAT):
             self._line.send({"kind": "beat", "progress": self.progress})
-            silent = time.monotonic() - self._heard
+            silent = time.monotonic() - self._last_received
             if silent > self.timeout:
                 self._chief_lost(f"no heartbeat for {silent:.0f} s")
 
     def _chief_lost(self, how: str) -> None:
         chief = self.members[0]
         place = str(chief["host"]), int(chief["pid"])
-        progress = self._chiefs_progress
+        progress = self._chief_progress
         if self._failure is not None and self._failure.index == 0:
             # What it said last tells more than that it is gone.
             how, progress = self._failure.how, self._failure.progress
@@ -368,7 +368,7 @@ class WorkerGroup:
             while not self._closed.is_set():
                 received = self._line.receive()
                 if received is not None:
-                    self._heard = time.monotonic()
+                    self._last_received = time.monotonic()
                     self._handle(*received)
         except EOFError:
             if not self._closed.is_set():
@@ -377,9 +377,9 @@ class WorkerGroup:
     def _handle(self, header: dict[str, Any], payload: bytes) -> None:
         kind = header.get("kind")
         if kind == "beat":
-            self._chiefs_progress = header["progress"]
+            self._chief_progress = header["progress"]
         elif kind == "gathered":
-            self._chiefs_progress = header["progress"]
+            self._chief_progress = header["progress"]
             with self._condition:
                 stream, number = header["key"]
                 self._results[stream, number] = (header, payload)
@@ -435,9 +435,9 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
     raise ClusterError(f"The chief cannot listen at {where}: {what}.") from problem
 
 
-def _meet(
+def _connect(
     host: str, ports: list[int], hello: dict[str, Any], timeout: float
-) -> tuple[Line, list[dict[str, Any]]]:
+) -> tuple[MessageConnection, list[dict[str, Any]]]:
     """Connects to the hub and waits there for all others."""
     until = time.monotonic() + timeout
     problem = "nothing listens there"
@@ -445,7 +445,7 @@ def _meet(
         for port in ports:
             try:
                 connected = socket.create_connection((host, port), timeout=5)
-                line = Line(connected)
+                line = MessageConnection(connected)
             except OSError as error:
                 problem = error.strerror or str(error)
                 continue
@@ -474,7 +474,7 @@ def _meet(
     )
 
 
-def _answer(line: Line, until: float) -> dict[str, Any]:
+def _answer(line: MessageConnection, until: float) -> dict[str, Any]:
     while (left := until - time.monotonic()) > 0:
         received = line.receive(left)
         if received is not None and received[0].get("kind") != "beat":

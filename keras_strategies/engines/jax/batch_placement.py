@@ -12,7 +12,7 @@ import numpy as np
 from keras_strategies.engines.jax.array_placement import put, spans_processes
 from keras_strategies.engines.jax.keras_distribution import splits
 from keras_strategies.input.row_splits import check_batch
-from keras_strategies.runtime.batch_prefetch import one_ahead
+from keras_strategies.runtime.batch_prefetch import prefetch_one
 
 
 class JaxBatchPlacer(abc.ABC):
@@ -72,7 +72,7 @@ class MeshPlacer(JaxBatchPlacer):
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         if not self._ahead:
             return (self.place(batch) for batch in batches)
-        return one_ahead(batches, self._begin)
+        return prefetch_one(batches, self._begin)
 
 
 class DevicePlacer(JaxBatchPlacer):
@@ -105,7 +105,7 @@ class DevicePlacer(JaxBatchPlacer):
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         if self._is_cpu:
             return (self.place(batch) for batch in batches)
-        return one_ahead(batches, self._begin)
+        return prefetch_one(batches, self._begin)
 
 
 def _as_array(leaf: Any) -> Any:

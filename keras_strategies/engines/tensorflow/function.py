@@ -123,11 +123,8 @@ def program_of(fn: Any) -> Any:
     return getattr(fn, "program", fn)
 
 
-def leave_to_python() -> None:
-    """Lets `tf.function` rewrite the code of people, and not that of this package.
-
-    As TensorFlow does with Keras, whose rules these are.
-    """
+def exclude_from_autograph() -> None:
+    """Excludes this package from AutoGraph, as TensorFlow excludes Keras."""
     rule = autograph_config.DoNotConvert("keras_strategies")
     if not any(str(rule) == str(r) for r in autograph_config.CONVERSION_RULES):
         autograph_config.CONVERSION_RULES = (rule, *autograph_config.CONVERSION_RULES)

@@ -27,7 +27,7 @@ from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.tensorflow.assignments import assigned_value
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.function import (
-    leave_to_python,
+    exclude_from_autograph,
     program_of,
     refuse_xla,
 )
@@ -41,7 +41,7 @@ from keras_strategies.engines.tensorflow.replicas import (
 from keras_strategies.engines.tensorflow.team import Team
 from keras_strategies.engines.tensorflow.workers import workers_of
 from keras_strategies.runtime import run_state
-from keras_strategies.runtime.run_state import LocalValues, MadeVariables, RunState
+from keras_strategies.runtime.run_state import CreatedVariables, LocalValues, RunState
 from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class TensorFlowLocalValues(LocalValues):
         raw = keras_compat.raw_value(variable)
         with tf.device(raw.device):
             [everywhere] = self._team.everywhere([values])
-            raw.assign(run_state.together(variable, everywhere))
+            raw.assign(run_state.cross_replica_value(variable, everywhere))
 
     def assigned(self, variable: Any, value: Any) -> None:
         if id(variable) not in self._variables:
@@ -142,7 +142,7 @@ class TensorFlowRun:
     """Runs functions on the replicas of one strategy."""
 
     def __init__(self, strategy: Strategy, engine: ReplicaEngine):
-        leave_to_python()
+        exclude_from_autograph()
         _leave_out_warning()
         self.strategy = strategy
         self.placement = strategy.placement
@@ -208,7 +208,7 @@ class TensorFlowRun:
     ) -> list[Any]:
         communicator = _RunCommunicator(self)
         tasks = []
-        made = MadeVariables()
+        made = CreatedVariables()
         for i in range(len(args)):
             replica = context.ReplicaContext(
                 self.strategy, self.team.first + i, communicator

@@ -99,7 +99,11 @@ class TensorFlowTrainer(TrainerAdapter):
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         # Mirrored is what replicas read.
-        return self.placement.keepers if is_weight else (self.placement.variables,)
+        return (
+            self.placement.variable_devices
+            if is_weight
+            else (self.placement.variables,)
+        )
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = keras_compat.raw_value(variable)
@@ -146,7 +150,7 @@ class TensorFlowTrainer(TrainerAdapter):
         replicas = range(len(self.placement.replicas))
         return [own.get(variable, first + i) for i in replicas]
 
-    def same_variables(self, model: Any, all_of_them: bool) -> None:
+    def sync_variables(self, model: Any, all_of_them: bool) -> None:
         # Keras builds optimizers in the first step on TensorFlow. One that has
         # restored a backup is built, and would have variables that others lack.
         optimizer = getattr(model, "optimizer", None)
@@ -157,7 +161,7 @@ class TensorFlowTrainer(TrainerAdapter):
             and keras_compat.is_built(model)
         ):
             optimizer.build(model.trainable_variables)
-        super().same_variables(model, all_of_them)
+        super().sync_variables(model, all_of_them)
 
     @contextlib.contextmanager
     def creating_variable(self) -> Iterator[None]:

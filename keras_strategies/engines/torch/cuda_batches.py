@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies.runtime.batch_prefetch import one_ahead
+from keras_strategies.runtime.batch_prefetch import prefetch_one
 
 # Begins to move a batch; what it returns gives the batch to the thread that uses it.
 Mover = Callable[[Any], Callable[[], Any]]
@@ -54,7 +54,7 @@ class CudaMover:
         return leaf.to(self._device, non_blocking=True)
 
 
-class AheadPlacer:
+class CudaPrefetcher:
     """Puts the batches of `fit` and its siblings on a device, one ahead of the step.
 
     Args:
@@ -65,4 +65,4 @@ class AheadPlacer:
         self._move = move
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        return one_ahead(batches, self._move)
+        return prefetch_one(batches, self._move)

@@ -11,7 +11,7 @@ import torch
 
 from keras_strategies import context, keras_compat
 from keras_strategies.devices import Device
-from keras_strategies.engines.torch.cuda_batches import AheadPlacer, CudaMover
+from keras_strategies.engines.torch.cuda_batches import CudaMover, CudaPrefetcher
 from keras_strategies.engines.torch.data_parallel.gradient_sums import in_dtype_of
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchDataParallelCall,
@@ -46,7 +46,7 @@ class TorchTrainer(TrainerAdapter):
         home = torch_device(self.placement.variables)
         # Several replicas take their rows from the host, each its own.
         self.placer = (
-            AheadPlacer(CudaMover(home))
+            CudaPrefetcher(CudaMover(home))
             if self.placement.is_single and home.type == "cuda"
             else None
         )
@@ -91,7 +91,7 @@ class TorchTrainer(TrainerAdapter):
         # Mirrored is what replicas read.
         if not is_weight:
             return (self.placement.variables,)
-        return self.strategy.backend.memories(self.placement.keepers)
+        return self.strategy.backend.memories(self.placement.variable_devices)
 
     def local_values(self, variable: Any) -> list[torch.Tensor]:
         if is_local(variable):

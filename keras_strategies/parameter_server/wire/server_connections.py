@@ -79,18 +79,18 @@ class Servers:
             }
 
     def begin_steps(
-        self, steps: dict[int, Step], takes_turns: bool = True
+        self, steps: dict[int, Step], is_sequential: bool = True
     ) -> dict[int, int]:
         """Sends each server its part of a step; the numbers of the requests.
 
         Args:
             steps: by server.
-            takes_turns: bool, as for `Connection.begin`.
+            is_sequential: bool, as for `Connection.begin`.
         """
         with self._lock:
             return {
                 server: self._connections[server].begin(
-                    ("step", step, self.owner), takes_turns
+                    ("step", step, self.owner), is_sequential
                 )
                 for server, step in steps.items()
             }

@@ -323,17 +323,17 @@ class Connection:
         self._loans = _Loans() if can_lend else None
         self._turns = itertools.count(1)
 
-    def begin(self, message: Any, takes_turns: bool = False) -> int:
+    def begin(self, message: Any, is_sequential: bool = False) -> int:
         """Sends a request without waiting; returns its number for `finish`.
 
         Args:
             message: anything that pickle takes.
-            takes_turns: bool, whether what this reply brings will have been read when
+            is_sequential: bool, whether what this reply brings will have been read when
                 the request after the next one is sent, so that its memory may be
                 written to then.
         """
         number = next(self._numbers)
-        lends = takes_turns and self._loans is not None
+        lends = is_sequential and self._loans is not None
         turn = next(self._turns) if lends else None
         parts = pack((number, message, turn))
         self.sent_bytes += nbytes(parts)

@@ -109,7 +109,7 @@ class Pipeline:
         numbers = self._servers.begin_steps(merged)
         self._sent.append(_Sent(numbers, first, confirm, tuple(pushes)))
         for ahead in steps[1:]:
-            numbers = self._servers.begin_steps(ahead.plan.pulls, takes_turns=False)
+            numbers = self._servers.begin_steps(ahead.plan.pulls, is_sequential=False)
             self._sent.append(_Sent(numbers, ahead, None, ()))
         self._ahead.extend(steps)
 

@@ -409,7 +409,7 @@ class Worker:
             plan.pulls, plan.dense = again.pulls, again.dense
             servers = self.execution.servers
             # Out of turn: the values of later steps may be here already.
-            numbers = servers.begin_steps(plan.pulls, takes_turns=False)
+            numbers = servers.begin_steps(plan.pulls, is_sequential=False)
             self.execution.fill(program, plan, servers.finish_steps(numbers))
             return program.run(batch, plan.lookups, plan.positions)
 

@@ -142,7 +142,7 @@ class JaxTrainer(TrainerAdapter):
                 )
 
     def _variable_devices(self) -> str:
-        return ", ".join(str(device) for device in self.placement.keepers)
+        return ", ".join(str(device) for device in self.placement.variable_devices)
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         keras_compat.sync_jax_state(model)
@@ -226,7 +226,7 @@ class JaxTrainer(TrainerAdapter):
             return self.replica_program(fn, args, kwargs)
         return self._run_programs(fn, args, kwargs)
 
-    def beside(self, variable: Any, tensor: Any) -> Any:
+    def colocated_with_variable(self, variable: Any, tensor: Any) -> Any:
         raw = keras_compat.raw_value(variable)
         if in_trace() or not isinstance(tensor, jax.Array) or raw is None:
             return tensor

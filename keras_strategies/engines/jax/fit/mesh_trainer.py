@@ -42,7 +42,7 @@ class DistributionTrainer(JaxTrainer):
     def distribution(self) -> StrategyDistribution:
         return self._distribution
 
-    def lay_out(self, variables: Sequence[Any]) -> None:
+    def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
             if keras_compat.layout_of(variable) is None:
                 layout = self._distribution.own_layout(variable)
@@ -90,8 +90,8 @@ class MeshTrainer(DistributionTrainer):
         return step if outputs is None else compiled_steps.with_outputs(step, outputs)
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
-        self.lay_out([*model.variables, *model.optimizer.variables])
-        self.lay_out(model.metrics_variables)
+        self.set_layouts([*model.variables, *model.optimizer.variables])
+        self.set_layouts(model.metrics_variables)
         found = (self.plain_step(model, "train"), self.alternative_step(model, "train"))
         costs = [
             step_cost(model, step, batch, self.placer.sharding)

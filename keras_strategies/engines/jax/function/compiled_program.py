@@ -31,7 +31,7 @@ from keras_strategies.engines.jax.function.trace_state import (
     is_stacked,
 )
 from keras_strategies.errors import ContextError
-from keras_strategies.runtime.run_state import MAKE_ONCE
+from keras_strategies.runtime.run_state import CREATE_ONCE
 
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
@@ -95,7 +95,7 @@ class CompiledProgram:
                 self._extend(missing.state)
         raise ContextError(
             f"A function was traced {MAX_TRACES} times, and each trace read or created "
-            f"variables that no earlier trace had. {MAKE_ONCE}"
+            f"variables that no earlier trace had. {CREATE_ONCE}"
         )
 
     def _discover(self, plain: list[Any], parts: list[Sequence[Any]]) -> None:
@@ -162,7 +162,7 @@ class CompiledProgram:
             paths = ", ".join(repr(variable.path) for variable in made)
             raise ContextError(
                 "A function compiled by `run` or `ks.function` creates new variables "
-                f"in each trace: {paths}. {MAKE_ONCE}"
+                f"in each trace: {paths}. {CREATE_ONCE}"
             )
 
     def _trace(
@@ -272,7 +272,7 @@ def _broadcast_from_chief(variables: Sequence[Any]) -> None:
         if strategy is not None and strategy.workers is not None:
             by_strategy.setdefault(id(strategy), (strategy, []))[1].append(variable)
     for strategy, found in by_strategy.values():
-        strategy.trainer.share_variables(found, all_of_them=False)
+        strategy.trainer.broadcast_variables(found, all_of_them=False)
 
 
 def _scope_of(variable: Any) -> Any:

@@ -143,7 +143,7 @@ def merged_value(variable: Any, values: Sequence[Any]) -> Any:
     if len(values) == 1:
         return values[0]
     if run_state.is_local(variable):
-        return run_state.together(variable, values)
+        return run_state.cross_replica_value(variable, values)
     return run_state.merged(variable, values)
 
 

@@ -117,7 +117,7 @@ class ModelParallelTrainer(MeshTrainer):
             None if workers is None else CrossWorkerShards(workers)
         )
 
-    def share_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
+    def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
         if not all_of_them:
             variables = [v for v in variables if v not in self._shared]
         complete: list[Any] = []
@@ -125,7 +125,7 @@ class ModelParallelTrainer(MeshTrainer):
         for variable in variables:
             is_sharded = is_sharded_over_workers(keras_compat.raw_value(variable))
             (sharded if is_sharded else complete).append(variable)
-        super().share_variables(complete, all_of_them)
+        super().broadcast_variables(complete, all_of_them)
         if sharded:
             assert self.cross_worker_shards is not None
             self.cross_worker_shards.check(sharded)

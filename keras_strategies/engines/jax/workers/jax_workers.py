@@ -21,7 +21,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.exit_watchdog import LastResort
+from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines.jax import jax_compat
@@ -59,11 +59,11 @@ class JaxWorkers(Workers):
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         super().__init__(group, options)
         _check_unused()
-        self.last_resort = LastResort(group)
+        self.exit_watchdog = ExitWatchdog(group)
         # In front of the chief's service; behind each worker's client.
         self._front: Relay | None = None
         self._relay: Relay
-        with self.last_resort.waiting():
+        with self.exit_watchdog.waiting():
             self._start()
 
     # The engine.
@@ -118,7 +118,7 @@ class JaxWorkers(Workers):
         # First, since the last message of the service would end other processes.
         if self._front is not None:
             self._front.close()
-        self.last_resort.limit_exit()
+        self.exit_watchdog.limit_exit()
         if is_complete:
             # After the client, which would see the relay end.
             self._relay.close()
@@ -129,7 +129,7 @@ class JaxWorkers(Workers):
 
     @contextlib.contextmanager
     def method(self, name: str) -> Iterator[bool]:
-        with self.last_resort.waiting(), super().method(name) as is_outermost:
+        with self.exit_watchdog.waiting(), super().method(name) as is_outermost:
             yield is_outermost
 
     def cause(self, error: BaseException) -> BaseException:
@@ -143,7 +143,7 @@ class JaxWorkers(Workers):
             WorkerError: in place of the engine's error, if a worker is lost.
         """
         self.group.check()
-        with self.last_resort.waiting():
+        with self.exit_watchdog.waiting():
             try:
                 yield
             except (jax.errors.JaxRuntimeError, ValueError) as error:

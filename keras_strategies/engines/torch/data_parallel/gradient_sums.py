@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.engines.torch.replicas.thread_collectives import Team
+from keras_strategies.engines.torch.replicas.thread_collectives import ActiveReplicas
 from keras_strategies.engines.torch.worker_collectives import Pack, TorchWorkers
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spread:
+class RowSplit:
     """How the rows of one call are spread over the replicas that take part.
 
     Args:
@@ -36,17 +36,17 @@ class Spread:
     sizes: list[int]
     start: int
     worker_rows: list[int]
-    team: Team
+    team: ActiveReplicas
 
     @classmethod
-    def local(cls, sizes: Sequence[int]) -> Spread:
+    def local(cls, sizes: Sequence[int]) -> RowSplit:
         """Over the replicas of this process alone."""
         present = [size for size in sizes if size]
-        team = Team(None, (len(present),), 0)
+        team = ActiveReplicas(None, (len(present),), 0)
         return cls(present, present, 0, [sum(present)], team)
 
     @classmethod
-    def over(cls, sizes: Sequence[int], workers: Workers) -> Spread:
+    def over(cls, sizes: Sequence[int], workers: Workers) -> RowSplit:
         """Over the replicas of all workers."""
         own, remaining = [], list(sizes)
         for count in workers.replicas:
@@ -55,7 +55,7 @@ class Spread:
         index = workers.group.index
         before = own[:index]
         counts = tuple(len(each) for each in own)
-        team = Team(workers, counts, sum(counts[:index]))
+        team = ActiveReplicas(workers, counts, sum(counts[:index]))
         return cls(
             [size for each in own for size in each],
             own[index],
@@ -88,7 +88,7 @@ class Spread:
 
 
 @dataclass
-class Source:
+class GradientTarget:
     """A tensor outside the replicas that gradients go to.
 
     Args:
@@ -143,7 +143,7 @@ def in_dtype_of(total: torch.Tensor | None, gradient: Any) -> torch.Tensor | Non
 
 
 def local_gradients(
-    sources: Sequence[Source],
+    sources: Sequence[GradientTarget],
     columns: Sequence[Sequence[torch.Tensor | None]],
     reduction: LocalReduction | None,
 ) -> list[torch.Tensor | None]:
@@ -188,14 +188,14 @@ class WorkerSums:
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        spread: Spread,
+        sources: Sequence[GradientTarget],
+        spread: RowSplit,
         count: int,
         reduction: LocalReduction | None = None,
     ):
         self._reduction = reduction
         self._sources = list(sources)
-        self._spread = spread
+        self._row_split = spread
         assert isinstance(spread.workers, TorchWorkers)
         self._workers = spread.workers
         # What a layer computes last has its gradient first.
@@ -297,6 +297,6 @@ class WorkerSums:
             if source.by_rows:
                 own = source.gradient(columns[i])
                 if own is None:
-                    own = torch.zeros_like(self._spread.own(source.tensor))
-                results[i] = self._spread.joined(own)
+                    own = torch.zeros_like(self._row_split.own(source.tensor))
+                results[i] = self._row_split.joined(own)
         return results

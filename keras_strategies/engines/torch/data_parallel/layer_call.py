@@ -14,8 +14,8 @@ from keras_strategies import context, keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.data_parallel.call_cost import Work, measure
 from keras_strategies.engines.torch.data_parallel.gradient_sums import (
-    Source,
-    Spread,
+    GradientTarget,
+    RowSplit,
     WorkerSums,
     local_gradients,
     widened,
@@ -62,12 +62,12 @@ class TorchDataParallelCall(DataParallelCall):
         self.reduction = LocalReduction.of(strategy)
         self._communicator: ThreadCommunicator | None = None
         # How the rows of the call under way are spread.
-        self._spread = Spread.local([1])
+        self._row_split = RowSplit.local([1])
         self._random_calls = RandomCalls()
         self._random: ReplicaRandom = NoRandom()
         # On one physical device a small call is faster whole; what it computes is the
         # same, unless replicas are to have batch statistics of their own.
-        self._may_call_whole = (
+        self._may_call_unsplit = (
             set(self._devices) == {self._lead}
             and strategy.sync_batch_norm
             and not strategy.always_split
@@ -124,13 +124,13 @@ class TorchDataParallelCall(DataParallelCall):
         call_few: Callable[[], int],
         tensors: Sequence[Any],
     ) -> list[int] | None:
-        if self._has_foreign_modules(layer):
+        if self._has_torch_modules(layer):
             return None
         every = split_sizes(rows, self._share.total)
         if self._workers is None:
-            spread = Spread.local(every)
+            spread = RowSplit.local(every)
         else:
-            spread = Spread.over(every, self._workers)
+            spread = RowSplit.over(every, self._workers)
             if not all(spread.worker_rows):
                 # Too few for all workers: each computes all of them.
                 return None
@@ -139,8 +139,8 @@ class TorchDataParallelCall(DataParallelCall):
         is_alone = len(spread.every) == 1 and self._devices[0] == self._lead
         if not sizes or (is_alone and self.reduction is None):
             return None
-        self._spread = spread
-        if self._may_call_whole:
+        self._row_split = spread
+        if self._may_call_unsplit:
             try:
                 work = self._work_of(layer, call_few)
             except Exception:
@@ -158,7 +158,7 @@ class TorchDataParallelCall(DataParallelCall):
             work = self._work[layer] = measure(call_few)
         return work
 
-    def _has_foreign_modules(self, layer: Any) -> bool:
+    def _has_torch_modules(self, layer: Any) -> bool:
         """Whether a layer computes with torch modules that Keras does not run."""
         known = self._foreign.get(layer)
         if known is None:
@@ -174,7 +174,7 @@ class TorchDataParallelCall(DataParallelCall):
         return known
 
     def split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        parts = torch.split(self._spread.own(tensor.detach()), list(sizes))
+        parts = torch.split(self._row_split.own(tensor.detach()), list(sizes))
         local = [
             part.to(device, non_blocking=True)
             for part, device in zip(parts, self._devices, strict=False)
@@ -188,7 +188,7 @@ class TorchDataParallelCall(DataParallelCall):
         # not nest: none is routed while one is under way.
         self._communicator = ThreadCommunicator(
             self.placement.replicas[: len(tasks)],
-            team=self._spread.team,
+            team=self._row_split.team,
             reduction=self.reduction,
         )
         return self._run(tasks, self._communicator, self._random)
@@ -247,7 +247,7 @@ class TorchDataParallelCall(DataParallelCall):
         assert self._communicator is not None
         sources = _sources(inputs, results) if torch.is_grad_enabled() else []
         job = _Job(
-            self, channels, sources, len(results), self._communicator, self._spread
+            self, channels, sources, len(results), self._communicator, self._row_split
         )
         if not sources:
             return job.combine()
@@ -257,15 +257,15 @@ class TorchDataParallelCall(DataParallelCall):
         return tensor.detach().to(self._lead)
 
     def joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return self._spread.joined(torch.cat([self.to_lead(part) for part in parts]))
+        return self._row_split.joined(torch.cat([self.to_lead(part) for part in parts]))
 
     def all_fractions(self, sizes: list[int], rows: int) -> list[float]:
-        return self.fractions(self._spread.every, rows)
+        return self.fractions(self._row_split.every, rows)
 
     def on_all_workers(
         self, columns: list[list[torch.Tensor]]
     ) -> list[list[torch.Tensor]]:
-        return self._spread.team.everywhere(columns)
+        return self._row_split.team.everywhere(columns)
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -279,19 +279,21 @@ class TorchDataParallelCall(DataParallelCall):
 
 def _sources(
     inputs: Sequence[tuple[Any, list[Any]]], results: Sequence[ReplicaResult]
-) -> list[Source]:
-    found: dict[Any, Source] = {}
+) -> list[GradientTarget]:
+    found: dict[Any, GradientTarget] = {}
     for replica_id, result in enumerate(results):
         for key, (variable, local) in result.scope.reads.items():
             if local.requires_grad:
                 if key not in found:
                     raw = keras_compat.raw_value(variable)
-                    found[key] = Source(raw, [None] * len(results), by_rows=False)
+                    found[key] = GradientTarget(
+                        raw, [None] * len(results), by_rows=False
+                    )
                 found[key].locals[replica_id] = local
     sources = list(found.values())
     for tensor, slices in inputs:
         if slices[0].requires_grad:
-            sources.append(Source(tensor, list(slices), by_rows=True))
+            sources.append(GradientTarget(tensor, list(slices), by_rows=True))
     return sources
 
 
@@ -302,10 +304,10 @@ class _Job:
         self,
         call: TorchDataParallelCall,
         channels: Sequence[Channel],
-        sources: Sequence[Source],
+        sources: Sequence[GradientTarget],
         count: int,
         communicator: ThreadCommunicator,
-        spread: Spread,
+        spread: RowSplit,
     ):
         self.call = call
         self.spread = spread
@@ -384,7 +386,7 @@ class _Job:
         if sums is not None:
             return sums.gradients(columns)
         found = local_gradients(self.sources, columns, self.call.reduction)
-        return list(map(Source.rounded, self.sources, found))
+        return list(map(GradientTarget.rounded, self.sources, found))
 
     def _differentiable_gradients(
         self, gradients: Sequence[torch.Tensor | None]

@@ -45,7 +45,7 @@ _IDENTITY = frozenset(
 )
 
 
-class ConstantNumbers(TorchFunctionMode):
+class ConstantRandomNumbers(TorchFunctionMode):
     """Constants in place of random numbers; permutations reverse the order.
 
     Args:
@@ -150,7 +150,7 @@ def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def probing(device: torch.device, quantile: float) -> Iterator[ConstantNumbers]:
+def probing(device: torch.device, quantile: float) -> Iterator[ConstantRandomNumbers]:
     """Entered around calls that are compared.
 
     Args:
@@ -158,7 +158,7 @@ def probing(device: torch.device, quantile: float) -> Iterator[ConstantNumbers]:
             looked for.
         quantile: of the numbers that stand in for random ones.
     """
-    numbers = ConstantNumbers(quantile)
+    numbers = ConstantRandomNumbers(quantile)
     with torch.no_grad(), _full_precision(device), numbers:
         yield numbers
 

@@ -84,7 +84,7 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         reference = colocation_reference()
         if reference is None:
             return self.own_layout(variable)
-        # On the same devices: sharded alike, where the shapes are the same.
+        # On the same devices: sharded equally where the shapes are equal.
         if tuple(reference.shape) == tuple(variable.shape):
             found = keras_compat.layout_of(reference)
             if found is not None:
@@ -173,7 +173,9 @@ class Placements:
         return self.spread(raw, by_rows=False)
 
 
-def alike(query: Any, key: Any, value: Any, bias: Any, mask: Any) -> tuple[Any, ...]:
+def match_placements(
+    query: Any, key: Any, value: Any, bias: Any, mask: Any
+) -> tuple[Any, ...]:
     """Arguments of attention, such that a process has what belongs together.
 
     Query, key and value are `(batch, length, heads, size)`; bias and mask are

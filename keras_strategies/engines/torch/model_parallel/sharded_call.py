@@ -23,12 +23,12 @@ from keras_strategies.engines.torch.devices import device_of, torch_device
 from keras_strategies.engines.torch.model_parallel.process_mesh import (
     Placements,
     ShardedDistribution,
-    alike,
     axes_of,
+    match_placements,
     start_default_group,
     whole,
 )
-from keras_strategies.engines.torch.model_parallel.unsharded_ops import WholeOps
+from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
 from keras_strategies.engines.torch.trainer import check_steps, keras_function
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import ContextError
@@ -104,7 +104,7 @@ class ShardedCall:
                 self._placements.splits(tensor) for tensor in tensors if tensor.ndim
             )
             args, kwargs = keras.tree.map_structure(
-                lambda leaf: self._spread(leaf, by_rows), (args, kwargs)
+                lambda leaf: self._row_split(leaf, by_rows), (args, kwargs)
             )
             scope = _CallScope(self._placements)
             with scope, self._cutting_outputs(by_rows):
@@ -125,7 +125,7 @@ class ShardedCall:
         finally:
             self._distribution.output_axes = ()
 
-    def _spread(self, leaf: Any, by_rows: bool) -> Any:
+    def _row_split(self, leaf: Any, by_rows: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         spread = self._placements.spread(leaf, by_rows and leaf.ndim > 0)
@@ -159,9 +159,9 @@ class ShardedTrainer(TrainerAdapter):
         self._distribution = ShardedDistribution(mesh, self._device.type)
         placements = Placements(self._distribution.device_mesh.backend_mesh)
         self._call = ShardedCall(placements, self._distribution)
-        self._whole_ops = WholeOps()
+        self._unsharded_ops = UnshardedOps()
         keras_compat.hook_torch_input()
-        keras_compat.hook_torch_dtensors(whole, alike, _read)
+        keras_compat.hook_torch_dtensors(whole, match_placements, _read)
 
     def distribution(self) -> ShardedDistribution:
         return self._distribution
@@ -172,7 +172,7 @@ class ShardedTrainer(TrainerAdapter):
             keras_compat.batches_placed_by(None),
             keras.device(str(self._device)),
             self._distribution.scope(),
-            self._whole_ops.entered(),
+            self._unsharded_ops.entered(),
         ):
             yield
 
@@ -205,12 +205,12 @@ class ShardedTrainer(TrainerAdapter):
 
         setattr(model, name, step)
 
-    def share_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
+    def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
         # Parts of cut variables come from the chief whenever values are given to them.
         values = [
             v for v in variables if not isinstance(keras_compat.raw_value(v), DTensor)
         ]
-        super().share_variables(values, all_of_them)
+        super().broadcast_variables(values, all_of_them)
 
     @contextlib.contextmanager
     def reading(self, model: Any) -> Iterator[None]:
@@ -238,7 +238,7 @@ class ShardedTrainer(TrainerAdapter):
     def axes(self, variable: Any) -> Axes:
         return axes_of(self._mesh, variable)
 
-    def lay_out(self, variables: Sequence[Any]) -> None:
+    def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
             layout = self._distribution.own_layout(variable)
             keras_compat.set_layout(variable, layout)

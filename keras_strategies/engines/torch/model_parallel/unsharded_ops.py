@@ -1,9 +1,9 @@
 """Operations that DTensors have no rule for, or a wrong one.
 
-What an operation computes from whole tensors, every process can compute; so an
-operation without a rule is no error but costs time. Those that treat each row by
-itself keep to a process's rows. Random numbers are drawn for the whole tensor in
-every process, from generators that are alike, so that they are those of one device.
+An operation without a sharding rule runs on gathered tensors in every process: exact,
+but slower. Operations that treat each row separately run on the rows of the process.
+Random numbers are drawn for the full tensor in every process, from generators in the
+same state, so they equal those of one device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BY_ROWS = frozenset(
 )
 
 
-class WholeOps(TorchDispatchMode):
+class UnshardedOps(TorchDispatchMode):
     """Computes on whole tensors what DTensors cannot compute on parts."""
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class ReplicaRandom:
         self._seed: int | None = None
 
     @property
-    def was_asked(self) -> bool:
+    def was_used(self) -> bool:
         """Whether a replica has drawn."""
         return self._seed is not None
 
@@ -122,7 +122,7 @@ class RandomCalls:
         before = torch.default_generator.get_state()
         yield random
         # A layer can begin to draw later: a schedule of the rate, a rare branch.
-        known[variant] = random.was_asked or not torch.equal(
+        known[variant] = random.was_used or not torch.equal(
             before, torch.default_generator.get_state()
         )
 
@@ -155,7 +155,7 @@ class OwnRandomNumbers(TorchFunctionMode):
         elif func is _dropout:
             return self._dropout(*args, **kwargs)
         elif func in _CANNOT_BE_GIVEN_ONE:
-            return self._borrow(func, args, kwargs)
+            return self._draw(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _generator(
@@ -185,7 +185,7 @@ class OwnRandomNumbers(TorchFunctionMode):
         )
         return input * kept.div_(1 - p)
 
-    def _borrow(
+    def _draw(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention and not (

@@ -18,16 +18,16 @@ from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.thread_collectives import (
-    Team,
+    ActiveReplicas,
     ThreadCommunicator,
 )
 from keras_strategies.errors import ContextError
 from keras_strategies.runtime import run_state
 from keras_strategies.runtime.run_state import (
+    CreatedVariables,
     LocalValues,
-    MadeVariables,
     RunState,
-    TurnsNeededError,
+    SequentialRunNeededError,
 )
 from keras_strategies.values import DistributedValues
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class TorchLocalValues(LocalValues):
     """On-read values: tensors on the replicas' devices."""
 
-    def __init__(self, devices: Sequence[torch.device], team: Team):
+    def __init__(self, devices: Sequence[torch.device], team: ActiveReplicas):
         self._devices = tuple(devices)
         self._team = team
         self._values = WeakTensorKeyDictionary()
@@ -65,7 +65,7 @@ class TorchLocalValues(LocalValues):
         kept = [value.detach() for value in values]
         [lead] = self._team.everywhere([[value.to(raw.device) for value in kept]])
         with torch.no_grad():
-            raw.copy_(run_state.together(variable, lead))
+            raw.copy_(run_state.cross_replica_value(variable, lead))
         self._values[raw] = kept
 
     def assigned(self, variable: Any, value: Any) -> None:
@@ -88,7 +88,7 @@ class TorchRun:
         self._devices = [torch_device(d) for d in self.placement.replicas]
         workers, share = self.placement.workers, self.placement.share
         counts = (share.count,) if workers is None else workers.replicas
-        self.team = Team(workers, counts, share.first)
+        self.team = ActiveReplicas(workers, counts, share.first)
         self.reduction = LocalReduction.of(strategy)
         self.local_values = TorchLocalValues(self._devices, self.team)
         self._random_calls = RandomCalls()
@@ -104,15 +104,15 @@ class TorchRun:
     ) -> list[Any]:
         owner = _owner(fn)
         # In its first run a function may build models: once, and not in a race.
-        in_turns = owner not in self._has_run or len(args) == 1
-        communicator = _RunCommunicator(self, in_turns)
+        sequential = owner not in self._has_run or len(args) == 1
+        communicator = _RunCommunicator(self, sequential)
         try:
             results = self._run(fn, args, kwargs, owner, communicator)
-        except TurnsNeededError:
+        except SequentialRunNeededError:
             # It makes a variable in a later run: this one is begun again, in turns.
             self._has_run.discard(owner)
             communicator.check_restart(getattr(fn, "__qualname__", repr(fn)))
-            communicator = _RunCommunicator(self, takes_turns=True)
+            communicator = _RunCommunicator(self, is_sequential=True)
             results = self._run(fn, args, kwargs, owner, communicator)
         self._has_run.add(owner)
         return results
@@ -127,7 +127,7 @@ class TorchRun:
     ) -> list[Any]:
         states: list[RunState] = []
         tasks = []
-        made = MadeVariables(communicator.takes_turns)
+        made = CreatedVariables(communicator.is_sequential)
         for i in range(len(args)):
             replica = context.ReplicaContext(
                 self.strategy, self.team.first + i, communicator
@@ -209,10 +209,10 @@ def _task(
 class _RunCommunicator(ThreadCommunicator):
     """Collectives of a run; merged functions see and change the variables."""
 
-    def __init__(self, run: TorchRun, takes_turns: bool):
-        super().__init__(run.placement.replicas, takes_turns, run.team, run.reduction)
+    def __init__(self, run: TorchRun, is_sequential: bool):
+        super().__init__(run.placement.replicas, is_sequential, run.team, run.reduction)
         self._run = run
-        self.takes_turns = takes_turns
+        self.is_sequential = is_sequential
         self.states: list[RunState] = []
         self._has_merged = False
 
@@ -223,7 +223,7 @@ class _RunCommunicator(ThreadCommunicator):
             raise ContextError(
                 f"{name!r} created a variable after a `merge_call` or "
                 "`optimizer.apply`, in a run that was not its first. On Torch "
-                f"replicas run concurrently then. {run_state.MAKE_ONCE}"
+                f"replicas run concurrently then. {run_state.CREATE_ONCE}"
             )
 
     def merged(self, merge_fn: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ from keras_strategies.values import regroup, select_replica
 
 
 @dataclass(frozen=True)
-class Team:
+class ActiveReplicas:
     """The replicas that take part in a computation, on all workers.
 
     Args:
@@ -134,8 +134,8 @@ class ThreadCommunicator(Communicator):
 
     Args:
         devices: the device of each replica.
-        takes_turns: bool, whether only one replica runs at a time, from one collective
-            to the next and in their order, so that the first one makes what all use.
+        is_sequential: bool, whether replicas run one at a time, in their order, from
+            one collective to the next, so that the first one creates shared objects.
         team: the replicas of other processes, None where there are none.
         reduction: the strategy's `CrossDeviceOps`; None for torch's own sums.
     """
@@ -143,15 +143,15 @@ class ThreadCommunicator(Communicator):
     def __init__(
         self,
         devices: Sequence[Device],
-        takes_turns: bool = False,
-        team: Team | None = None,
+        is_sequential: bool = False,
+        team: ActiveReplicas | None = None,
         reduction: LocalReduction | None = None,
     ):
         self.reduction = reduction
         self._devices = tuple(devices)
-        self._team = team or Team(None, (len(self._devices),), 0)
+        self._team = team or ActiveReplicas(None, (len(self._devices),), 0)
         # The replica whose turn it is; None where they run side by side.
-        self._turn: int | None = 0 if takes_turns else None
+        self._turn: int | None = 0 if is_sequential else None
         self._condition = threading.Condition()
         self._slots: dict[Any, _Slot] = {}
         self._counters = [itertools.count() for _ in devices]
@@ -161,7 +161,7 @@ class ThreadCommunicator(Communicator):
         self.has_exchanged = False
 
     @property
-    def team(self) -> Team:
+    def team(self) -> ActiveReplicas:
         """All replicas that take part."""
         return self._team
 
