@@ -71,6 +71,7 @@ from keras_strategies.keras_compat.layers import (
 from keras_strategies.keras_compat.models import (
     all_variables,
     build_optimizer,
+    creates_metrics,
     element_spec,
     initial_epoch,
     is_built,
@@ -185,6 +186,7 @@ __all__ = [
     "clip_gradients",
     "compute_dtypes",
     "container_state",
+    "creates_metrics",
     "current_stateless_scope",
     "deferred_variables",
     "distribution_class",

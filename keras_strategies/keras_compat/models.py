@@ -80,6 +80,20 @@ def is_unbuilt(model: Any) -> bool:
     return bool(unbuilt) or not is_built(model)
 
 
+def creates_metrics(model: Any) -> bool:
+    """Whether the first step of a compiled model makes variables of metrics.
+
+    Keras 3.15: `CompileLoss` has a metric for each of several losses, none for one.
+    """
+    metrics, loss = model._compile_metrics, model._compile_loss
+    is_new = metrics is not None and not metrics.built
+    if loss is None or loss.built:
+        return is_new
+    outputs = getattr(model, "outputs", None) or [None]
+    is_one = len(outputs) == 1 and not isinstance(loss._user_loss, (list, tuple, dict))
+    return is_new or not is_one
+
+
 def first_batch(iterator: Any) -> Any:
     """The first batch of an epoch iterator, which Keras resets after building."""
     for _, _, batches in iterator:

@@ -23,6 +23,10 @@ from keras_strategies.engines.tensorflow.gradients import (
     sums_of,
     widened,
 )
+from keras_strategies.engines.tensorflow.graph_copies import (
+    ReplicaOfAny,
+    ReplicaTraces,
+)
 from keras_strategies.engines.tensorflow.mirrors import MirroredVariable
 from keras_strategies.engines.tensorflow.probing import probing, stand_in
 from keras_strategies.engines.tensorflow.replicas import (
@@ -171,18 +175,15 @@ class TensorFlowDataParallelCall(DataParallelCall):
         team = job.spread.team
 
         def in_context(replica_id: int) -> Callable[[], Any]:
-            replica = context.ReplicaContext(
+            replica = ReplicaOfAny(
                 self.strategy, team.first + replica_id, job.communicator, team.total
             )
 
             def run() -> Any:
                 with context.on_replica(replica):
-                    tape = job.tapes[replica_id]
-                    if tape is None or not job.is_forward:
-                        return tasks[replica_id]()
-                    with tape:
-                        tape.watch([s for s in job.slices[replica_id] if _is_float(s)])
-                        return tasks[replica_id]()
+                    if job.is_forward:
+                        return job.forward(replica, replica_id, tasks[replica_id])
+                    return job.traces.backward(replica_id, tasks[replica_id])
 
             return run
 
@@ -198,9 +199,9 @@ class TensorFlowDataParallelCall(DataParallelCall):
         tape = job.tapes[replica_id]
         with job.outside_control_flow():
             if tape is None:
-                return self._local(replica_id, variable, raw)
+                return job.traces.read(replica_id, variable, raw)
             with tape.stop_recording():
-                local = self._local(replica_id, variable, raw)
+                local = job.traces.read(replica_id, variable, raw)
             if self._is_trained(variable, raw):
                 tape.watch(local)
                 job.watched[replica_id].add(id(local))
@@ -232,7 +233,8 @@ class TensorFlowDataParallelCall(DataParallelCall):
             return False
         return bool(raw.trainable) and _is_float(raw)
 
-    def _local(self, replica_id: int, variable: Any, raw: Any) -> Any:
+    def local_value(self, replica_id: int, variable: Any, raw: Any) -> Any:
+        """The value that a replica computes with, on its device."""
         device = self._devices[replica_id]
         own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
         value = self._job.read(raw) if own is None else own.read_value()
@@ -365,6 +367,7 @@ class _Job:
     is_forward: bool = True
     # What is recomputed for gradients of gradients.
     layer_call: Any = None
+    _zeros: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sizes = self.spread.sizes
@@ -379,6 +382,9 @@ class _Job:
             placement.variables,
             self.spread.team,
             self.call.reduction,
+        )
+        self.traces = ReplicaTraces(
+            self.call._devices, self.slices, self.call.local_value, self.communicator
         )
         self.graph = tf.compat.v1.get_default_graph()
 
@@ -408,6 +414,27 @@ class _Job:
         """
         if not tf.executing_eagerly() and not record.could_possibly_record():
             self.tapes = [None] * len(self.sizes)
+
+    def forward(
+        self, replica: ReplicaOfAny, i: int, task: Callable[[], ReplicaResult]
+    ) -> ReplicaResult:
+        """Calls the layer on a replica, or copies what another one has traced."""
+        tape = self.tapes[i]
+        if (template := self.traces.template(i)) is not None:
+            result = self.traces.copied_forward(template, i)
+            reads = template.result.scope.reads.items()
+            self.watched[i].update(
+                id(result.scope.reads[key][1])
+                for key, (_, local) in reads
+                if id(local) in self.watched[template.replica_id]
+            )
+            return result
+        recording = tape or contextlib.nullcontext()
+        with recording, self.traces.tracing(replica, i) as trace:
+            if tape is not None:
+                tape.watch([s for s in self.slices[i] if _is_float(s)])
+            trace.result = task()
+        return trace.result
 
     def _gradients(
         self, i: int, targets: list[Any], sources: list[Any], given: list[Any]
@@ -443,6 +470,19 @@ class _Job:
                 self.reads[id(raw)] = tf.convert_to_tensor(raw)
         return self.reads[id(raw)]
 
+    def zero_if_empty(self, tensor: Any, replica_id: int) -> Any:
+        """Zeros in place of what a replica without rows computed: means of nothing."""
+        size = self.sizes[replica_id]
+        if isinstance(size, int) or isinstance(tensor, tf.IndexedSlices):
+            return tensor
+        graph = tf.compat.v1.get_default_graph()
+        # One operation for each tensor: a model has hundreds of gradients.
+        key = id(graph), replica_id, tensor.dtype
+        if key not in self._zeros:
+            self._zeros[key] = size > 0, tf.zeros([], tensor.dtype)
+        has_rows, zero = self._zeros[key]
+        return tf.raw_ops.SelectV2(condition=has_rows, t=tensor, e=zero)
+
     def check_rows(self, channels: Sequence[Channel]) -> None:
         """In a program for any number of rows, outputs are checked as it runs."""
         if self.is_static:
@@ -465,9 +505,9 @@ class _Job:
                 own = tf.concat(parts, 0) if len(parts) > 1 else tf.identity(parts[0])
                 return self.spread.joined(own)
             terms = [
-                _nothing_if_empty(part, size) * tf.cast(weight, part.dtype)
-                for part, weight, size in zip(
-                    map(widened, parts), channel.weights, self.sizes, strict=True
+                self.zero_if_empty(part, i) * tf.cast(weight, part.dtype)
+                for i, (part, weight) in enumerate(
+                    zip(map(widened, parts), channel.weights, strict=True)
                 )
             ]
             [total] = self.spread.summed([tf.add_n(terms)])
@@ -531,6 +571,7 @@ class _Job:
             return run
 
         self.is_forward = False
+        self.traces.set_given(shares)
         tasks = [task(i) for i in range(len(self.sizes))]
         per_replica = self.call._run_tasks(self, tasks)
         with tf.device(self.lead):
@@ -620,11 +661,9 @@ class _Job:
 
     def _counted(self, parts: Sequence[Any]) -> list[Any]:
         """A variable's gradients, zeros on replicas without rows."""
-        if self.is_static:
-            return list(parts)
         return [
-            None if part is None else _nothing_if_empty(part, size)
-            for part, size in zip(parts, self.sizes, strict=True)
+            None if part is None else self.zero_if_empty(part, i)
+            for i, part in enumerate(parts)
         ]
 
 
@@ -651,13 +690,6 @@ def _cannot_take_no_rows(layer: Any) -> bool:
     """
     names = (type(sub).__name__ for sub in layer._flatten_layers())
     return any("Conv" in name or "MaxPool" in name for name in names)
-
-
-def _nothing_if_empty(tensor: Any, size: Any) -> Any:
-    """Zeros in place of what a replica without rows computed: means of nothing."""
-    if isinstance(size, int) or isinstance(tensor, tf.IndexedSlices):
-        return tensor
-    return tf.where(size > 0, tensor, tf.zeros_like(tensor))
 
 
 def _rows_together(source: _Source, parts: Sequence[Any]) -> Any:

@@ -114,7 +114,9 @@ class _Copies:
             tf.control_dependencies(waiting),
             record.stop_recording(),
         ):
-            return tf.group(*waiting, *self._renew(variable))
+            renewed = self._renew(variable)
+            # Each of them waits for the assignment.
+            return renewed[0] if len(renewed) == 1 else tf.group(*waiting, *renewed)
 
     def _renew(self, variable: Any) -> list[Any]:
         rows = _changing.rows
@@ -128,7 +130,8 @@ class _Copies:
         for copy in self.all:
             with tf.device(copy.device):
                 if rows is None:
-                    done.append(copy.assign(value, read_value=False))
+                    # `assign` would check again what the variable has checked.
+                    done.append(raw.AssignVariableOp(resource=copy.handle, value=value))
                 else:
                     done.append(
                         raw.ResourceScatterUpdate(

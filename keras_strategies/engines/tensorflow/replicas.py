@@ -126,10 +126,13 @@ class LockstepCommunicator(Communicator):
         self._arrived: list[Any] = [None] * len(devices)
         self._results: list[Any] = [None] * len(devices)
         self._graph: Any = None
+        #: Whether a collective was called since `begin`.
+        self.was_used = False
 
     def begin(self) -> None:
         """Notes where the replicas run: forward, backward, or in another graph."""
         self._graph = _current_graph()
+        self.was_used = False
 
     def exchange(
         self,
@@ -149,6 +152,7 @@ class LockstepCommunicator(Communicator):
                 "the function that the replicas run. TensorFlow cannot bring "
                 "replicas together there; call it outside."
             )
+        self.was_used = True
         self._arrived[replica_id] = (kind, value)
 
         def meet(_: Any) -> None:

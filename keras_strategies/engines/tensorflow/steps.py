@@ -148,8 +148,12 @@ class StepFunction:
         Where they cannot be made from the shapes of a batch, because the model has
         its own way to call its layers, the first step on one device makes them.
         """
-        if keras_compat.is_built(self._model) and not self._creates_state(batch):
-            return True
+        if keras_compat.is_built(self._model):
+            if not self._is_step_of_keras(batch):
+                return True
+            if not keras_compat.creates_metrics(self._model):
+                keras_compat.build_optimizer(self._model)
+                return True
         if self._kind == "predict":
             return False
         try:
@@ -159,24 +163,20 @@ class StepFunction:
             return keras_compat.is_built(self._model)
         return True
 
-    def _creates_state(self, batch: Any) -> bool:
-        """Whether Keras's own training step would create variables when traced.
+    def _is_step_of_keras(self, batch: Any) -> bool:
+        """Whether Keras's own training step creates its variables when traced.
 
         `tf.function` traces a program twice whose first trace creates variables, such
-        as the slots of the optimizer, and tracing is most of a first step.
+        as those of metrics, and tracing is most of a first step. A step of the user's
+        may train other variables or use other metrics.
         """
         model = self._model
         if self._kind != "train" or model.run_eagerly:
             return False
         if type(model).train_step is not keras.Model.train_step:
-            # A step of the user's may train other variables or use other metrics.
             return False
         dense = (tf.Tensor, np.ndarray)
-        if not all(isinstance(leaf, dense) for leaf in keras.tree.flatten(batch)):
-            return False
-        optimizer = model.optimizer
-        is_new = optimizer is not None and not optimizer.built
-        return is_new or keras_compat.is_unbuilt(model)
+        return all(isinstance(leaf, dense) for leaf in keras.tree.flatten(batch))
 
 
 def _warn_of_jit_compile(model: Any) -> None:

@@ -1,0 +1,295 @@
+"""Copies of the operations that one replica has added to a graph.
+
+Replicas run the same Python code on slices of the same shape, so that the operations
+of all but the first differ only in their inputs. Tracing them again costs as much as
+the first time; TensorFlow's importer of graphs adds a copy in a fraction of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.framework import ops as graph_ops
+
+from keras_strategies import context, keras_compat
+from keras_strategies.engines.tensorflow.replicas import LockstepCommunicator
+from keras_strategies.errors import ReplicaMismatchError
+from keras_strategies.runtime.replica_state import ReplicaResult, ReplicaScope
+
+
+class TracedOperations:
+    """The operations that are added to the current graph until `end` is called."""
+
+    def __init__(self) -> None:
+        self.graph = graph_ops.get_default_graph()
+        self._ranges: list[tuple[int, int]] = []
+        self._start = self.graph.num_operations()
+
+    def skip(self, start: int) -> None:
+        """Leaves out the operations from number `start` to the last one."""
+        self._ranges.append((self._start, start))
+        self._start = self.graph.num_operations()
+
+    def end(self) -> None:
+        """Called when the last operation has been added."""
+        self.skip(self.graph.num_operations())
+        every = self.graph.get_operations()
+        # Placeholders are what the graph captures; all copies use the same.
+        self.all = [
+            operation
+            for start, end in self._ranges
+            for operation in every[start:end]
+            if operation.type != "Placeholder"
+        ]
+
+    def can_be_copied(self) -> bool:
+        """Whether a copy computes what tracing again would compute.
+
+        Not so with state: random numbers by a seed in the operation, variables that
+        are not Keras's, Python functions.
+        """
+        kinds = {operation.type: operation for operation in self.all}
+        return not any(map(_cannot_be_copied, kinds.values()))
+
+
+def _cannot_be_copied(operation: Any) -> bool:
+    definition = operation.op_def
+    # The gradient of a loop, a branch or a function adds outputs to the operation,
+    # which a copy that is made before the backward pass would not have.
+    has_functions = any("func" in attribute.type for attribute in definition.attr)
+    return bool(definition.is_stateful or has_functions)
+
+
+class GraphCopy:
+    """The tensors of a second replica, by those of a first one.
+
+    Args:
+        device: str, the device of the first replica, as TensorFlow names it.
+    """
+
+    def __init__(self, device: str):
+        self._device = tf.DeviceSpec.from_string(device)
+        # By the identity of the tensor, which is here so that it stays alive.
+        self._copies: dict[int, tuple[Any, Any]] = {}
+
+    def set(self, tensor: Any, copy: Any) -> None:
+        """Declares the tensor that takes the place of one of the first replica."""
+        self._copies[id(tensor)] = (tensor, copy)
+
+    def of(self, value: Any) -> Any:
+        """The copy of a tensor or of slices; what has none stands for itself."""
+        if isinstance(value, tf.IndexedSlices):
+            parts = (value.values, value.indices, value.dense_shape)
+            return tf.IndexedSlices(*map(self.of, parts))
+        return self._copies.get(id(value), (value, value))[1]
+
+    def add(self, traced: TracedOperations) -> None:
+        """Copies operations in the current graph, on the current device."""
+        names = {operation.name for operation in traced.all}
+        captured = self._captured(traced.graph)
+        definition = graph_pb2.GraphDef()
+        definition.versions.CopyFrom(traced.graph.graph_def_versions)
+        inputs: dict[str, Any] = {}
+        for operation in traced.all:
+            node = definition.node.add()
+            node.CopyFrom(operation.node_def)
+            node.attr.pop("_class", None)
+            if node.device and self._is_on_device(node.device):
+                node.device = ""
+            for tensor in operation.inputs:
+                if tensor.op.name not in names:
+                    inputs[tensor.name] = captured.get(id(tensor)) or self.of(tensor)
+            for other in operation.control_inputs:
+                if other.name not in names:
+                    node.input.remove(f"^{other.name}")
+        copied = tf.graph_util.import_graph_def(
+            definition,
+            inputs,
+            [operation.name for operation in traced.all],
+            name="copy",
+        )
+        for operation, copy in zip(traced.all, copied, strict=True):
+            for before, after in zip(operation.outputs, copy.outputs, strict=True):
+                after.set_shape(before.shape)
+                self.set(before, after)
+
+    def _captured(self, graph: Any) -> dict[int, Any]:
+        """In a program of gradients, copies of what it takes from the forward one."""
+        return {
+            id(inner): graph.capture(self.of(outer))
+            for outer, inner in list(getattr(graph, "captures", ()))
+            if id(outer) in self._copies
+        }
+
+    def _is_on_device(self, device: str) -> bool:
+        spec = tf.DeviceSpec.from_string(device)
+        return (spec.device_type, spec.device_index) == (
+            self._device.device_type,
+            self._device.device_index,
+        )
+
+
+class ReplicaOfAny(context.ReplicaContext):
+    """A replica whose trace holds for others, unless it looks at which one it is."""
+
+    is_distinct = False
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        self.is_distinct = True
+        return super().replica_id_in_sync_group
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        self.is_distinct = True
+        return super().devices
+
+
+@dataclass
+class ForwardTrace:
+    """One replica's call of the layer, in the graph."""
+
+    replica_id: int
+    operations: TracedOperations
+    # Variables with what TensorFlow has for them, and the values that were read.
+    reads: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    result: Any = None
+    can_be_copied: bool = False
+
+
+class ReplicaTraces:
+    """Traces of the replicas of one call, and copies of them.
+
+    Args:
+        devices: the replicas' devices, as TensorFlow names them.
+        slices: for each replica, its slices of the call's inputs.
+        read: reads a variable on a replica.
+        communicator: what the replicas call collectives through.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        slices: Sequence[Sequence[Any]],
+        read: Callable[[int, Any, Any], Any],
+        communicator: LockstepCommunicator,
+    ):
+        self._devices = devices
+        self._slices = slices
+        self._read = read
+        self._communicator = communicator
+        self._forward: dict[int, ForwardTrace] = {}
+        self._backward: dict[int, tuple[TracedOperations, list[Any]]] = {}
+        self._copies: dict[int, tuple[int, GraphCopy]] = {}
+        self._given: Sequence[Sequence[Any]] = ()
+
+    @contextlib.contextmanager
+    def tracing(self, replica: ReplicaOfAny, replica_id: int) -> Iterator[ForwardTrace]:
+        """Entered around the call on a replica, whose result is set in the trace."""
+        if tf.executing_eagerly():
+            yield ForwardTrace(replica_id, None)
+            return
+        trace = self._forward[replica_id] = ForwardTrace(replica_id, TracedOperations())
+        yield trace
+        trace.operations.end()
+        trace.can_be_copied = (
+            not replica.is_distinct
+            and not self._communicator.was_used
+            and trace.operations.can_be_copied()
+            and all(_is_simple(leaf) for leaf in trace.result.leaves)
+        )
+
+    def read(self, replica_id: int, variable: Any, raw: Any) -> Any:
+        """Reads a variable on a replica, outside of what copies repeat."""
+        trace = self._forward.get(replica_id)
+        if trace is None:
+            return self._read(replica_id, variable, raw)
+        start = trace.operations.graph.num_operations()
+        local = self._read(replica_id, variable, raw)
+        trace.operations.skip(start)
+        trace.reads.append((variable, raw, local))
+        return local
+
+    def template(self, replica_id: int) -> ForwardTrace | None:
+        """The trace of another replica that holds for this one, too."""
+        own = [_kind(tensor) for tensor in self._slices[replica_id]]
+        for trace in self._forward.values():
+            if trace.can_be_copied and own == [
+                _kind(tensor) for tensor in self._slices[trace.replica_id]
+            ]:
+                return trace
+        return None
+
+    def copied_forward(self, trace: ForwardTrace, replica_id: int) -> ReplicaResult:
+        """What a replica's call leaves behind, as a copy of another one's."""
+        copy = GraphCopy(self._devices[trace.replica_id])
+        self._copies[replica_id] = trace.replica_id, copy
+        pairs = zip(
+            self._slices[trace.replica_id], self._slices[replica_id], strict=True
+        )
+        for before, after in pairs:
+            copy.set(before, after)
+        for variable, raw, local in trace.reads:
+            copy.set(local, self._read(replica_id, variable, raw))
+        copy.add(trace.operations)
+        return _copied_result(trace.result, copy)
+
+    def set_given(self, given: Sequence[Sequence[Any]]) -> None:
+        """Declares the gradients, by output, that the replicas are given."""
+        self._given = given
+        self._backward.clear()
+
+    def backward(self, replica_id: int, task: Callable[[], list[Any]]) -> list[Any]:
+        """The gradients of a replica, traced or copied as its call was."""
+        if tf.executing_eagerly():
+            return task()
+        if replica_id not in self._copies:
+            operations = TracedOperations()
+            gradients = task()
+            operations.end()
+            self._backward[replica_id] = operations, gradients
+            return gradients
+        template, copy = self._copies[replica_id]
+        if template not in self._backward:
+            raise ReplicaMismatchError(
+                "A collective was called in the gradient of a layer, and none in its "
+                "call. Call a collective in the layer's `call`, too."
+            )
+        operations, gradients = self._backward[template]
+        for parts in self._given:
+            copy.set(parts[template], parts[replica_id])
+        copy.add(operations)
+        return [copy.of(gradient) for gradient in gradients]
+
+
+def _kind(tensor: Any) -> tuple[Any, Any]:
+    return tensor.dtype, tensor.shape.as_list()
+
+
+def _is_simple(leaf: Any) -> bool:
+    """Whether an output is a tensor or nothing of TensorFlow's."""
+    return isinstance(leaf, tf.Tensor) or not keras.ops.is_tensor(leaf)
+
+
+def _copied_result(result: ReplicaResult, copy: GraphCopy) -> ReplicaResult:
+    scope = ReplicaScope(lambda variable: None)
+    scope.losses = [copy.of(loss) for loss in result.scope.losses]
+    scope.reads = {
+        key: (variable, copy.of(local))
+        for key, (variable, local) in result.scope.reads.items()
+    }
+    scope.updates = {
+        key: (variable, copy.of(value))
+        for key, (variable, value) in result.scope.updates.items()
+    }
+    leaves = [copy.of(leaf) for leaf in result.leaves]
+    for leaf, mask in zip(leaves, result.masks, strict=True):
+        if mask is not None:
+            keras_compat.set_mask(leaf, copy.of(mask))
+    return ReplicaResult(keras.tree.pack_sequence_as(result.outputs, leaves), scope)

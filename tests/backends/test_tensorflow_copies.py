@@ -1,0 +1,192 @@
+"""Replicas on TensorFlow whose operations are copies of another replica's."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+
+ks.set_virtual_cpu_devices(4)
+
+
+class Counted(layers.Layer):
+    """A dense layer that counts how often its Python code runs in a program."""
+
+    def __init__(self, then=None, **arguments):
+        super().__init__(**arguments)
+        self.then = then or (lambda x: x)
+        self.traces = 0
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
+        self.calls = self.add_weight(
+            shape=(), name="calls", trainable=False, initializer="zeros"
+        )
+
+    def call(self, x):
+        self.traces += not tf.executing_eagerly()
+        self.calls.assign_add(1.0)
+        self.add_loss(0.01 * ops.sum(ops.square(x @ self.kernel)))
+        return self.then(ops.tanh(x @ self.kernel))
+
+
+def scaled_gradient(x):
+    """A custom gradient that refers to a tensor of its own call."""
+    factor = ops.exp(x)
+
+    @tf.custom_gradient
+    def identity(x):
+        return tf.identity(x), lambda gradient: gradient * factor
+
+    return identity(x)
+
+
+def in_a_loop(x):
+    return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x * x), (0, x))[1]
+
+
+@tf.function(reduce_retracing=True)
+def in_a_program(x):
+    return ops.sin(x) * x
+
+
+def two():
+    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def four():
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+
+
+def trained(strategy, then=None, rows=24, batch_size=8):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 4)).astype("float32")
+    y = random.normal(size=(rows, 1)).astype("float32")
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layer = Counted(then)
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Embedding(5, 4) if then is None else layers.Dense(4),
+                *([layers.Lambda(lambda x: x[:, 0])] if then is None else []),
+                layer,
+                layers.Dense(1, kernel_constraint="max_norm"),
+            ]
+        )
+        model.compile(keras.optimizers.Adam(0.05), "mse", weighted_metrics=["mae"])
+    if then is None:
+        x = random.integers(0, 5, size=(rows, 4))
+    layer.traces = 0
+    history = model.fit(x, y, batch_size, epochs=2, shuffle=False, verbose=0).history
+    return model.get_weights(), history, layer.traces
+
+
+def assert_same(found, expected):
+    for a, b in zip(found[0], expected[0], strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    for name, values in expected[1].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("then", [None, scaled_gradient])
+def test_a_copied_replica_computes_what_a_traced_one_does(then):
+    found = trained(two(), then)
+    assert_same(found, trained(ks.OneDeviceStrategy("cpu:0"), then))
+    # Keras builds its metrics by one more trace of the model.
+    assert found[2] <= 2
+
+
+@pytest.mark.parametrize(
+    "then", [in_a_program, pytest.param(in_a_loop, marks=pytest.mark.nightly)]
+)
+def test_functions_in_operations_are_traced_for_each_replica(then):
+    found = trained(two(), then)
+    assert_same(found, trained(ks.OneDeviceStrategy("cpu:0"), then))
+    assert found[2] >= 3
+
+
+@pytest.mark.parametrize("rows", [27, pytest.param(24, marks=pytest.mark.nightly)])
+def test_four_replicas_with_uneven_rows(rows):
+    found = trained(four(), scaled_gradient, rows, batch_size=8)
+    one = trained(ks.OneDeviceStrategy("cpu:0"), scaled_gradient, rows, batch_size=8)
+    assert_same(found, one)
+
+
+class Outputs(layers.Layer):
+    """Returns a row for each sample that says on which replica it was computed."""
+
+    def __init__(self, value, **arguments):
+        super().__init__(**arguments)
+        self.value = value
+
+    def call(self, x):
+        return ops.zeros_like(x) + self.value(x)
+
+
+def replica_id(x):
+    replica = ks.get_replica_context()
+    return 0.0 if replica is None else float(replica.replica_id_in_sync_group)
+
+
+def predicted(value):
+    with two().scope():
+        model = keras.Sequential([keras.Input((1,)), Outputs(value)])
+    data = np.zeros((8, 1), "float32")
+    return model.predict_on_batch(data)[:, 0], model.predict_on_batch(data)[:, 0]
+
+
+def test_a_layer_that_reads_its_replica_id_is_traced_on_each_replica():
+    for found in predicted(replica_id):
+        assert sorted(set(found)) == [0.0, 1.0]
+
+
+def test_numbers_of_stateful_random_operations_differ_between_replicas():
+    tf.random.set_seed(1)
+    for found in predicted(lambda x: tf.random.uniform((1, 1))):
+        assert len(set(found.tolist())) == 2
+
+
+def test_a_tape_outside_of_the_program_goes_through_copies():
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    gradients = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), two()):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), Counted(scaled_gradient)])
+        weights = model.trainable_variables
+        program = tf.function(lambda x, model=model: tf.reduce_sum(model(x) ** 2))
+        with tf.GradientTape() as tape:
+            loss = program(tf.constant(x))
+        gradients.append(tape.gradient(loss, [v.value for v in weights]))
+    for expected, found in zip(*gradients, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_gradient_is_asked_for_twice():
+    x = tf.constant(np.random.default_rng(0).normal(size=(8, 4)).astype("float32"))
+
+    @tf.function
+    def gradients(model):
+        with tf.GradientTape(persistent=True) as tape:
+            y = model(x)
+            first, second = tf.reduce_sum(y), tf.reduce_sum(y * y)
+        values = [v.value for v in model.trainable_variables]
+        return tape.gradient(first, values), tape.gradient(second, values)
+
+    found = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), two()):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), Counted(scaled_gradient)])
+        found.append(tf.nest.flatten(gradients(model)))
+    for expected, own in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5)
