@@ -115,8 +115,15 @@ MUTANTS = [
     Mutant(
         "copies_keep_old_values",
         "engines/tensorflow/mirrors.py",
-        "                    done.append(copy.assign(value, read_value=False))",
-        "                    done.append(copy.read_value())",
+        "done.append(raw.AssignVariableOp(resource=copy.handle, value=value))",
+        "done.append(copy.read_value())",
+        {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
+    ),
+    Mutant(
+        "copied_gradient_of_the_first_replica",
+        "engines/tensorflow/graph_copies.py",
+        "            copy.set(parts[template], parts[replica_id])",
+        "            copy.set(parts[template], parts[template])",
         {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
     ),
     Mutant(
