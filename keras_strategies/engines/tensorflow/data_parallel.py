@@ -429,12 +429,14 @@ class _Job:
                 if id(local) in self.watched[template.replica_id]
             )
             return result
-        recording = tape or contextlib.nullcontext()
-        with recording, self.traces.tracing(replica, i) as trace:
+        with tape or contextlib.nullcontext():
             if tape is not None:
                 tape.watch([s for s in self.slices[i] if _is_float(s)])
-            trace.result = task()
-        return trace.result
+            if tf.executing_eagerly():
+                return task()
+            with self.traces.tracing(replica, i) as trace:
+                trace.result = task()
+                return trace.result
 
     def _gradients(
         self, i: int, targets: list[Any], sources: list[Any], given: list[Any]

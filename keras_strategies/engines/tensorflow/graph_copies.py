@@ -191,10 +191,7 @@ class ReplicaTraces:
 
     @contextlib.contextmanager
     def tracing(self, replica: ReplicaOfAny, replica_id: int) -> Iterator[ForwardTrace]:
-        """Entered around the call on a replica, whose result is set in the trace."""
-        if tf.executing_eagerly():
-            yield ForwardTrace(replica_id, None)
-            return
+        """Entered in a graph around a replica's call, whose result is set in it."""
         trace = self._forward[replica_id] = ForwardTrace(replica_id, TracedOperations())
         yield trace
         trace.operations.end()
