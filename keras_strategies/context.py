@@ -47,7 +47,7 @@ _thread = _Thread()
 
 
 class ReplicaContext:
-    """What code that runs on one replica can ask and do.
+    """Context of code on one replica: its index, devices and collectives.
 
     It is made by `Strategy.run` and found with `ks.get_replica_context()`.
 
@@ -161,7 +161,7 @@ class ReplicaContext:
         return self._communicator.all_gather(self._replica_id, value, axis)
 
     def gather_batch_statistics(self, value: Any) -> Any:
-        """Concatenates what batch normalization needs of all replicas, along axis 0."""
+        """Concatenates batch statistics of all replicas along axis 0."""
         return self.all_gather(value, axis=0)
 
     def merge_call(
@@ -187,11 +187,11 @@ class ReplicaContext:
 
 
 def check_returns(fn: Callable[..., Any], what: str) -> None:
-    """Raises for functions whose code runs after they have returned.
+    """Raises for functions whose body runs after they have returned.
 
     Args:
         fn: callable.
-        what: str, what it was given to, for the message.
+        what: str, the receiving argument or method, for the message.
 
     Raises:
         InvalidArgumentError: if `fn` is a generator function or a coroutine function.
@@ -210,7 +210,7 @@ def check_returns(fn: Callable[..., Any], what: str) -> None:
 
 
 def check_results(results: Sequence[Any]) -> None:
-    """Raises if replicas return what runs later, outside of them."""
+    """Raises if replicas return a generator or coroutine."""
     for result in results:
         if isinstance(result, (types.GeneratorType, types.CoroutineType)):
             raise InvalidArgumentError(
@@ -224,7 +224,7 @@ def _frame() -> _Frame | None:
 
 
 def current_strategy() -> Strategy | None:
-    """The strategy of the innermost open scope or `run`; None outside of all.
+    """The strategy of the innermost open scope or `run`; None outside.
 
     `ks.get_strategy`, in a higher layer, returns the default strategy there.
     """
@@ -246,7 +246,7 @@ def in_cross_replica_context() -> bool:
 
 
 def current_replica() -> ReplicaContext | None:
-    """The replica that this thread computes for, None where there is none."""
+    """The replica context of this thread; None in cross-replica context."""
     frame = _frame()
     return frame.replica if frame is not None else None
 
@@ -286,8 +286,8 @@ def on_replica(replica: ReplicaContext) -> Iterator[ReplicaContext]:
 
 @contextlib.contextmanager
 def _pushed(frame: _Frame) -> Iterator[None]:
-    # Contexts are restored by depth, so that one left out of order by a
-    # generator cannot remove somebody else's frame.
+    # Contexts are restored by depth, so that a generator that leaves its context out of
+    # order cannot remove another frame.
     depth = len(_thread.frames)
     _thread.frames.append(frame)
     try:

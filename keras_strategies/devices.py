@@ -1,4 +1,4 @@
-"""Names of devices, in all the spellings that people use.
+"""Device names, in the spellings of Keras and the frameworks.
 
 The canonical form is the one of Keras, a kind and an index: `"gpu:0"`.
 """
@@ -84,7 +84,7 @@ def is_device(value: object) -> bool:
 def _name_of_object(value: object) -> str | None:
     """The name in a string or in a framework's device object; None for others.
 
-    No framework is imported for it, so objects are recognized by what they have.
+    Objects are recognized by their attributes, so no framework is imported.
     """
     if isinstance(value, str):
         return value
@@ -114,14 +114,14 @@ def as_devices(devices: object) -> list[Device]:
     if is_device(devices):
         return [parse_device(devices)]
     if not isinstance(devices, Iterable):
-        parse_device(devices)  # It raises, and says what a device is.
+        parse_device(devices)  # Raises with a description of device names.
     return [parse_device(device) for device in devices]  # type: ignore[attr-defined]
 
 
 def check_devices(
     names: object, available: Sequence[Device], *, what: str = "devices"
 ) -> tuple[Device, ...]:
-    """Reads a list of device names and holds it against what exists.
+    """Parses device names and checks that the devices exist.
 
     Args:
         names: the names that were given.

@@ -4,32 +4,32 @@ Every class is also a built-in exception, so that code written for
 `tf.distribute`, which catches `ValueError` and `RuntimeError`, keeps working::
 
     KerasStrategiesError
-    ├── InvalidArgumentError (ValueError)      an argument that cannot be right
+    ├── InvalidArgumentError (ValueError)      an invalid argument
     │   ├── UnknownDeviceError                 a device that does not exist
     │   ├── DuplicateDeviceError               a device named twice
     │   ├── BatchError                         input that cannot be split by rows
     │   ├── GatherError                        values that cannot be concatenated
     │   ├── LayoutError                        a variable that cannot be sharded so
-    │   └── ClusterError                       a cluster that cannot be as described
+    │   └── ClusterError                       an invalid cluster description
     ├── InvalidTypeError (TypeError)           an argument of the wrong type
-    ├── CheckpointError (ValueError)           a checkpoint missing or of another model
+    ├── CheckpointError (ValueError)           checkpoint missing or of another model
     │   └── DamagedCheckpointError             a file that is truncated or was changed
     ├── InputError (RuntimeError)              input that cannot be read again
     ├── OutOfRangeError (IndexError)           an iterator without another batch
     ├── ContextError (RuntimeError)            a call in the wrong context
     │   ├── MixedStrategyError                 two strategies at once
-    │   ├── ModelScopeError                    a model made under another strategy
+    │   ├── ModelScopeError                    a model created under another strategy
     │   ├── BackendInUseError                  too late to change the devices
-    │   └── BackendError                       what this backend cannot do
-    └── ReplicaError (RuntimeError)            replicas that no longer agree
+    │   └── BackendError                       unsupported by this backend
+    └── ReplicaError (RuntimeError)            replicas out of sync
         ├── ReplicaMismatchError               not the same collectives on each
         ├── ReplicaAbortedError                stopped because another one failed
-        ├── WorkerError                        a process that ended without a result
-        ├── PeerError                          another process could not do it
-        ├── ClusterTimeoutError                a process that did not answer in time
-        ├── ServerLostError                    a parameter server is gone for good
+        ├── WorkerError                        a worker process lost
+        ├── PeerError                          a request failed in another process
+        ├── ClusterTimeoutError                no answer from a process in time
+        ├── ServerLostError                    a parameter server lost for good
         ├── SnapshotError                      a snapshot that cannot be written or read
-        └── ClosureCancelledError              scheduled work that was not done
+        └── ClosureCancelledError              cancelled scheduled work
 
 The last line of a printed error is the address of its entry in the troubleshooting
 page: `See docs/troubleshooting.md#batcherror`.
@@ -69,11 +69,11 @@ class KerasStrategiesError(Exception):
 
 
 class InvalidArgumentError(KerasStrategiesError, ValueError):
-    """An argument has a value or a type that cannot be right."""
+    """An argument has an invalid value or type."""
 
 
 class InvalidTypeError(KerasStrategiesError, TypeError):
-    """An argument is of a type that cannot be right."""
+    """An argument has an invalid type."""
 
 
 class UnknownDeviceError(InvalidArgumentError):
@@ -97,23 +97,23 @@ class LayoutError(InvalidArgumentError):
 
 
 class ClusterError(InvalidArgumentError):
-    """A cluster's description, or a task's place in it, cannot be right."""
+    """A cluster description, or the task of this process in it, is invalid."""
 
 
 class CheckpointError(KerasStrategiesError, ValueError):
-    """A checkpoint is missing, or is of another model."""
+    """A checkpoint is missing or was saved from another model."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint's file is truncated, or has other bytes than were written."""
+    """A checkpoint file is truncated or modified."""
 
 
 class InputError(KerasStrategiesError, RuntimeError):
-    """Input cannot be read, or not once more."""
+    """Input cannot be read, or not a second time."""
 
 
 class OutOfRangeError(KerasStrategiesError, IndexError):
-    """An iterator was asked for a batch after the last one.
+    """An iterator has no more batches.
 
     On TensorFlow it is also a `tf.errors.OutOfRangeError`.
     """
@@ -128,19 +128,19 @@ class MixedStrategyError(ContextError):
 
 
 class ModelScopeError(ContextError):
-    """A model is used under a strategy whose scope it was not made in."""
+    """A model is used under a strategy in whose scope it was not created."""
 
 
 class BackendInUseError(ContextError):
-    """Devices were to be changed after the backend had fixed them."""
+    """Devices cannot change after the backend has initialized them."""
 
 
 class BackendError(ContextError):
-    """The backend, in the version that is installed, cannot do what was asked for."""
+    """The installed backend does not support the request."""
 
 
 class ReplicaError(KerasStrategiesError, RuntimeError):
-    """The replicas of one computation no longer agree."""
+    """The replicas of a computation are out of sync."""
 
 
 class ReplicaMismatchError(ReplicaError):
@@ -150,16 +150,16 @@ class ReplicaMismatchError(ReplicaError):
 class ReplicaAbortedError(ReplicaError):
     """A replica was stopped because another one failed.
 
-    It never reaches the caller, who sees the error of the replica that failed.
+    It is internal: the caller gets the error of the replica that failed.
     """
 
 
 class WorkerError(ReplicaError):
-    """A worker process ended, or was ended, without what it was started for."""
+    """A worker process ended without a result."""
 
 
 class PeerError(ReplicaError):
-    """A process of the cluster could not do what it was asked for."""
+    """A process of the cluster failed to serve a request."""
 
 
 class ClusterTimeoutError(ReplicaError):
@@ -167,7 +167,7 @@ class ClusterTimeoutError(ReplicaError):
 
 
 class ServerLostError(ReplicaError):
-    """A parameter server died, and what it held cannot be restored."""
+    """A parameter server died, and its variables cannot be restored."""
 
 
 class SnapshotError(ReplicaError):
@@ -175,4 +175,4 @@ class SnapshotError(ReplicaError):
 
 
 class ClosureCancelledError(ReplicaError):
-    """Scheduled work was cancelled because other work had failed."""
+    """Scheduled work was cancelled because other work failed."""

@@ -1,8 +1,7 @@
-"""How variables are cut over a mesh of devices: pure rules, without a framework.
+"""Layout rules of variables on a mesh of devices, independent of the framework.
 
-A layout has an entry for each axis of a variable: the name of the mesh's axis that it
-is cut along, or None. What the entries leave out is whole: `()` is a copy on every
-device.
+A layout has an entry for each axis of a variable: the mesh axis that it is sharded
+along, or None. Axes without an entry are not sharded: `()` is a copy on every device.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ Axes = tuple[str | None, ...]
 BATCH_AXIS = "batch"
 MODEL_AXIS = "model"
 
-# Parts smaller than this are not worth a message between devices.
+# Shards smaller than this are not worth a message between devices.
 MIN_SHARD_BYTES = 64 * 1024
 
 
 class LayoutRule(abc.ABC):
-    """Says how each variable is cut."""
+    """Rule for the layout of each variable."""
 
     name: str
-    # Integers are counters and states of random generators, which are used whole.
+    # Integers are counters and states of random generators, which are not sharded.
     cuts_integers = False
 
     @abc.abstractmethod
@@ -47,7 +46,7 @@ class LayoutRule(abc.ABC):
         """
 
     def check_matches(self) -> None:  # noqa: B027
-        """Raises if a part of the rule has applied to no variable so far."""
+        """Raises if a pattern has matched no variable so far."""
 
 
 class MappedLayouts(LayoutRule):
@@ -69,7 +68,7 @@ class MappedLayouts(LayoutRule):
         self._patterns = {key: tuple(axes) for key, axes in patterns.items()}
         self._allow_unmatched = allow_unmatched
         self._matched: set[str] = set()
-        # What layouts were looked up for: variables, and outputs of layers.
+        # Paths of variables and of layer outputs that were looked up.
         self._seen: dict[str, None] = {}
 
     @property
@@ -154,17 +153,18 @@ _HEADS = (
 
 @dataclass(frozen=True)
 class AutoLayouts(LayoutRule):
-    """Cuts large variables along the model axis.
+    """Shards large variables along the model axis.
 
-    Attention kernels are cut between heads. Of all else it is the longest axis that
-    divides, the last of several: a feed-forward pair (64, 256), (256, 64) is cut
-    between its hidden units, so that only sums of the second one travel (Shoeybi et
-    al., "Megatron-LM", 2019), and an embedding between its words.
+    Attention kernels are sharded between heads, other variables along the longest
+    divisible axis (the last one of several): a feed-forward pair (64, 256), (256, 64)
+    between its hidden units, so that only sums of the second layer are communicated
+    (Shoeybi et al., "Megatron-LM", 2019), and an embedding between its words.
 
     Args:
         axis: str, the model axis.
         size: int, how many devices it has.
-        min_shard_bytes: int, variables are whole whose parts would be smaller.
+        min_shard_bytes: int, the minimum size of a shard; smaller variables are
+            replicated.
     """
 
     axis: str
@@ -185,7 +185,7 @@ class AutoLayouts(LayoutRule):
 
 @dataclass(frozen=True)
 class FullyShardedLayouts(LayoutRule):
-    """Cuts large variables over the data axis, and over the model axis if there is one.
+    """Shards large variables over the data axis, and over the model axis if any.
 
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models", 2020, stage 3.
@@ -233,7 +233,7 @@ def _along(axis: str, position: int) -> Axes:
 def _longest(
     shape: Sequence[int], parts: int, axis: str, without: Sequence[int] = ()
 ) -> Axes:
-    """Cuts the longest dimension that divides, the last of several; `()` without."""
+    """Shards the longest divisible dimension, the last one of several; else `()`."""
     fitting = [
         (length, i)
         for i, length in enumerate(shape)
@@ -244,17 +244,16 @@ def _longest(
 
 @dataclass(frozen=True)
 class VariableMesh:
-    """A grid of devices and how variables are cut over it.
+    """A mesh of devices and the layouts of variables on it.
 
     Args:
         shape: tuple of int, devices along each axis; batches are split along the
             first one.
         axes: tuple of str, the axes' names.
         devices: tuple of `Device`, in the order of a row-major array.
-        rule: says how each variable is cut.
+        rule: the layout of each variable.
         outputs: layouts of layers' outputs, for paths that end in `/output`.
-        own: pair of int, where this process's devices begin and end among the devices;
-            None where all are its own.
+        own: pair of int, the range of this process's devices; None for all.
     """
 
     shape: tuple[int, ...]
@@ -281,7 +280,7 @@ class VariableMesh:
 
     @property
     def rows(self) -> tuple[tuple[Device, ...], ...]:
-        """For each place on the data axis, the devices that work on its rows."""
+        """The devices of each row of the mesh, one row for each batch shard."""
         width = len(self.devices) // self.shape[0]
         return tuple(
             self.devices[i * width : (i + 1) * width] for i in range(self.shape[0])
@@ -293,7 +292,7 @@ class VariableMesh:
         """The layout of a variable, without None at its end.
 
         Raises:
-            ValueError: if it cannot be cut like that.
+            ValueError: if the shape cannot be sharded so.
         """
         if not is_float and not self.rule.cuts_integers:
             return ()
@@ -327,7 +326,7 @@ class VariableMesh:
         return axes
 
     def shard_shape(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
-        """The shape of a device's part."""
+        """The shape of a shard."""
         return tuple(
             length // (self.sizes[axis] if axis else 1)
             for length, axis in zip(

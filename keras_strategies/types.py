@@ -1,4 +1,4 @@
-"""Enumerations and options: frozen, and validated when they are made."""
+"""Enumerations and options, frozen and validated at construction."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _NamedEnum(_Named, enum.Enum):
 
 
 class ReduceOp(_NamedEnum):
-    """How the values of several replicas become one."""
+    """Reduction over replicas."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -89,7 +89,7 @@ class VariableAggregation(_Named, enum.StrEnum):
 
 
 class VariableSynchronization(_Named, enum.StrEnum):
-    """When the copies of one variable are brought together; members are strings.
+    """When the copies of a variable are synchronized; members are strings.
 
     Example:
 
@@ -123,12 +123,12 @@ class AutoShardPolicy(_NamedEnum):
 
     - `AUTO`: by `FILE` where a `tf.data` dataset reads at least as many files as
       there are workers, otherwise by `DATA`.
-    - `FILE`: each worker reads files of its own.
+    - `FILE`: each worker reads separate files.
     - `DATA`: each worker takes its rows of every global batch, so that N workers
       compute what one computes. Arrays, `PyDataset` and map-style loaders always do.
     - `HINT`: `tf.data.Dataset.shard(tf.data.experimental.SHARD_HINT, ...)` in the
       pipeline says where.
-    - `OFF`: every worker reads everything; its batches are its own.
+    - `OFF`: every worker reads everything as its own batches.
     """
 
     OFF = -1

@@ -48,7 +48,7 @@ class DistributedValues:
             )
         raise AttributeError(text, name=name, obj=self)
 
-    # TensorFlow's protocol for what `tf.function` takes apart into tensors.
+    # TensorFlow's protocol for composite values of `tf.function`.
 
     def __tf_flatten__(self) -> tuple[tuple[()], tuple[Any, ...]]:
         return (), self._values
@@ -66,7 +66,7 @@ class DistributedValues:
 
 
 class PerReplica(DistributedValues):
-    """Components that may differ from replica to replica."""
+    """Components that may differ between replicas."""
 
 
 class Mirrored(DistributedValues):
@@ -124,7 +124,7 @@ def select_replica(replica_id: int, structure: Any) -> Any:
 
 
 def regroup(results: Sequence[Any]) -> Any:
-    """Makes one structure out of the replicas' results.
+    """Combines the replicas' results into one structure.
 
     Args:
         results: one structure per replica, all alike.

@@ -1,4 +1,4 @@
-"""Who is who in a cluster: the specification, and a resolver for each kind."""
+"""Clusters: specification of tasks, resolvers, and the group of connected workers."""
 
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.resolver import ClusterResolver

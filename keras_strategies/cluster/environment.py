@@ -1,4 +1,4 @@
-"""Which cluster this process belongs to, from what is set around it."""
+"""Detection of the cluster from environment variables."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers import sagemaker, slurm, tf_config, torchrun
 
-#: How many virtual CPU devices a process without accelerators is to make. Our
-#: launcher sets it for `--devices-per-worker`.
+#: Number of virtual CPU devices of a process without accelerators; set by the launcher
+#: for `--devices-per-worker`.
 DEVICES_PER_WORKER = "KS_DEVICES_PER_WORKER"
 
-#: What all tasks of a cluster with parameter servers have been given, and nobody else.
+#: Shared secret of the tasks of a cluster with parameter servers.
 SECRET = "KS_CLUSTER_SECRET"
 
-#: Set in processes that this package starts, unless it is set already: engines print
-#: warnings and errors there, and not what they find out about the machine.
+#: Defaults of log levels in processes that this package starts: engines print warnings
+#: and errors only.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
 def find_cluster() -> ClusterResolver | None:
-    """The resolver for what is set in the environment.
+    """The resolver for the environment variables of this process.
 
-    It is looked for in this order:
+    Variables are checked in this order:
 
     1. `TF_CONFIG`, which our launcher sets too;
     2. `torchrun`'s `RANK` and `WORLD_SIZE`, which need the other variables then;
@@ -31,13 +31,13 @@ def find_cluster() -> ClusterResolver | None:
        among its tasks then (see `SlurmClusterResolver`);
     4. SageMaker's.
 
-    Kubernetes, Compute Engine and TPUs are asked only when one makes their resolver.
+    Resolvers of Kubernetes, Compute Engine and TPUs are never chosen automatically.
 
     Returns:
-        A `ClusterResolver`; None where nothing of this is set, which means one worker.
+        A `ClusterResolver`; None if no variable is set, which means one worker.
 
     Raises:
-        ValueError: if what is set cannot be right.
+        ValueError: if a variable is invalid.
 
     Example:
 
@@ -52,7 +52,7 @@ def find_cluster() -> ClusterResolver | None:
 
 
 def cluster_variables() -> dict[str, str]:
-    """What is set of the variables that `find_cluster` reads."""
+    """The variables of `find_cluster` that are set."""
     exact = {tf_config.VARIABLE, *torchrun.ALL, sagemaker.HOSTS, sagemaker.CURRENT_HOST}
     return {
         name: text

@@ -1,4 +1,4 @@
-"""What says who is who in a cluster, whatever started its processes."""
+"""Interface of cluster resolvers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_strategies.errors import ClusterError, InvalidArgumentError
 
 
 def as_resolver(given: object, argument: str) -> ClusterResolver:
-    """A resolver of ours for one of TensorFlow's; ours as it is.
+    """Wraps a resolver of TensorFlow; returns others unchanged.
 
     Args:
         given: a `ClusterResolver`, or an object with `cluster_spec()`, `task_type` and
@@ -32,7 +32,7 @@ def as_resolver(given: object, argument: str) -> ClusterResolver:
 
 
 class ClusterResolver(abc.ABC):
-    """Says which tasks a cluster has, and which of them this process is.
+    """Describes the tasks of a cluster, and the task of this process.
 
     Args:
         task_type: str or None, the job of this process.
@@ -40,7 +40,7 @@ class ClusterResolver(abc.ABC):
         rpc_layer: str or None, the protocol for `master()`, as TensorFlow has it.
     """
 
-    # What a subclass has that does not call `super().__init__()`.
+    # Defaults for subclasses that do not call `super().__init__()`.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
@@ -57,7 +57,7 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster's tasks and their addresses, as they are known now."""
+        """The tasks and their addresses, as known now."""
 
     @property
     def task_type(self) -> str | None:
@@ -124,7 +124,7 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """Accelerators that this kind of cluster says a task has.
+        """The accelerators of a task, according to the cluster.
 
         Args:
             task_type: str, another job than this process's.
@@ -139,12 +139,12 @@ class ClusterResolver(abc.ABC):
 
     @property
     def is_chief(self) -> bool:
-        """bool, whether this process leads: the `chief`, else worker 0."""
+        """bool, whether this process is the chief: the `chief` task, else worker 0."""
         return is_chief(self.cluster_spec(), self.task_type, self.task_id)
 
     @property
     def num_workers(self) -> int:
-        """int, how many tasks compute; 1 where there is no cluster."""
+        """int, the number of training tasks; 1 without a cluster."""
         return max(1, worker_count(self.cluster_spec()))
 
     def check_task(self) -> None:
@@ -162,7 +162,7 @@ class ClusterResolver(abc.ABC):
                 f"`task_type` and `task_id` to {type(self).__name__}."
             )
         if self.task_type == "evaluator" and "evaluator" not in spec.jobs:
-            return  # It is a cluster of its own, and need not be listed.
+            return  # A separate cluster, which need not be listed.
         if self.task_type not in spec.jobs:
             raise ClusterError(
                 f"This process is the task {self.task_type!r} {self.task_id}, but "
@@ -184,7 +184,7 @@ class ClusterResolver(abc.ABC):
 
 
 class _OtherResolver(ClusterResolver):
-    """Reads a resolver that is not a subclass, such as TensorFlow's.
+    """Adapter for a resolver that is not a subclass, such as TensorFlow's.
 
     Args:
         resolver: the object with `cluster_spec()`.

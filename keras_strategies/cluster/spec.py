@@ -1,4 +1,4 @@
-"""Which tasks a cluster has, and at which addresses."""
+"""Cluster specification: the tasks of each job and their addresses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from keras_strategies.errors import ClusterError
 
-# The jobs that strategies know, in the order in which tasks are counted.
+# The supported jobs, in the order of their tasks.
 JOBS = ("chief", "worker", "ps", "evaluator")
 
 
@@ -162,7 +162,7 @@ def _tasks(job: Any, given: Any) -> dict[int, str]:
 
 
 def check_training_cluster(spec: ClusterSpec) -> None:
-    """Checks what a cluster of workers needs, with a message for each mistake.
+    """Validates a cluster of workers.
 
     Raises:
         ValueError: for an unknown job, two chiefs, two evaluators, or no worker and
@@ -193,7 +193,7 @@ def check_training_cluster(spec: ClusterSpec) -> None:
 
 
 def check_parameter_server_cluster(spec: ClusterSpec) -> None:
-    """Checks what a cluster with parameter servers needs.
+    """Validates a cluster with parameter servers.
 
     Raises:
         ValueError: as `check_training_cluster`, and without a worker or a server.
@@ -208,12 +208,12 @@ def check_parameter_server_cluster(spec: ClusterSpec) -> None:
 
 
 def worker_count(spec: ClusterSpec) -> int:
-    """int, how many tasks compute: the chief's and the workers'."""
+    """int, the number of training tasks: the chief and the workers."""
     return sum(spec.num_tasks(job) for job in ("chief", "worker") if job in spec.jobs)
 
 
 def is_chief(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> bool:
-    """Whether a task leads: the `chief`, or worker 0 where there is none."""
+    """Whether a task is the chief: the `chief` task, or worker 0 without one."""
     if not spec or task_type is None:
         return True
     if "chief" in spec.jobs and spec.num_tasks("chief"):
@@ -222,9 +222,9 @@ def is_chief(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> b
 
 
 def id_in_cluster(spec: ClusterSpec, task_type: str, task_id: int) -> int:
-    """The place of a task among all that compute: the chief, then the workers.
+    """The index of a training task: the chief, then the workers.
 
-    An evaluator is a cluster of its own, as in `tf.distribute`, and has its number.
+    An evaluator is a separate cluster, as in `tf.distribute`, and has its own index.
 
     Args:
         spec: `ClusterSpec`.
@@ -235,7 +235,7 @@ def id_in_cluster(spec: ClusterSpec, task_type: str, task_id: int) -> int:
         int, from 0 to `worker_count(spec) - 1`.
 
     Raises:
-        ValueError: for a task that does not compute, or that is not there.
+        ValueError: for a task that is not a training task, or does not exist.
     """
     if task_type == "evaluator":
         return task_id
@@ -277,7 +277,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def worker_addresses(spec: ClusterSpec) -> list[str]:
-    """list of str, the addresses of all that compute, in their order."""
+    """list of str, the addresses of all training tasks, in order."""
     return [
         spec.task_address(job, index)
         for job in ("chief", "worker")

@@ -1,4 +1,4 @@
-"""Lines about a cluster that starts: which process is ready, and after how long."""
+"""Startup report of a cluster: ready processes and elapsed time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Progress:
 
 
 def _is_configured() -> bool:
-    """Whether somebody chose a level for this package."""
+    """Whether a log level is set for this package."""
     logger: logging.Logger | None = _logger
     while logger is not None and logger is not logging.root:
         if logger.level != logging.NOTSET:

@@ -1,4 +1,4 @@
-"""Reducing and copying values between devices, on top of a backend's primitives."""
+"""Reductions, gathers and copies of values between replicas."""
 
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,

@@ -1,4 +1,4 @@
-"""`CommunicationOptions` of a single call: what they change there, and what not."""
+"""`CommunicationOptions` of a single call: supported and refused fields."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def gather_options(options: Any, workers: Workers | None = None) -> None:
 def check_implementation(
     options: CommunicationOptions, backend: str, devices: Sequence[Device]
 ) -> None:
-    """Raises if the engine that was asked for cannot reach the devices.
+    """Raises if the requested engine does not support the devices.
 
     Args:
         options: the strategy's options.

@@ -1,4 +1,4 @@
-"""`CrossDeviceOps`: how the values of several devices become one."""
+"""`CrossDeviceOps`: reductions and broadcasts between devices of a process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 class CrossDeviceOps:
     """Reduces and broadcasts values between the devices of one process.
 
-    A strategy that is given one combines by it what its replicas have: the gradients
-    of `fit` and of `optimizer.apply` in `run`, `ReplicaContext.all_reduce`,
-    `Strategy.reduce` and `extended.reduce_to`. Between workers the backend's engine
-    goes on with the result.
+    A strategy with a `CrossDeviceOps` reduces values of its replicas with it: the
+    gradients of `fit` and of `optimizer.apply` in `run`, `ReplicaContext.all_reduce`,
+    `Strategy.reduce` and `extended.reduce_to`. The backend then reduces the result over
+    workers.
 
     A subclass overrides `reduce_implementation`, `batch_reduce_implementation`,
-    `broadcast_implementation`, or several of them; what it leaves out is done by
-    those that it overrides, and else as `ReductionToOneDevice` does it. A value is a
-    `PerReplica` with a tensor per replica, all of one shape and dtype. `reduce_op` is
-    any `ReduceOp`. Within `tf.function`, as in `fit` on TensorFlow, the Python of a
-    subclass runs when the program is traced. On JAX, where XLA inserts the reductions
-    of a program, a strategy takes the classes of this package only.
+    `broadcast_implementation`, or several of them; the others use the overridden ones,
+    or `ReductionToOneDevice`. A value is a `PerReplica` with a tensor per replica, all
+    of one shape and dtype. `reduce_op` is any `ReduceOp`. Within `tf.function`, as in
+    `fit` on TensorFlow, the Python of a subclass runs when the program is traced. On
+    JAX, where XLA inserts the reductions of a program, a strategy takes the classes of
+    this package only.
 
     Example:
 
@@ -413,7 +413,7 @@ def is_built_in(ops: CrossDeviceOps) -> bool:
 
 
 def check_cross_device_ops(value: Any) -> None:
-    """Raises `TypeError` for what is no `CrossDeviceOps` of this package."""
+    """Raises `TypeError` for objects other than a `CrossDeviceOps` of this package."""
     if value is None or isinstance(value, CrossDeviceOps):
         return
     kind = value if isinstance(value, type) else type(value)

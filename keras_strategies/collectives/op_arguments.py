@@ -1,4 +1,4 @@
-"""Arguments of a `CrossDeviceOps`: values, destinations, and what travels together."""
+"""Arguments of a `CrossDeviceOps`: values, destinations and packs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _destinations(destinations: Any, backend: Backend) -> tuple[Device, ...]:
 
 
 def _devices_of_variable(variable: Any, backend: Backend) -> tuple[Device, ...]:
-    """Where a variable lies: with copies, where its strategy has these."""
+    """The devices of a variable and its copies."""
     strategy = keras_compat.strategy_of(variable)
     if strategy is not None and strategy.placement.mirrored:
         found: tuple[Device, ...] = strategy.placement.replicas
@@ -71,7 +71,7 @@ def _devices_of_variable(variable: Any, backend: Backend) -> tuple[Device, ...]:
 def packs_of_values(
     values: Sequence[Sequence[Any]], *, num_packs: int = 0, bytes_per_pack: int = 0
 ) -> list[list[int]]:
-    """Indices of values that travel together."""
+    """Packs of values, as indices."""
     firsts = [value[0] for value in values]
     dtypes = [keras.backend.standardize_dtype(first.dtype) for first in firsts]
     # The number of replicas is part of what must agree within a pack.

@@ -1,4 +1,4 @@
-"""Packing: many small tensors travel as few large ones."""
+"""Packing of small tensors into few messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pack_indices(
     num_packs: int = 0,
     bytes_per_pack: int = 0,
 ) -> list[list[int]]:
-    """Which tensors travel together: neighbours of one dtype, about equal in bytes.
+    """Packs of neighbouring tensors of one dtype and about equal size.
 
     Args:
         dtypes: the dtype of each tensor, or what else a pack has one of.

@@ -1,4 +1,4 @@
-"""`Strategy.reduce` and `Strategy.gather`: one value out of the replicas' values."""
+"""`Strategy.reduce` and `Strategy.gather`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _axes_of(tensor: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _no_rows(op: ReduceOp, tensor: Any, axes: tuple[int, ...]) -> Any:
-    """One row that changes no minimum or maximum, for a worker that has none."""
+    """A neutral row for minimum and maximum, for a worker without rows."""
     shape = list(tensor.shape)
     for axis in axes:
         shape[axis] = 1
@@ -159,7 +159,7 @@ def _alike(shapes: list[tuple[Any, ...]], axis: int) -> bool:
 
 
 def components(strategy: Strategy, leaf: Any) -> list[Any]:
-    """A tensor for each replica; a value that is not distributed is on all alike."""
+    """A tensor for each replica; other values are the same on all replicas."""
     if isinstance(leaf, DistributedValues):
         values = list(leaf.values)
     else:

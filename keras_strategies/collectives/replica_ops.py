@@ -1,4 +1,4 @@
-"""A strategy's `CrossDeviceOps` at work between the replicas of this process."""
+"""Reductions between the replicas of a process by a strategy's `CrossDeviceOps`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LocalReduction:
-    """Reduces what the replicas of this process have by a given `CrossDeviceOps`.
+    """Reduces values of the replicas of this process with a `CrossDeviceOps`.
 
     Args:
         strategy: the strategy of the replicas.
@@ -33,7 +33,7 @@ class LocalReduction:
 
     @classmethod
     def of(cls, strategy: Strategy) -> LocalReduction | None:
-        """That of a strategy; None where the backend's own way is used."""
+        """The reduction of a strategy; None for the backend's own."""
         ops = strategy.cross_device_ops
         return None if ops is None else cls(strategy, ops)
 

@@ -1,1 +1,1 @@
-"""Input: splitting global batches, datasets that are distributed."""
+"""Input: sources of global batches, splitting, prefetch and distributed datasets."""

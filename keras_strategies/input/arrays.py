@@ -1,4 +1,4 @@
-"""A dataset of the rows of arrays: batched, shuffled, repeated."""
+"""Dataset of array rows: batch, shuffle, repeat."""
 
 from __future__ import annotations
 

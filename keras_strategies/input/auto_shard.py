@@ -1,4 +1,4 @@
-"""What a `tf.data` pipeline gives one of several workers.
+"""Auto-sharding of `tf.data` pipelines between workers.
 
 `tf.data.Options().experimental_distribute.auto_shard_policy` says how a dataset is
 divided; TensorFlow itself rewrites the pipeline where files are divided, or where the
@@ -22,7 +22,7 @@ def policy_of(dataset: Any) -> AutoShardPolicy:
 
 
 def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
-    """This worker's part of a dataset, whose global batches the workers make together.
+    """This worker's shard of a dataset.
 
     Args:
         dataset: a batched `tf.data.Dataset`.

@@ -1,7 +1,7 @@
 """Batches on the host: structures of arrays that agree on their rows.
 
-Leaves are arrays and tensors of any framework, or None. A framework that is not
-loaded made none of them, so none is imported to ask.
+Leaves are arrays and tensors of any framework, or None. Only frameworks that are
+already loaded are considered; none is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The strategies' methods that distribute datasets."""
+"""Implementation of the strategies' dataset methods."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dataset(
     if workers is not None and is_tf_data(given):
         part = auto_shard.shard(given, workers.replicas, workers.group.index)
         if part is not None:
-            # Its rows are this worker's, and stay here.
+            # Rows of this worker.
             count = strategy.input_share().count
             feed = SplitFeed(source_of(part), Share(0, count, count), is_global=False)
             return _distributed(strategy, feed, options)
@@ -84,7 +84,7 @@ def check_dataset_fn(dataset_fn: Any) -> None:
 
 
 def iterates_batches(given: Any) -> bool:
-    """Whether a `for` loop over a dataset gives its batches."""
+    """Whether a `for` loop over a dataset yields its batches."""
     if isinstance(given, (keras.utils.PyDataset, str, bytes, dict)):
         return False
     return isinstance(given, (Iterable, ArrayDataset)) and not are_arrays(given)

@@ -1,4 +1,4 @@
-"""Datasets and iterators whose batches are spread over the replicas."""
+"""Distributed datasets and iterators: one component for each replica."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DistributedDataset:
 
     @property
     def feed(self) -> Feed:
-        """What the replicas get, still on the host."""
+        """The feed of the replicas, on the host."""
         return self._feed
 
     @property
@@ -58,8 +58,8 @@ class DistributedDataset:
         """What the batches are: a structure of specifications, the rows open.
 
         `tf.TensorSpec` on TensorFlow and `keras.KerasTensor` elsewhere, in a
-        `PerReplica` where there are several replicas. A dataset that does not say
-        what its batches are is asked for the first one.
+        `PerReplica` where there are several replicas. If a dataset has no
+        specification, its first batch is read.
         """
 
         def leaf(spec: Any) -> Any:
@@ -109,7 +109,7 @@ class DistributedDataset:
         return state
 
     def on_host(self) -> Iterator[Any]:
-        """A pass over batches that are moved nowhere yet."""
+        """An iteration over batches on the host."""
         for parts in self._feed.steps(self._backend.is_tensor, copy=False):
             yield regroup(parts)
 
@@ -122,7 +122,7 @@ class DistributedDataset:
         size = self._options.experimental_per_replica_buffer_size
         where = self._where()
         if self._feed.is_in_memory and all(device.kind == "cpu" for device in where):
-            # A thread for this would take time from the step, and save none.
+            # A thread would cost time here.
             size = 0
         begin = _Placing(self._backend, self._feed, where, bool(size))
         return Prefetcher(begin, size) if size else begin()
@@ -143,10 +143,10 @@ class DistributedDataset:
 
 
 class _Placing:
-    """Starts a pass over batches on their way to the devices.
+    """Starts an iteration over batches with prefetch to the devices.
 
-    It is not a method of a dataset or an iterator, so that the thread that calls it
-    does not keep these alive.
+    Not a method of a dataset or iterator, so that its thread holds no reference to
+    them.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class DistributedIterator:
             ) from None
 
     def get_next_as_optional(self) -> Any:
-        """The next batch or nothing, as something that says which.
+        """The next batch, or an empty optional.
 
         Returns:
             An `OptionalBatch`; inside a `tf.function` its `has_value()` is a tensor.

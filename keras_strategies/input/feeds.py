@@ -1,4 +1,4 @@
-"""What the replicas of this process get, step by step, still on the host."""
+"""Feeds: batches for the replicas of this process, step by step, on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras_strategies.input.worker_shares import Share, replica_ranges
 
 
 class Feed(abc.ABC):
-    """A batch for each local replica and step, and the global batches for `fit`."""
+    """Batches of the local replicas for each step, and global batches for `fit`."""
 
     @abc.abstractmethod
     def source(self) -> Source:
@@ -88,7 +88,7 @@ class SplitFeed(Feed):
 
 
 class PerReplicaFeed(Feed):
-    """Gives the replicas whole batches, as the user's pipelines make them.
+    """Assigns batches of the user's pipelines to replicas without splitting.
 
     Args:
         sources: one pipeline, whose batches go to the replicas in turn, or one for
@@ -154,9 +154,9 @@ _streams = itertools.count()
 
 
 class EqualStepsFeed(Feed):
-    """Keeps workers in step whose pipelines have different numbers of batches.
+    """Equal numbers of steps on workers with different numbers of batches.
 
-    A worker that has no more gives its replicas no rows until all have none.
+    A worker without batches feeds zero rows until all workers have ended.
 
     Args:
         own: this worker's batches.

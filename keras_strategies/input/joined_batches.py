@@ -1,4 +1,4 @@
-"""Global batches out of what each worker reads for itself.
+"""Global batches joined from separate pipelines of the workers.
 
 Where workers have pipelines of their own, a global batch is their batches one after
 the other. Workers may have different amounts of data: one that has no more gives no
@@ -24,7 +24,7 @@ _streams = itertools.count()
 
 
 class WorkersSource(Source):
-    """The global batches of datasets that each worker has one of.
+    """Global batches of datasets that differ between workers.
 
     Args:
         own: this worker's dataset.
@@ -66,7 +66,7 @@ class WorkersSource(Source):
 
 
 def over_workers(own: Any, group: WorkerGroup) -> WorkersSource:
-    """The global batches of what may be any kind of dataset."""
+    """Global batches of any kind of dataset."""
     return WorkersSource(source_of(own), group)
 
 
@@ -76,7 +76,7 @@ def _most(counts: list[int | None]) -> int | None:
 
 
 def encode(batch: Any) -> bytes:
-    """A structure of arrays as bytes, which say nothing that could be run.
+    """Encodes a structure of arrays as bytes, without executable content.
 
     Raises:
         ValueError: for arrays of Python objects.
@@ -106,7 +106,7 @@ def encode(batch: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """The structure that was encoded."""
+    """Decodes a structure."""
     header, _, data = message.partition(b"\n")
     start = 0
 

@@ -1,4 +1,4 @@
-"""Batches made ahead of their use, on a thread that always ends."""
+"""Prefetch thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _JOIN_SECONDS = 5.0
 
 
 class _Buffer:
-    """Items between the thread that makes them and the one that takes them.
+    """Buffer between the producer and the consumer thread.
 
     Its lock is reentrant, as a `Condition`'s is by default: the garbage collector may
     close the buffer on a thread that holds the lock.
@@ -98,7 +98,7 @@ def _close_all() -> None:
 
 
 class Prefetcher:
-    """An iterator whose items are made ahead, on a thread of its own.
+    """Iterator that prefetches items on a thread.
 
     The thread ends when the items do, with their error if they have one, which the
     consumer gets with its type; when the prefetcher is closed; and when nobody holds

@@ -1,4 +1,4 @@
-"""The arithmetic of splitting, in pure functions."""
+"""Arithmetic of splitting rows, in pure functions."""
 
 from __future__ import annotations
 

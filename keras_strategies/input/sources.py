@@ -1,4 +1,4 @@
-"""Where global batches come from: one small class for each kind of dataset."""
+"""Sources of global batches: one class for each kind of dataset."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from keras_strategies.errors import InputError, InvalidArgumentError
 from keras_strategies.input.arrays import ArrayDataset, are_arrays, from_arrays
 from keras_strategies.input.batches import check_rows, leaf_specs, loaded
 
-# What `Model.fit` takes when it is not told.
+# The default of `Model.fit`.
 _DEFAULT_BATCH_SIZE = 32
 
 
 class Source(abc.ABC):
-    """Batches, which can be asked for again from the start.
+    """A restartable source of batches.
 
     Args:
         given: what the user gave.
@@ -145,7 +145,7 @@ class ArraySource(Source):
 
 
 class IterableSource(Source):
-    """Any iterable of batches, which starts anew each time if it can."""
+    """Any iterable of batches."""
 
     may_reuse_memory = True
 
@@ -270,7 +270,7 @@ class PlacedSource(Source):
 
 
 def source_of(dataset: Any, batch_size: int | None = None) -> Source:
-    """Finds out what kind of dataset a value is.
+    """The source for a dataset of any kind.
 
     Args:
         dataset: any kind of batched dataset, or arrays.

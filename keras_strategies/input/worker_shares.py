@@ -1,6 +1,6 @@
-"""Which rows and elements are a worker's or a replica's, in pure functions.
+"""Rows and elements of workers and replicas, in pure functions.
 
-Nothing here knows what rows are made of. With one worker, everything is its own.
+Independent of the contents of rows. With one worker, it has all of them.
 """
 
 from __future__ import annotations

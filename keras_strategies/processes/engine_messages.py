@@ -1,4 +1,4 @@
-"""Lines that engines print when they start, which say nothing about the program."""
+"""Filter for lines that engines print at every start."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _LABEL = re.compile(r"(\x1b\[\d+m)?\(\w+ pid=\d+\)(\x1b\[0m)? ")
 
 
 def is_engine_line(line: str) -> bool:
-    """Whether an engine prints this line of its own accord, in every program."""
+    """Whether an engine prints this line in every program."""
     label = _LABEL.match(line)
     return _LINES.match(line, label.end() if label else 0) is not None
 
 
 def are_wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the user has asked TensorFlow's engine for everything it says."""
+    """Whether the user has requested all output of TensorFlow's engine."""
     return environment.get("TF_CPP_MIN_LOG_LEVEL", "") == "0"
 
 

@@ -48,8 +48,8 @@ def launch(
     `keras-strategies launch`, so `ks.MultiWorkerMirroredStrategy()` in the function
     knows its cluster. What they print appears with `[worker 1]` in front. The
     function, its arguments and its results are sent by cloudpickle, so it may be
-    defined in a notebook; import what it needs inside of it. Whatever happens, no
-    process is left when `launch` returns.
+    defined in a notebook; import what it needs inside of it. No process is left when
+    `launch` returns.
 
     Args:
         function: callable, called once in each process.
@@ -69,7 +69,7 @@ def launch(
             traceback of that process as a note.
         RuntimeError: as `ks.errors.WorkerError`, if a worker died, or was not ready
             in time.
-        ValueError: for numbers that cannot be, or what is no function.
+        ValueError: for invalid numbers, or if `function` is not callable.
 
     Example:
 
@@ -130,7 +130,7 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The workers run on the backend that Keras runs on here."""
+    """The workers use the same backend as this process."""
     if "keras" not in sys.modules:
         return dict(os.environ)
     return {**os.environ, "KERAS_BACKEND": sys.modules["keras"].backend.backend()}
@@ -141,7 +141,7 @@ def _names(tasks: set[LocalTask]) -> str:
 
 
 def _check(event: Ended, directory: Path) -> None:
-    """Raises what made a worker end, unless it has returned."""
+    """Raises the error that ended a worker, unless it has returned."""
     file = result_file(directory, event.task.index)
     outcome = CallOutcome.read(file) if file.exists() else None
     if outcome is not None and outcome.traceback:

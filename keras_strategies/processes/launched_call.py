@@ -1,4 +1,4 @@
-"""The worker's side of `ks.launch`: reads a call, makes it, writes what came of it."""
+"""Worker entry point of `ks.launch`: unpickle the call, run it, write the outcome."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PATH = "path.json"
 
 
 def result_file(directory: Path, index: int) -> Path:
-    """Where the outcome of a worker's call is."""
+    """The file with the outcome of a worker's call."""
     return directory / f"result-{index}.pickle"
 
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What came of a call.
+    """Result or exception of a call.
 
     Args:
         value: what it returned.
@@ -37,17 +37,17 @@ class CallOutcome:
     traceback: str = ""
 
     def error(self) -> Exception | None:
-        """The exception, None where it cannot be made again here."""
+        """The exception; None if it cannot be unpickled here."""
         if not self.pickled_error:
             return None
         try:
             error = pickle.loads(self.pickled_error)
-        except Exception:  # Its class may do anything when it is made again.
+        except Exception:  # Unpickling runs code of its class.
             return None
         return error if isinstance(error, Exception) else None
 
     def write(self, file: Path) -> None:
-        """Writes the whole outcome, or no file."""
+        """Writes the outcome atomically."""
         import cloudpickle
 
         part = file.with_suffix(".part")
@@ -68,12 +68,12 @@ class CallOutcome:
         text = "".join(traceback.format_exception(error.with_traceback(trace)))
         try:
             return cls(pickled_error=cloudpickle.dumps(error), traceback=text)
-        except Exception:  # What an exception carries may be anything.
+        except Exception:  # Exceptions may hold objects that cannot be pickled.
             return cls(traceback=text)
 
 
 def main(directory: str, index: int) -> None:
-    """Makes the call as worker `index`; exits with 1 if it raised."""
+    """Runs the call as worker `index`; exits with 1 if it raised."""
     file = result_file(Path(directory), index)
     try:
         function, args, kwargs = pickle.loads((Path(directory) / CALL).read_bytes())

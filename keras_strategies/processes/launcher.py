@@ -1,4 +1,4 @@
-"""Processes that are started together and ended together, with all they started."""
+"""Launcher of a group of processes: start, output, events, end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_strategies.processes import engine_messages, task_output
 from keras_strategies.processes.local_cluster import LocalTask
 
 _GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.py"))]
-# A killed process is gone at once, unless a disk or a driver holds it in the kernel.
+# A killed process ends at once, unless a disk or a driver blocks it in the kernel.
 _KILL_SECONDS = 10.0
 # What a task has printed has come through the pipe when the task has ended, unless
 # one of its own children still holds the pipe.
@@ -59,7 +59,7 @@ Events = queue.SimpleQueue[Ended | Signalled]
 
 @contextmanager
 def signals_as_events(events: Events) -> Iterator[None]:
-    """Ctrl-C and SIGTERM become events, so that everything ends in good order."""
+    """Turns Ctrl-C and SIGTERM into events, for an orderly end."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         events.put(Signalled(number))
@@ -80,7 +80,7 @@ class ProcessLauncher:
 
     Args:
         events: where `Ended` is put for each task.
-        grace_seconds: float, seconds between asking a process to end and killing it.
+        grace_seconds: float, seconds between the signal to end a process and SIGKILL.
         out: stream for what tasks print, None for `sys.stdout`.
         err: stream for their errors, None for `sys.stderr`.
     """
@@ -125,7 +125,7 @@ class ProcessLauncher:
     def start(
         self, task: LocalTask, command: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        """Starts one task, in a process group of its own.
+        """Starts one task in a new process group.
 
         It must be called by a thread that lives as long as the tasks are to.
         """
@@ -189,12 +189,12 @@ class ProcessLauncher:
         return event
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Ends all processes: with a signal, and those that stay by killing them."""
+        """Ends all processes with a signal, and after the grace period with SIGKILL."""
         if self._running:
             self._send(number)
         deadline = time.monotonic() + self._grace
         self._wait_until(deadline, impatient=True)
-        # Also what tasks have left behind.
+        # Child processes of tasks too.
         self._send(signal.SIGKILL)
         self._wait_until(time.monotonic() + _KILL_SECONDS, impatient=False)
         for group in self._groups:
@@ -206,7 +206,7 @@ class ProcessLauncher:
 
     def _wait_until(self, deadline: float, *, impatient: bool) -> None:
         while self._running and (left := deadline - time.monotonic()) > 0:
-            # Who presses Ctrl-C twice does not want to wait.
+            # A second Ctrl-C skips the grace period.
             if isinstance(self.next_event(left), Signalled) and impatient:
                 return
 

@@ -1,4 +1,4 @@
-"""The tasks of a cluster on this machine, and what each finds in its environment."""
+"""Clusters on this machine: tasks and their environment variables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LocalTask:
 
 @dataclass(frozen=True)
 class LocalCluster:
-    """How many tasks of which kind run on this machine.
+    """The tasks of a cluster on this machine.
 
     Args:
         workers: int, 1 or more.
@@ -46,7 +46,7 @@ class LocalCluster:
             share the GPUs equally.
 
     Raises:
-        ValueError: for numbers that cannot be.
+        ValueError: for invalid numbers.
     """
 
     workers: int
@@ -82,8 +82,8 @@ class LocalCluster:
     def decisive(self) -> frozenset[LocalTask]:
         """The tasks whose end is the end of the cluster.
 
-        Parameter servers, workers that get their work from a chief, and an evaluator,
-        which waits for the next checkpoint, run until they are told to end.
+        Parameter servers, workers with a coordinator, and evaluators run until they are
+        terminated.
         """
         serving = {"ps", "evaluator"}
         if self.ps and self.chief:
@@ -97,7 +97,7 @@ class LocalCluster:
         return tuple(task for task in self.tasks if task.job not in idle)
 
     def environments(self, outer: Mapping[str, str]) -> dict[LocalTask, dict[str, str]]:
-        """What is set for each task, with addresses that are free now.
+        """The environment of each task, with free addresses.
 
         Args:
             outer: the environment around; it is extended.
@@ -106,7 +106,7 @@ class LocalCluster:
             dict from task to its environment.
 
         Raises:
-            ValueError: if there are fewer GPUs than were asked for.
+            ValueError: if there are fewer GPUs than requested.
         """
         cluster: dict[str, list[str]] = {}
         addresses = free_addresses(len(self.tasks))

@@ -1,4 +1,4 @@
-"""Sees to it that no process outlives the launcher, however the launcher ends.
+"""Guard process: kills process groups that outlive the launcher.
 
 It is run by its path, without the package, so that it starts in milliseconds:
 
@@ -41,7 +41,7 @@ def watch(lines: Iterable[str]) -> None:
 def run(parent: int, command: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # It died before the kernel was asked.
+    if os.getppid() != parent:  # The parent ended before the call of `prctl`.
         sys.exit(1)
     os.execvp(command[0], command)
 

@@ -1,4 +1,4 @@
-"""What tasks print, line by line, each with the task's name in front."""
+"""Output of tasks, line by line, prefixed with the task's name."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def copy(
     What engines print in every program when they start is left out, unless
     `engine_lines` is True.
 
-    Where nobody reads the stream any more, as after `| head`, the pipe is still
-    emptied: a long training is not to end because a terminal did.
+    The pipe is drained even if the stream is closed, as after `| head`, so that
+    training continues.
     """
     is_read = True
     try:

@@ -1,4 +1,4 @@
-"""`strategy.describe(model)`: where the variables of a model are, as a table."""
+"""`strategy.describe(model)`: table of the placement of variables."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Description:
 
 
 def layout_text(axes: Axes, rank: int) -> str:
-    """A layout for people: `(-, model)`; `replicated` for a copy on every device."""
+    """A layout as text: `(-, model)`; `replicated` for a copy on every device."""
     if not any(axes):
         return "replicated"
     full = [*axes, *[None] * (rank - len(axes))]

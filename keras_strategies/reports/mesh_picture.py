@@ -139,7 +139,7 @@ def _draw_variable(
 
 
 def _drawn_axes(full: Axes, rank: int) -> tuple[int | None, int]:
-    """Two axes of a variable, those that are cut first; one for a vector."""
+    """Two axes of a variable, sharded ones first; one for a vector."""
     if rank == 1:
         return None, 0
     cut = [i for i, axis in enumerate(full) if axis is not None]
@@ -156,7 +156,7 @@ def _parts(mesh: VariableMesh, full: Axes, axis: int | None) -> int:
 def _shard_devices(
     mesh: VariableMesh, full: Axes, part: dict[int | None, int]
 ) -> list[Any]:
-    """The devices that keep one part of a variable."""
+    """The devices of one shard of a variable."""
     found = []
     for number, device in enumerate(mesh.devices):
         where: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""`strategy.plan(build_fn, batch_shapes)`: what a model will need, from its shapes."""
+"""`strategy.plan(build_fn, batch_shapes)`: memory and communication from shapes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PlannedVariable:
 
 @dataclass(frozen=True)
 class Plan:
-    """What training will need, per device; prints as text, and in notebooks as tables.
+    """Memory and communication per device; prints as text, in notebooks as tables.
 
     Args:
         title: str, the strategy and the model.

@@ -1,4 +1,4 @@
-"""Tables for people: the one look of `describe`, `plan`, `status` and `doctor`.
+"""Text tables of `describe`, `plan`, `status` and `doctor`.
 
 A title, a rule, columns two spaces apart with numbers to the right; totals and then
 facts, a name and a value each, under further rules. Sizes are in binary units with one

@@ -1,1 +1,1 @@
-"""Execution of a strategy that does not depend on the framework below it."""
+"""Execution of replicas, independent of the framework."""

@@ -1,4 +1,4 @@
-"""The interface between strategies and a backend.
+"""Interfaces between strategies and an engine: placement, workers, trainer, backend.
 
 A fourth backend is a folder that implements `Backend`, `Communicator` and
 `TrainerAdapter`; nothing else in the package knows the framework's name.
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a strategy computes and where it keeps variables.
+    """Devices of replicas and of variables.
 
     Args:
         replicas: the device of each local replica.
-        variables: the device of the variables' authoritative copy. The global
-            batch meets there: its outputs, loss, metrics and update.
-        mirrored: bool, whether every replica keeps a copy of its own, or gets the
-            values that a step needs from the authoritative one.
-        workers: the other processes that compute with this one; None without any.
-            Devices are those of this process.
-        mesh: the grid of devices that variables are cut over, of which `replicas`
-            are the first column; None where every variable is whole.
+        variables: the device of the authoritative copy of variables. Outputs, loss,
+            metrics and the update of the global batch are computed there.
+        mirrored: bool, whether each replica has a persistent copy of the variables, or
+            reads the authoritative one in each step.
+        workers: the workers of a cluster; None with one process. All devices are of
+            this process.
+        mesh: the mesh of devices that variables are sharded over, of which `replicas`
+            are the first column; None without sharded variables.
     """
 
     replicas: tuple[Device, ...]
@@ -61,20 +61,20 @@ class Placement:
 
     @property
     def variable_devices(self) -> tuple[Device, ...]:
-        """The devices that keep variables, whole or in part."""
+        """Devices with copies or shards of variables."""
         if self.mesh is not None:
             return self.mesh.own_devices
         return self.replicas if self.mirrored else (self.variables,)
 
     @property
     def is_single(self) -> bool:
-        """Whether one device does everything, so that nothing is split or moved."""
+        """Whether one device computes everything, so that no batch is split."""
         alone = self.workers is None and self.mesh is None
         return alone and self.replicas == (self.variables,)
 
     @property
     def share(self) -> Share:
-        """Which of all replicas are those of this process."""
+        """The replicas of this process among all replicas."""
         if self.workers is not None:
             return self.workers.share
         return Share(0, len(self.replicas), len(self.replicas))
@@ -92,13 +92,13 @@ def _checksum(leaf: Any) -> int:
 
 
 class Workers(abc.ABC):
-    """The engine between the workers of a cluster: collectives of their tensors.
+    """Communicator between the workers of a cluster.
 
     Every worker makes the same calls in the same order. When one is lost, the others'
     calls raise `WorkerError`, which names it.
 
     Args:
-        group: the workers, who have met.
+        group: the connected workers.
         options: `CommunicationOptions`.
     """
 
@@ -114,18 +114,18 @@ class Workers(abc.ABC):
         self._checks = False
 
     def set_replicas(self, count: int, span: int = 1) -> None:
-        """Tells the other workers how many replicas this one has.
+        """Exchanges the number of replicas between all workers.
 
         Args:
             count: int, replicas of this worker.
-            span: int, the workers that make up one replica, each of which has a part.
+            span: int, how many workers form one replica, each with a shard of it.
         """
         found = self.group.gather_values("the number of replicas", count)
         self.replicas = tuple(found)
         self._span = span
 
     def with_replicas(self, count: int, span: int = 1) -> Self:
-        """The same workers, for a strategy with replicas of its own."""
+        """The same workers for another strategy."""
         own = copy.copy(self)
         own.set_replicas(count, span)
         return own
@@ -181,11 +181,11 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the engine, when no more calls are made."""
+        """Closes the connections."""
 
     @contextlib.contextmanager
     def method(self, name: str) -> Iterator[bool]:
-        """Entered around a method of a model, whose steps are counted.
+        """Context manager for a method of a model; counts its steps.
 
         Returns:
             Whether no other method is under way.
@@ -200,7 +200,7 @@ class Workers(abc.ABC):
             self.group.progress = self._progress()
 
     def begin_steps(self, count: int = 1) -> None:
-        """Says that another step, or several, begin.
+        """Starts one or more steps.
 
         Raises:
             WorkerError: if a worker is lost.
@@ -263,7 +263,7 @@ class Workers(abc.ABC):
         return error
 
     def lost(self, error: BaseException) -> WorkerError:
-        """What to raise where the engine has raised `error`."""
+        """The error to raise for an `error` of the engine."""
         loss = self.group.loss(wait=min(self.group.timeout, 5.0))
         if loss is not None:
             return WorkerError(self.group.describe(loss))
@@ -279,7 +279,7 @@ class Workers(abc.ABC):
 
 @dataclass(frozen=True)
 class VariableCopy:
-    """One place where a variable's memory is.
+    """Memory of a variable on one device.
 
     Args:
         device: str, a Keras-style device name.
@@ -297,11 +297,11 @@ class VariableCopy:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one training step needs, found without running it.
+    """Cost of one training step, estimated without running it.
 
     Args:
-        peak: int, bytes that a device needs while the step runs: variables, the
-            batch, and what is between them; None where that is not known.
+        peak: int, bytes that a device needs while the step runs: variables, batch and
+            activations; None if unknown.
         sent: dict from the name of a collective, such as `"all-reduce"`, to how many
             there are and how many bytes a device sends in them.
         source: str, how this was found.
@@ -313,7 +313,7 @@ class StepCost:
 
 
 class Communicator(abc.ABC):
-    """Collectives between the replicas of one computation, called on each."""
+    """Communicator between replicas, called by each of them."""
 
     @abc.abstractmethod
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
@@ -362,7 +362,7 @@ class TrainerAdapter(abc.ABC):
 
     @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Current while models are made and while their methods run."""
+        """Context manager around the creation and the methods of models."""
 
     @abc.abstractmethod
     def step_function(
@@ -375,10 +375,10 @@ class TrainerAdapter(abc.ABC):
 
     @abc.abstractmethod
     def copies(self, variable: Any) -> list[VariableCopy]:
-        """Where the memory of a `keras.Variable` is."""
+        """The memory of a `keras.Variable` on each device."""
 
     def colocated_with_variable(self, variable: Any, tensor: Any) -> Any:
-        """A tensor, such that it can be computed with together with a variable."""
+        """The tensor on the devices of a variable."""
         return tensor
 
     def local_values(self, variable: Any) -> list[Any]:
@@ -400,17 +400,17 @@ class TrainerAdapter(abc.ABC):
         return self.placement.variable_devices
 
     def axes(self, variable: Any) -> Axes:
-        """The axes of the mesh that a variable is cut along; `()` where it is whole."""
+        """The mesh axes that a variable is sharded along; `()` if it is replicated."""
         if self.placement.mesh is None:
             return ()
         layout = keras_compat.layout_of(variable)
         return () if layout is None else tuple(layout.axes)
 
     def set_layouts(self, variables: Sequence[Any]) -> None:  # noqa: B027
-        """Gives variables that have no values the layouts that they would have."""
+        """Assigns layouts to variables without values."""
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
-        """What a step of training costs a model whose variables have no values.
+        """Cost of a training step of a model whose variables have no values.
 
         Args:
             model: a model that has been compiled and built.
@@ -449,11 +449,11 @@ class TrainerAdapter(abc.ABC):
         """An on-read variable was assigned in cross-replica context."""
 
     def sync_variables(self, model: Any, all_of_them: bool) -> None:
-        """Gives a model's variables the chief's values, where there are workers.
+        """Broadcasts a model's variables from the chief, with several workers.
 
         Args:
-            model: a `keras.Model`, which need not have its variables yet.
-            all_of_them: bool, whether to do so for those too that already had them.
+            model: a `keras.Model`, possibly not built.
+            all_of_them: bool, whether to include variables that are in sync already.
         """
         workers = self.placement.workers
         if workers is None:
@@ -464,7 +464,7 @@ class TrainerAdapter(abc.ABC):
         self.broadcast_variables(keras_compat.all_variables(model), all_of_them)
 
     def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
-        """Gives variables, which have values, the chief's; see `sync_variables`."""
+        """Broadcasts variables with values from the chief; see `sync_variables`."""
         workers = self.placement.workers
         assert workers is not None
         if not all_of_them:
@@ -482,7 +482,7 @@ class TrainerAdapter(abc.ABC):
 
     @contextlib.contextmanager
     def reading(self, model: Any) -> Iterator[None]:
-        """Entered on all workers where the chief saves a model to a file."""
+        """Context manager on all workers while the chief saves a model."""
         yield
 
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -490,7 +490,7 @@ class TrainerAdapter(abc.ABC):
         return contextlib.nullcontext()
 
     def check_model(self, model: Any) -> None:  # noqa: B027
-        """Raises `ModelScopeError` if the model's variables lie elsewhere."""
+        """Raises `ModelScopeError` if the model's variables are on other devices."""
 
     def check_layouts(self, model: Any) -> None:
         """Raises `LayoutError` if a layout map has patterns that match nothing."""
@@ -505,10 +505,10 @@ class TrainerAdapter(abc.ABC):
         yield
 
     def making(self, variable: Any) -> None:  # noqa: B027
-        """A `keras.Variable` begins to be made in the scope."""
+        """Called before a `keras.Variable` is created in the scope."""
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
-        """Does what `fit`, `evaluate`, ... or `compile` do.
+        """Runs `fit`, `evaluate`, ... or `compile`.
 
         Args:
             model: the model.
@@ -524,7 +524,7 @@ class TrainerAdapter(abc.ABC):
 
 
 class Backend(abc.ABC):
-    """One engine: its devices, its tensors, its replicas, its collectives."""
+    """An engine: devices, tensors, replicas and collectives of one framework."""
 
     name: ClassVar[str]
 
@@ -554,7 +554,7 @@ class Backend(abc.ABC):
         return devices
 
     def memories(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Of several devices those that have a memory of their own."""
+        """The devices with separate memory."""
         return tuple(devices)
 
     def check_options(  # noqa: B027
@@ -604,7 +604,7 @@ class Backend(abc.ABC):
         return rows
 
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
-        """What says the shape and the dtype of the backend's tensors."""
+        """Shape and dtype of a tensor, in the backend's own class."""
         return keras.KerasTensor(shape, dtype=dtype)
 
     def out_of_range(self, message: str) -> Exception:
@@ -638,7 +638,7 @@ class Backend(abc.ABC):
     def loops_over(  # noqa: B027
         self, iterable: type, in_program: Callable[[Any], Any]
     ) -> None:
-        """Makes `for` loops over such objects part of programs, where that needs it."""
+        """Registers a class whose `for` loops are traced into programs."""
 
     # Collectives, called once for all replicas: a list has one tensor for each.
 
@@ -665,7 +665,7 @@ class Backend(abc.ABC):
         return b""
 
     def set_random_state(self, state: bytes) -> None:  # noqa: B027
-        """Makes the random numbers go on as those of another worker."""
+        """Sets the state of the framework's global random numbers."""
 
     def sees_all_replicas(self, strategy: Strategy) -> bool:
         """Whether a program is traced that describes the replicas of all workers.
@@ -699,11 +699,11 @@ class Backend(abc.ABC):
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """`optimizer.apply` in the way that the program under way needs it."""
+        """`optimizer.apply` inside the current program."""
         return apply
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-        """Arguments of `keras.Variable` that say the same in the program under way."""
+        """Equivalent arguments of `keras.Variable` inside the current program."""
         return value, shape, dtype
 
     def function(
@@ -713,9 +713,9 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def check_model_parallel(self) -> None:
-        """Raises `BackendError` if this backend cannot cut variables over a mesh."""
+        """Raises `BackendError` if this backend cannot shard variables over a mesh."""
         raise BackendError(f"The backend {self.name!r} cannot shard variables.")
 
     @abc.abstractmethod
     def trainer(self, strategy: Strategy) -> TrainerAdapter:
-        """How `strategy` trains Keras models."""
+        """The trainer of Keras models for `strategy`."""

@@ -1,4 +1,4 @@
-"""Batches that begin to move to a device before the one before them is used."""
+"""Prefetch to a device: one batch moves while the previous one is computed with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Moved = TypeVar("Moved")
 def prefetch_one(
     batches: Iterable[Batch], move: Callable[[Batch], Callable[[], Moved]]
 ) -> Iterator[Moved]:
-    """Moves batches, each while the one before it is computed with.
+    """Moves each batch while the previous one is used.
 
     Args:
-        batches: the batches. Where they end with an error, those before it are used
-            first, as without moving ahead.
-        move: begins to move a batch and returns a callable, which is called when the
-            batch is asked for and returns it at its place.
+        batches: the batches. An error of the iterable is raised after the batches
+            before it.
+        move: starts the transfer of a batch and returns a callable that waits for it
+            and returns the batch on the device.
 
     Yields:
         The batches in their order.

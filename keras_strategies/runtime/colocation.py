@@ -1,4 +1,4 @@
-"""The variable that new ones are placed with: `extended.colocate_vars_with`."""
+"""Colocation of new variables: `extended.colocate_vars_with`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _colocation = _Colocation()
 
 @contextlib.contextmanager
 def colocated_with(variable: Any) -> Iterator[None]:
-    """Variables of this thread made inside are placed as another one is."""
+    """Places variables that this thread creates inside as another variable."""
     previous = _colocation.variable
     _colocation.variable = variable
     try:
@@ -27,5 +27,5 @@ def colocated_with(variable: Any) -> Iterator[None]:
 
 
 def colocation_reference() -> Any:
-    """The variable to place a new one with; None for the strategy's own choice."""
+    """The variable to colocate new ones with; None for the strategy's placement."""
     return _colocation.variable

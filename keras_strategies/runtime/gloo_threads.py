@@ -1,4 +1,4 @@
-"""How the threads are scheduled that move data with Gloo.
+"""Scheduling of Gloo's communication threads.
 
 Gloo, which Torch and XLA use between CPUs, has one thread for all of its connections.
 It is woken by what arrives, often while another thread of the same process is sending
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gloo_threads() -> Iterator[None]:
-    """Entered where Gloo's threads start, which inherit how they are scheduled.
+    """Context manager around the start of Gloo's threads, which inherit its scheduling.
 
     Only a thread that is scheduled as usual makes others that are not; on systems
     other than Linux nothing happens.

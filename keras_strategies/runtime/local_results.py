@@ -1,4 +1,4 @@
-"""What the replicas of this process have of a value."""
+"""Components of a value on the replicas of this process."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Before the first split call of a layer, for each set of flags and kinds of input
 layer is called on a few rows of the batch, unsplit and in two parts. Its outputs, added
 losses and state updates must be what the data-parallel call makes of the parts.
 
-Two batches are tried. One is the first rows of the batch. The other repeats two of
-them, one in each part, which makes extreme what depends on a batch as a whole: the
-capacity of experts is exceeded, and statistics of the parts are far apart.
+Two batches are tried: the first rows of the batch, and repetitions of two rows, one in
+each part. The second one makes dependence on the full batch extreme: the capacity of
+experts is exceeded, and statistics of the parts are far apart.
 """
 
 from __future__ import annotations
@@ -135,13 +135,13 @@ def _compare(backend: ProbeBackend, call: LayerCall, rows: int) -> RowCheck:
     try:
         return _compared(backend, call, rows, tolerance)
     except UsesReplicasError:
-        # Its author has written what replicas do: the split call raises what is wrong.
+        # A layer for replicas: the split call raises its errors.
         return RowCheck(rows)
     except DifferentRowsError as error:
         return RowCheck(rows, f"{error}, so it cannot be split")
     except Exception as error:
-        # Whatever a layer raises on some of its rows and not on all of them: the
-        # unsplit call that follows raises it again if it is an error of the caller.
+        # Any error on a subset of rows; the unsplit call that follows raises errors of
+        # the caller again.
         reason = (str(error).strip() or "no message").splitlines()[0]
         return RowCheck(
             rows,
@@ -188,7 +188,7 @@ def _problem(
     else:
         return "the number of losses that it adds depends on the rows"
     if probe.collectives.by_user:
-        # Its author has written what replicas exchange.
+        # A layer for replicas.
         return None
     if any(len(part.losses) != len(probe.unsplit.losses) for part in probe.parts):
         return "the number of losses that it adds depends on the rows"
@@ -316,7 +316,7 @@ def difference(expected: Any, found: Any, scale: float | None = None) -> float:
 
 
 def tolerance_of(layer: Any) -> float:
-    """What a layer may differ by, by the lowest precision that it computes in."""
+    """Tolerance of a layer, from the lowest precision that it computes in."""
     dtypes = keras_compat.compute_dtypes(layer)
     return max(_TOLERANCES.get(dtype, _TOLERANCES["float32"]) for dtype in dtypes)
 

@@ -1,4 +1,4 @@
-"""Layer calls on a few rows: unsplit, and in two parts, without a trace.
+"""Probes of a layer on a few rows: unsplit and in two parts, without side effects.
 
 Random numbers are replaced by a constant, so that parts have the same ones as the
 unsplit call. Batch normalization and other collectives, which are exact on replicas,
@@ -33,7 +33,7 @@ class Randomness(Protocol):
 
 
 class ProbeBackend(Protocol):
-    """What a backend provides to call a layer on a few rows."""
+    """Engine functions for calls of a layer on a few rows."""
 
     strategy: Strategy
 
@@ -41,10 +41,10 @@ class ProbeBackend(Protocol):
         """The tensor with its values; None where a program has only its shape."""
 
     def probe_input(self, tensor: Any, rows: int | None) -> Any:
-        """The first rows of a tensor (None: all), or what may stand in for them."""
+        """The first rows of a tensor (None: all), or a substitute."""
 
     def probing(self, quantile: float) -> contextlib.AbstractContextManager[Randomness]:
-        """Entered around eager calls without gradients and without randomness."""
+        """Context manager for eager calls without gradients and randomness."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LayerCall:
     rows: Any
 
     def key(self) -> Any:
-        """What else than values decides what the call computes."""
+        """Key of the traits, other than values, that determine the computation."""
         kinds = tuple(
             (len(leaf.shape), leaf.dtype)
             for leaf in self.leaves
@@ -76,13 +76,13 @@ class LayerCall:
 
 
 def flags(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """`training` and the like, which can change what a call does."""
+    """Flags such as `training` that can change the computation."""
     given = (*args, *kwargs.values())
     return tuple(v for v in given if v is None or isinstance(v, (bool, str)))
 
 
 class _ReplayedCollectives(Communicator):
-    """Answers the collectives of the parts with the results of the unsplit call."""
+    """Replays the collective results of the unsplit call in the parts."""
 
     def __init__(self) -> None:
         self._results: list[Any] = []
@@ -146,7 +146,7 @@ class _ProbeReplica(context.ReplicaContext):
 
 @dataclass
 class ProbeOutcome:
-    """What one call on a few rows left behind, as arrays."""
+    """Outputs, losses and updates of one call on a few rows, as arrays."""
 
     outputs: list[Any]
     losses: list[Any]
@@ -286,7 +286,7 @@ def taken(batch: list[Any], indices: Sequence[int]) -> list[Any]:
 
 
 class UsesReplicasError(RuntimeError):
-    """A layer that uses its `ReplicaContext` failed in a probe, which is no replica."""
+    """A layer that uses its `ReplicaContext` failed in a probe, outside of replicas."""
 
 
 class DifferentRowsError(ValueError):
@@ -296,7 +296,7 @@ class DifferentRowsError(ValueError):
 
 @contextlib.contextmanager
 def _python_numbers_restored() -> Iterator[None]:
-    """Python's and NumPy's random numbers go on from where they were."""
+    """Restores the state of Python's and NumPy's random numbers."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,1 +1,1 @@
-"""Strategies: one file each, which only chooses its parts."""
+"""Public strategies: one file each, which only chooses its parts."""

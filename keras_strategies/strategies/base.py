@@ -1,4 +1,4 @@
-"""What every strategy is: devices, variables, a reducer, input; and their use."""
+"""Base class of strategies."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _INTERNAL = frozenset(
 
 @dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is made for.
+    """The replica that a value is created for.
 
     Args:
         replica_id_in_sync_group: int, the number of the replica, from 0.
@@ -92,7 +92,7 @@ class ValueContext:
 
 
 class Strategy:
-    """How variables and computation are laid out over devices.
+    """Placement of variables and computation on devices.
 
     Strategies are made by their subclasses, which choose the parts and add nothing.
 
@@ -131,12 +131,12 @@ class Strategy:
 
     @property
     def backend(self) -> Backend:
-        """The engine below."""
+        """The engine."""
         return self._backend
 
     @property
     def trainer(self) -> TrainerAdapter:
-        """How this strategy trains Keras models."""
+        """The trainer of Keras models."""
         return self._trainer
 
     @property
@@ -156,7 +156,7 @@ class Strategy:
 
     @property
     def workers(self) -> Workers | None:
-        """The processes that compute with this one; None without any."""
+        """The workers of the cluster; None with one process."""
         return self._placement.workers
 
     @property
@@ -168,7 +168,7 @@ class Strategy:
 
     @property
     def other_workers(self) -> Workers | None:
-        """The workers whose components are elsewhere; None where all are here."""
+        """The workers, if values have components in other processes; else None."""
         if self.workers is None or self._backend.sees_all_replicas(self):
             return None
         return self.workers
@@ -195,7 +195,7 @@ class Strategy:
 
     @property
     def replica_context_in_scope(self) -> context.ReplicaContext | None:
-        """The context of code in a scope that no replica's frame is around."""
+        """The replica context of code in a scope, outside of `run`."""
         return None
 
     @property
@@ -288,7 +288,7 @@ class Strategy:
         value: Any,
         axis: int | Sequence[int] | None = None,
     ) -> Any:
-        """Makes one value of the replicas' values.
+        """Reduces a value over replicas.
 
         Args:
             reduce_op: `ReduceOp` or its name, in any case.
@@ -327,7 +327,7 @@ class Strategy:
         return total / self.num_replicas_in_sync if mean else total
 
     def sum_counts(self, counts: list[Any]) -> Any:
-        """The sum of numbers of elements, which no `CrossDeviceOps` is used for."""
+        """The sum of element counts, without a `CrossDeviceOps`."""
         home = self._placement.variables
         moved = [self._backend.to_device(count, home) for count in counts]
         own = reduce_gather.stack_reduce(ReduceOp.SUM, moved)
@@ -499,7 +499,7 @@ class Strategy:
         self._check_outside_replicas("distribute_datasets_from_function")
         return distribute.from_function(self, dataset_fn, options)
 
-    # The name it had before it was no longer experimental.
+    # The former experimental name.
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def make_experimental_numpy_dataset(
@@ -531,14 +531,14 @@ class Strategy:
         return self._backend.row_dataset(from_arrays(numpy_input))
 
     def input_context(self) -> InputContext:
-        """Which of the workers' input pipelines this process makes."""
+        """The input context of this process."""
         if self.workers is None:
             return InputContext(1, 0, self.num_replicas_in_sync)
         group = self.workers.group
         return InputContext(group.count, group.index, self.num_replicas_in_sync)
 
     def input_share(self) -> Share:
-        """Which of all replicas are those of this process."""
+        """The replicas of this process among all replicas."""
         return self._placement.share
 
     def _check_outside_replicas(self, method: str) -> None:

@@ -1,7 +1,7 @@
-"""A timed all-reduce between the workers of a cluster, in a process of its own.
+"""Timing of an all-reduce between the workers of a cluster, in a separate process.
 
-Engines that are started once for a process are not the doctor's to start: it has looked
-at devices before, and is to report what goes wrong, whatever that is.
+Engines start once for a process, and the doctor has initialized devices before and
+reports any failure.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Timing:
 
 
 def timed_all_reduce(timeout: float) -> list[Timing]:
-    """Starts a worker, which meets those of the other tasks.
+    """Starts a worker, which connects to those of the other tasks.
 
     Args:
-        timeout: float, seconds that workers wait for one another, beside their start.
+        timeout: float, seconds that workers wait for each other, without their start.
 
     Returns:
         list of `Timing`.

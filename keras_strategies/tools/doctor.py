@@ -1,4 +1,4 @@
-"""`keras-strategies doctor`: what a process would train on, and what to do next."""
+"""`keras-strategies doctor`: report of versions, devices, cluster and next steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass
 class Surroundings:
-    """The state of one examination, which later checks read.
+    """Results of earlier checks, for later ones.
 
     Args:
         timeout: float, the seconds that a check may wait.
@@ -104,7 +104,7 @@ def _print_fact(name: str, value: str, names: int = _NAMES) -> None:
 
 
 def next_steps(around: Surroundings, problems: int) -> list[str]:
-    """What to do after an examination.
+    """Recommended next steps.
 
     Args:
         around: what was found.

@@ -1,8 +1,8 @@
-"""Whether the other tasks of a cluster can be reached.
+"""Reachability of the other tasks of a cluster.
 
 While a doctor runs, it listens on the port that the cluster gives its task, so that
-doctors on all machines can find each other before anything is trained. It greets who
-connects, and waits until every other doctor has done so, so that none finds it gone.
+doctors on all machines can find each other before anything is trained. It sends a
+greeting to each connection, and waits until every other doctor has connected.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _RETRY_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Peer:
-    """What came of connecting to one task.
+    """Result of a connection to one task.
 
     Args:
         task: str, such as `"worker 1"`.
         address: str.
-        answers: bool, whether something listens there, and it is who it should be.
-        found: str, what was found, for people.
+        answers: bool, whether the expected task answers.
+        found: str, description of the result.
         is_doctor: bool, whether a doctor answered.
     """
 
@@ -46,7 +46,7 @@ class Peer:
 
 @dataclass
 class Listener:
-    """What listens on this task's port, and who has been there."""
+    """Listener on this task's port, and its visitors."""
 
     task: str
     problem: str = ""
@@ -172,7 +172,7 @@ def _meet(own: str, task: str, address: str, connection: socket.socket) -> Peer:
 
 
 def _greeting(connection: socket.socket) -> str:
-    """The task that the other side says it is; empty if it is no doctor."""
+    """The task of the other doctor; empty for another program."""
     text = b""
     try:
         while not text.endswith(b"\n") and len(text) < 200:
@@ -188,7 +188,7 @@ def _greeting(connection: socket.socket) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Why a connection failed, for people."""
+    """Description of a failed connection."""
     if isinstance(error, ConnectionRefusedError):
         return "refused: the machine is up, but nothing listens on the port"
     if isinstance(error, TimeoutError):

@@ -1,1 +1,1 @@
-"""The hook into Keras models, and what layers need to be exact on replicas."""
+"""Keras models under strategies, checkpoints, custom loops and preemption."""

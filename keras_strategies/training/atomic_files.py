@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file replacement."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import numpy as np
 _SEEDS = "keras_strategies_seeds"
 _SEEDS_FILE = f"{_SEEDS}.json"
 
-# What Keras writes as one file: models, and weights that are not in several.
+# Single-file formats of Keras: models and unsharded weights.
 _SINGLE_FILES = (".keras", ".h5", ".hdf5")
 
 
 @contextlib.contextmanager
 def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
-    """Gives a path to write to; what is there in the end takes the place of `path`.
+    """Context manager: a temporary path, whose file replaces `path` at the end.
 
     Keras 3.15 begins a file by emptying the one that was there, so that a process
     that is killed while it saves would leave neither. What an interrupted process
@@ -50,7 +50,7 @@ def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """Gives a path beside `target` to write to, which takes its place at the end."""
+    """Context manager: a temporary path, whose file replaces `target` at the end."""
     # The name's end says the format.
     part = target.with_name(f".part-{os.getpid()}-{target.name}")
     try:
@@ -74,7 +74,7 @@ def _add_seeds(part: Path, seeds: Sequence[Any]) -> None:
 
 
 def read_seeds(source: Any, seeds: Sequence[Any]) -> None:
-    """Gives seed generators the states that `atomic_save` has added to a file.
+    """Restores the states of seed generators that `atomic_save` added to a file.
 
     Args:
         source: a path to weights, or an open `.keras` file.
@@ -110,6 +110,6 @@ def _seeds_in(source: Any) -> Any:
 
 
 def _flush(path: Path) -> None:
-    """Brings a file to the disk before its name, in case the machine fails."""
+    """Flushes a file to disk before it is renamed."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Checkpoints of loops of one's own: models, optimizers, metrics and counters.
+"""Checkpoints of custom loops: models, optimizers, metrics and counters.
 
 A checkpoint is one file, a zip archive of NumPy arrays with a table of contents. It is
 the same whatever the backend, the strategy and the number of replicas or shards.
@@ -107,7 +107,7 @@ class Checkpoint:
         return str(target)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Gives all objects the values of a file, after they were found to fit.
+        """Restores all objects from a file, after checking that it fits.
 
         Models are built before. An optimizer that is not built yet is built for the
         only model of the checkpoint. What else the file has is left out, so that a
@@ -173,7 +173,7 @@ class Checkpoint:
         return None
 
     def _prepare(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Builds optimizers, and brings variables up to date inside `fit` on JAX."""
+        """Builds optimizers, and synchronizes variables inside `fit` on JAX."""
         models = [v for v in self._objects.values() if isinstance(v, keras.Model)]
         for model in models:
             keras_compat.build_optimizer(model)
@@ -213,7 +213,7 @@ class Checkpoint:
             archive.writestr(_CONTENTS, json.dumps(contents))
 
     def _matched(self, saved: Mapping[str, Any], path: str) -> list[tuple[Any, Any]]:
-        """Variables and what the file has of them."""
+        """Pairs of variables and their entries in the file."""
         pairs: list[tuple[Any, Any]] = []
         for name, value in self._objects.items():
             if name not in saved:
@@ -310,7 +310,7 @@ class CheckpointManager:
         return found[-1] if found else None
 
     def save(self, checkpoint_number: int | None = None) -> str:
-        """Saves a checkpoint, and removes what is more than `max_to_keep`.
+        """Saves a checkpoint and removes those beyond `max_to_keep`.
 
         Args:
             checkpoint_number: int, its number; None for the one after the last.
@@ -400,7 +400,7 @@ def _variables_of(value: Any, name: str = "") -> list[Any]:
 
 
 def _value_of(variable: Any) -> Any:
-    """The value, in a dtype that NumPy's files have: bfloat16 as float32."""
+    """The value in a dtype of NumPy files: bfloat16 as float32."""
     value = np.asarray(keras.ops.convert_to_numpy(variable))
     return value if value.dtype.isbuiltin == 1 else value.astype("float32")
 

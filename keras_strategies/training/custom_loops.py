@@ -1,4 +1,4 @@
-"""What a portable custom loop is made of: gradients and compiled steps."""
+"""Custom loops on every backend: gradients and compiled steps."""
 
 from __future__ import annotations
 

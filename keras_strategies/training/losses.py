@@ -16,7 +16,7 @@ def compute_average_loss(
     sample_weight: Any = None,
     global_batch_size: Any = None,
 ) -> Any:
-    """This replica's part of the average loss over the global batch.
+    """This replica's share of the average loss over the global batch.
 
     The parts of all replicas add up to the average, so that their gradients, which
     optimizers sum, are those of the average.

@@ -1,4 +1,4 @@
-"""Models and their strategies: who remembers whom, and what runs in which scope."""
+"""Hooks of strategies into Keras models, layers and variables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def install_hooks() -> None:
 
 
 class StrategyHooks:
-    """What Keras models do because there are strategies (`ModelHooks`)."""
+    """Implementation of `ModelHooks` for strategies."""
 
     def created(self, made: Any) -> None:
         strategy = context.current_strategy()

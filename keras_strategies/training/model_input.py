@@ -20,14 +20,13 @@ from keras_strategies.types import InputContext, InputOptions, InputReplicationM
 
 
 class DatasetCreator:
-    """A function that makes the dataset of `fit`, `evaluate` or `predict`.
+    """Dataset function for `fit`, `evaluate` or `predict`.
 
-    The function is called once for each worker when the method begins. If it asks its
-    context about replicas, by `get_per_replica_batch_size` or `num_replicas_in_sync`,
-    its batches are for one replica each, and those of all replicas make a global
-    batch. If it does not, its batches are this worker's part of the global batch,
-    which with one worker is all of it. Either way `fit` computes what one device
-    computes on these global batches.
+    The function is called once for each worker when the method begins. If it reads the
+    number of replicas from its context, by `get_per_replica_batch_size` or
+    `num_replicas_in_sync`, each of its batches is for one replica. Otherwise its
+    batches are this worker's part of the global batch. Either way `fit` computes what
+    one device computes on these global batches.
 
     Args:
         dataset_fn: callable of an `InputContext` that returns a batched dataset of
@@ -78,7 +77,7 @@ class DatasetCreator:
         return f"<DatasetCreator of {name}, input_options={self.input_options!r}>"
 
     def source(self, pipelines: InputContext, local_replicas: int) -> Source:
-        """Calls the function, and finds the global batches of this worker.
+        """Calls the function and returns the global batches of this worker.
 
         Args:
             pipelines: which of the workers this is.
@@ -120,7 +119,7 @@ def _check_used_in_fit(options: InputOptions) -> None:
 
 
 class _RecordingInputContext(InputContext):
-    """A context that notices when it is asked how many replicas there are."""
+    """An `InputContext` that records accesses to the number of replicas."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +145,7 @@ class _RecordingInputContext(InputContext):
 def model_arguments(
     strategy: Any, name: str, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """What to change in the arguments of `fit`, `evaluate` or `predict`.
+    """Changes of the arguments of `fit`, `evaluate` or `predict`.
 
     Args:
         strategy: the model's strategy; None for the default one.
@@ -185,7 +184,7 @@ def model_arguments(
 
 
 def is_distributed_input(value: Any) -> bool:
-    """Whether Keras does not know what a value is, and this package does."""
+    """Whether a value is distributed input of this package."""
     return isinstance(value, (ArrayDataset, DatasetCreator, DistributedDataset))
 
 

@@ -1,4 +1,4 @@
-"""Training that survives the machine being taken away."""
+"""Preemption: checkpoint on a termination signal, resume after restart."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from keras_strategies.errors import (
 )
 from keras_strategies.training.seeds import random_numbers, set_random_numbers
 
-#: The exit code after a save, by which a launcher knows that it is to start again.
+#: Exit code after a save, which requests a restart.
 RESTART_EXIT_CODE = 42
 _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class TerminationConfig:
-    """What tells of a machine's end, and what is done then.
+    """Options for the detection and handling of a termination.
 
     Args:
         termination_watcher_fn: callable that returns whether the machine is about to
@@ -72,7 +72,7 @@ class TerminationConfig:
 
 
 def _check_resolver(resolver: Any, group: WorkerGroup | None) -> None:
-    """Raises if a resolver describes other workers than have connected."""
+    """Raises if a resolver does not describe the connected workers."""
     if resolver is None:
         return
     if callable(getattr(resolver, "cluster_spec", None)):
@@ -92,7 +92,7 @@ def _check_resolver(resolver: Any, group: WorkerGroup | None) -> None:
 
 
 class PreemptionCheckpointHandler:
-    """Saves when a machine is about to be taken, and goes on after a restart.
+    """Saves a checkpoint before a preemption, and resumes after the restart.
 
     A termination signal (SIGTERM) to one worker makes all workers finish the same
     step, save, and exit with code 42. When the script is started again, the handler
@@ -167,7 +167,7 @@ class PreemptionCheckpointHandler:
     def run(
         self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Takes a step, or saves and exits if the workers are to stop here.
+        """Runs a step, or saves and exits if the workers stop here.
 
         Args:
             distributed_train_function: callable, the step; all workers call `run`
@@ -184,7 +184,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self) -> None:
-        """Saves and exits if the workers are to stop here; for loops without `run`.
+        """Saves and exits if the workers stop here; for loops without `run`.
 
         Every worker calls it once before each step. `total_run_calls` counts these
         calls, those before a restart included.
@@ -199,7 +199,7 @@ class PreemptionCheckpointHandler:
         self._calls += 1
 
     def check(self, facts: dict[str, Any]) -> None:
-        """Saves and exits if the workers are to stop here, before another step.
+        """Saves and exits if the workers stop before this step.
 
         Args:
             facts: dict of what JSON can say, to be found in `restored` afterwards.
@@ -240,17 +240,17 @@ class PreemptionCheckpointHandler:
         return _Callback(self)
 
     def finished(self) -> None:
-        """Training has come to its end: nothing is to be restored any more."""
+        """Ends training: removes the checkpoint."""
         if self._group is None or self._group.is_chief:
             self._saved.remove()
         self.restored = {}
 
     def watch_preemption_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """For `tf.distribute`'s sake: signals are handled as long as this is open."""
+        """Context manager of `tf.distribute`: handles signals while it is open."""
         return contextlib.closing(self)
 
     def close(self) -> None:
-        """No longer handles signals."""
+        """Restores the signal handlers."""
         self._watching.set()
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
@@ -301,7 +301,7 @@ class LocalSteps:
 
 
 class _Saved:
-    """What lies in the folder: all of one save, or all of the one before."""
+    """Atomic checkpoint in the folder."""
 
     def __init__(self, checkpoint: Any, folder: Path):
         if not isinstance(checkpoint, keras.Model) and not (
@@ -365,7 +365,7 @@ class _Saved:
 
 
 class _Callback(keras.callbacks.Callback):
-    """Stops `fit` between two steps, and goes on there after a restart."""
+    """Stops `fit` between two steps, and resumes there after a restart."""
 
     def __init__(self, handler: PreemptionCheckpointHandler):
         super().__init__()
@@ -393,7 +393,7 @@ class _Callback(keras.callbacks.Callback):
             )
 
     def _resumed(self) -> None:
-        """The steps that were taken before have been passed by."""
+        """Called after the steps before the restart have been skipped."""
         set_random_numbers(get_backend(), self._restored["random"])
         self._handler.restored = {}
 

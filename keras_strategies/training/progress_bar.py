@@ -1,4 +1,4 @@
-"""The progress bar of a run on several workers says how many compute."""
+"""Progress bar with the number of active workers."""
 
 from __future__ import annotations
 

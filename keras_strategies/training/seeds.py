@@ -1,4 +1,4 @@
-"""The same random numbers on all workers."""
+"""Synchronization of random numbers between workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras_strategies.runtime.base import Backend
 
 
 def sync_random_numbers(backend: Backend, group: WorkerGroup) -> None:
-    """Makes Python's, NumPy's and the framework's numbers go on as the chief's.
+    """Copies the chief's random states: Python's, NumPy's and the framework's.
 
     Keras takes seeds of layers and of initializers from Python's numbers, and
     shuffles with NumPy's or the framework's, so that workers with the same numbers
@@ -26,7 +26,7 @@ def sync_random_numbers(backend: Backend, group: WorkerGroup) -> None:
 
 
 def random_numbers(backend: Backend) -> dict[str, Any]:
-    """The states of all of them, of what JSON can say."""
+    """The states of all three generators, as JSON."""
     found: Any = np.random.get_state(legacy=False)
     state = {
         **found,
@@ -40,7 +40,7 @@ def random_numbers(backend: Backend) -> dict[str, Any]:
 
 
 def set_random_numbers(backend: Backend, state: dict[str, Any]) -> None:
-    """Makes them go on from the states that `random_numbers` has given."""
+    """Restores the states that `random_numbers` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy = state["numpy"]

@@ -1,4 +1,4 @@
-"""Evaluation beside training: each new checkpoint, in a process of its own."""
+"""Sidecar evaluation: each new checkpoint, in a separate process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STEP = "optimizer/vars/0"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one checkpoint came to.
+    """Evaluation of one checkpoint.
 
     Args:
         path: str, the checkpoint.
@@ -49,7 +49,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class _Version:
-    """A file as it was at one moment. One that is written anew is another one."""
+    """One version of a file, which is rewritten by training."""
 
     path: str
     changed: int
@@ -175,7 +175,7 @@ class SidecarEvaluator:
                 self._is_ending.wait(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Ends `start` once it has evaluated what is there; from any thread."""
+        """Ends `start` after the present checkpoints; callable from any thread."""
         self._is_ending.set()
 
     @contextlib.contextmanager

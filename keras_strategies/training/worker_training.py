@@ -1,4 +1,4 @@
-"""What Keras's methods do where several workers call them together."""
+"""Model methods on several workers: agreement, callbacks, random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keras_strategies.training.seeds import sync_random_numbers
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
 
-# Their files are the chief's to write and read; they decide nothing.
+# Only the chief writes and reads their files.
 _WRITERS = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
@@ -30,10 +30,10 @@ _LOOPS = ("fit", "evaluate", "predict")
 
 @contextlib.contextmanager
 def method(strategy: Strategy, model: Any, name: str) -> Iterator[None]:
-    """Entered around a method of a model, on every worker.
+    """Context manager around a method of a model, on every worker.
 
-    Weights that workers have not shared yet become the chief's, and so do random
-    numbers in front of a loop. An error is told to the others, who may wait.
+    Broadcasts new weights, and random numbers before a loop, from the chief. Errors are
+    reported to the other workers.
     """
     workers = strategy.workers
     if workers is None or name == "compile":
@@ -61,7 +61,7 @@ def method(strategy: Strategy, model: Any, name: str) -> Iterator[None]:
 def arguments(
     strategy: Strategy, model: Any, name: str, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """What to change in a method's arguments; workers agree on the others.
+    """Changes of a method's arguments, after checking that workers agree on them.
 
     Raises:
         ValueError: if workers have other batches, epochs or models.
@@ -92,7 +92,7 @@ def arguments(
 
 
 def agree(workers: Workers, model: Any, name: str, given: dict[str, Any]) -> None:
-    """Checks that all workers are about to do the same."""
+    """Checks that arguments agree on all workers."""
     facts: dict[str, Any] = {"the method": name}
     for argument in ("batch_size", "epochs", "initial_epoch", "steps_per_epoch"):
         if argument in given:
@@ -130,7 +130,7 @@ def _short(value: Any) -> str:
 
 
 def _rows_of(value: Any) -> int | None:
-    """The rows of arrays; None for what is no array."""
+    """The rows of arrays; None for other input."""
     leaves = keras.tree.flatten(value) if isinstance(value, (dict, list, tuple)) else []
     first = leaves[0] if leaves else value
     shape = getattr(first, "shape", None)
@@ -157,7 +157,7 @@ def _callbacks_of_worker(workers: Workers, callbacks: list[Any]) -> list[Any]:
 
 
 class _ChiefDecisions(keras.callbacks.Callback):
-    """Makes the chief's decisions those of all; it is the last of the callbacks."""
+    """Last callback: broadcasts the chief's decisions to all workers."""
 
     def __init__(self, strategy: Strategy, others: list[Any]):
         super().__init__()
@@ -198,7 +198,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
 
 
 def _check_backups(strategy: Strategy, callbacks: Any) -> None:
-    """A backup is the chief's file, from which it lends its weights to the others."""
+    """Refuses `BackupAndRestore` with variables sharded over workers."""
     if strategy.placement.mesh is None:
         return
     if isinstance(callbacks, keras.callbacks.CallbackList):

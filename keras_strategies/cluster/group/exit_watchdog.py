@@ -1,9 +1,9 @@
-"""Ends a process whose engine keeps waiting for a worker that is lost.
+"""Exit of processes whose engine waits for a lost worker.
 
-A collective waits in the engine's own code, where no exception reaches it: for a
-worker that was stopped, whose connections are still open, it waits forever. So once a
-worker is lost, the others have a few seconds to come back from what they are in. Who
-does not, is ended: the error is printed, and the process exits with status 1.
+A collective waits in the engine's own code, where no exception reaches it. For a
+stopped worker, whose connections are still open, it waits forever. After the loss of a
+worker, the others have a few seconds to return from their collectives. A process that
+does not return prints the error and exits with status 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from keras_strategies.cluster.group.worker_group import Loss, WorkerGroup
 from keras_strategies.errors import WorkerError
 
-#: Seconds from the loss of a worker, in which the engine may come back by itself.
+#: Seconds after the loss of a worker in which the engine may return by itself.
 GRACE = 5.0
 
 _TICK = 0.05
@@ -60,7 +60,7 @@ class ExitWatchdog:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Entered around what may wait for other workers; also inside of itself."""
+        """Context manager around code that may wait for other workers; reentrant."""
         with self._lock:
             self._waits += 1
         try:
@@ -70,7 +70,7 @@ class ExitWatchdog:
                 self._waits -= 1
 
     def _lost(self, loss: Loss) -> None:
-        # The group's thread goes on: it has to hear of the others.
+        # On its own thread, since the group's thread continues to receive messages.
         self._loss = loss
         threading.Thread(
             target=self._watch, args=(loss,), name="last-resort", daemon=True
@@ -97,13 +97,13 @@ class ExitWatchdog:
         self._end()
 
     def limit_exit(self) -> None:
-        """At the end of a process that has lost a worker: does not let it hang.
+        """Limits the exit of a process that has lost a worker.
 
         The engine's threads may wait in a collective, and the interpreter, which is
         ending, for them. Python code no longer runs then, so this is `faulthandler`'s.
         """
         if self._loss is not None:
-            # Kept open: it is written to when the time is over.
+            # Kept open for the output at the timeout.
             self._nowhere = open(os.devnull, "w")  # noqa: SIM115
             faulthandler.dump_traceback_later(
                 self._grace, exit=True, file=self._nowhere

@@ -12,15 +12,15 @@ from typing import Any
 
 Message = tuple[dict[str, Any], bytes]
 
-# How often each side says that it is alive, in seconds.
+# Interval of heartbeats in seconds.
 BEAT = 0.25
 
 
 class MessageConnection:
-    """One end of a connection, which any thread may send on.
+    """One end of a connection; `send` is thread-safe.
 
-    Messages are sent by a thread of their own, so that a receiver that does not read,
-    because it was stopped, cannot keep anybody.
+    Messages are sent by a separate thread, so that a stopped receiver cannot block the
+    caller.
     """
 
     def __init__(self, connected: socket.socket):
@@ -63,13 +63,13 @@ class MessageConnection:
         return found, payload
 
     def close(self, wait: float = 1.0) -> None:
-        """Ends the connection after what was to be sent."""
+        """Closes the connection after the pending messages."""
         self._outgoing.put(None)
         self._sender.join(wait)
         self.cut()
 
     def cut(self) -> None:
-        """Ends the connection at once; both ends' readers see it."""
+        """Closes the connection at once; the readers at both ends get an error."""
         try:
             # Closing alone would not wake a reader that waits in this process.
             with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:

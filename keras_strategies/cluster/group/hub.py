@@ -1,4 +1,4 @@
-"""The hub, in the chief's process: where workers meet and are watched."""
+"""Hub in the chief's process: rendezvous and heartbeats of workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras_strategies.cluster.startup_report import Progress
 
 @dataclasses.dataclass
 class _Member:
-    """A worker that has come."""
+    """A connected worker."""
 
     line: MessageConnection
     info: dict[str, Any]
@@ -26,13 +26,13 @@ class _Member:
 
 
 class Hub:
-    """Brings workers together, and says which of them is lost.
+    """Connects workers and reports the first lost one.
 
     Args:
         server: the socket that workers connect to.
-        job: str, what tells this cluster from another one at the same address.
+        job: str, identifies this cluster among others at the same address.
         addresses: the workers' addresses, for messages.
-        timeout: float, seconds that workers have to come, and that one may be silent.
+        timeout: float, seconds for workers to connect, and between heartbeats.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Hub:
         self._members: dict[int, _Member] = {}
         self._refusal: dict[str, Any] | None = None
         self._gathered: dict[tuple[str, int], dict[int, tuple[str, bytes]]] = {}
-        # While workers agree on where to stop: how many steps each has begun.
+        # While workers agree on a step to stop after: the steps begun by each.
         self._stops: dict[int, int] | None = None
         self._lost = False
         self._closed = threading.Event()
@@ -132,7 +132,7 @@ class Hub:
             return index
 
     def _join_problem(self, index: int, info: dict[str, Any]) -> str | None:
-        """Why a worker cannot take part; None if it can."""
+        """The reason to refuse a worker; None to accept it."""
         if index in self._members:
             first = self._members[index].info
             return (
@@ -152,7 +152,7 @@ class Hub:
         return None
 
     def _refuse(self, why: str, is_late: bool) -> None:
-        """Nobody can begin. The lock is held."""
+        """Refuses all workers. The lock is held."""
         if self._refusal is None:
             self._refusal = {"kind": "refused", "why": why, "is_late": is_late}
             self._send_to_all(self._refusal)
@@ -191,10 +191,10 @@ class Hub:
         )
 
     def _connection_ended(self, index: int) -> None:
-        """A connection has ended, in order or not."""
+        """Handles the end of a connection."""
         with self._lock:
             if not self.is_complete:
-                # It may come again: a launcher restarts what fails.
+                # It may reconnect: a launcher restarts failed processes.
                 if index in self._members and self._refusal is None:
                     del self._members[index]
                 return
@@ -202,7 +202,7 @@ class Hub:
                 self._mark_lost(index, "its process or its connection ended")
 
     def _mark_lost(self, index: int, how: str) -> None:
-        """Tells all of the first loss, from which the others may follow."""
+        """Reports the first loss to all workers; later losses may follow from it."""
         if self._lost:
             return
         self._lost = True
@@ -211,7 +211,7 @@ class Hub:
             {
                 "kind": "lost",
                 "index": index,
-                # What it said last tells more than that it is gone.
+                # Its last message says more than the end of the connection.
                 "how": member.failure or how,
                 "progress": member.progress,
                 "host": member.info["host"],
@@ -227,7 +227,7 @@ class Hub:
             member = self._members[index]
             member.seen = time.monotonic()
             if kind == "beat":
-                # Of one that has failed, how far it was then is worth telling.
+                # The progress of a failed worker is reported.
                 if not member.failure:
                     member.progress = header["progress"]
             elif kind == "gather":
@@ -279,14 +279,14 @@ class Hub:
                 "key": key,
                 "whats": whats,
                 "sizes": [len(part) for part in parts],
-                # The hub dies with the chief, so others have to know it before.
+                # The hub ends with the chief, so this is reported first.
                 "progress": self._members[0].progress,
             }
             self._send_to_all(header, b"".join(parts))
         self._check_gathers()
 
     def _check_gathers(self) -> None:
-        """Who waits for a worker that has left waits in vain."""
+        """Fails collectives that wait for a worker that has left."""
         for values in self._gathered.values():
             for index, member in self._members.items():
                 if member.has_left and index not in values:

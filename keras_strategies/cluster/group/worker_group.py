@@ -1,4 +1,4 @@
-"""A worker's view of the group that it belongs to."""
+"""Group of connected workers, as seen by one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_strategies.errors import ClusterError, WorkerError
 
 # Ports after the first one's that the hub may be at (see `WorkerGroup.join`).
 _MORE_PORTS = 16
-# The groups that this process is a member of; one, outside of tests.
+# The groups of this process; one, outside of tests.
 _joined: list[WorkerGroup] = []
 
 
@@ -31,12 +31,12 @@ def current_group() -> WorkerGroup | None:
 
 @dataclass(frozen=True)
 class Loss:
-    """A worker that the others cannot go on without.
+    """A lost worker.
 
     Args:
-        index: int, the worker's number.
-        how: str, what is known.
-        progress: str, how far it had come, such as `"step 12 of fit"`.
+        index: int, the worker's index.
+        how: str, the reason.
+        progress: str, its last step, such as `"step 12 of fit"`.
         host: str, its address.
         pid: int, its process.
     """
@@ -56,13 +56,13 @@ class Loss:
 
 
 class WorkerGroup:
-    """The workers of a cluster, all of which are there.
+    """The connected workers of a cluster.
 
     Use `join`.
 
     Args:
         index: int, the number of this worker; 0 is the chief.
-        members: what each worker has said of itself; `"host"` is its address.
+        members: the information of each worker; `"host"` is its address.
         line: the connection to the hub.
         hub: the hub, in the chief's process.
         timeout: float, seconds.
@@ -80,7 +80,7 @@ class WorkerGroup:
         self.members = members
         self.count = len(members)
         self.timeout = timeout
-        #: How far this worker is, such as "step 12 of fit"; others are told.
+        #: Progress of this worker, such as "step 12 of fit", sent to the others.
         self.progress = ""
         self._line = line
         self._hub = hub
@@ -113,27 +113,27 @@ class WorkerGroup:
         job: str | None = None,
         shares_port: bool = False,
     ) -> WorkerGroup:
-        """Waits until all workers have come.
+        """Connects to the hub and waits for all workers.
 
         Args:
             addresses: the workers' addresses; the first is the chief's, where the hub
                 listens.
             index: int, the number of this worker.
-            same: dict of what has to be the same on all workers, by its name.
-            info: dict, what else the others are to know.
-            timeout: float, seconds to wait, and that a worker may be silent later.
+            same: dict of values that must agree on all workers, by name.
+            info: dict, further information for the other workers.
+            timeout: float, seconds to wait, and between heartbeats later.
             job: str, tells this cluster from others at the same address; None to use
                 the addresses.
-            shares_port: bool, whether something else listens at the chief's port,
-                as under torchrun; the hub is at one of those after it then.
+            shares_port: bool, whether another program listens at the chief's port, as
+                under torchrun; the hub then uses one of the next ports.
 
         Returns:
             A `WorkerGroup`.
 
         Raises:
-            ValueError: if the chief's address cannot be listened at, two workers have
-                one index, or workers do not agree.
-            WorkerError: if workers did not come in time.
+            ValueError: if the chief cannot listen at its address, two workers have one
+                index, or workers disagree.
+            WorkerError: if workers did not connect in time.
         """
         name = job or hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]
         host, port = split_address(addresses[0])
@@ -161,7 +161,7 @@ class WorkerGroup:
 
     @property
     def is_chief(self) -> bool:
-        """bool, whether this worker leads."""
+        """bool, whether this worker is the chief."""
         return self.index == 0
 
     # Agreeing.
@@ -172,8 +172,8 @@ class WorkerGroup:
         Args:
             what: str, what is gathered; the same on all workers.
             payload: bytes, what this worker gives.
-            stream: str, tells the calls of one thread from those of others: the n-th
-                call of a stream meets the n-th one of the other workers.
+            stream: str, separates the calls of different threads: the n-th call of a
+                stream matches the n-th one of the other workers.
 
         Returns:
             list of bytes, by worker.
@@ -197,7 +197,7 @@ class WorkerGroup:
             while key not in self._results:
                 self.check()
                 if time.monotonic() > until:
-                    # A worker that was stopped is known to be lost a moment later.
+                    # The loss of a stopped worker is detected a moment later.
                     self.loss(wait=2.0)
                     self.check()
                     raise WorkerError(
@@ -206,7 +206,7 @@ class WorkerGroup:
                     )
                 self._condition.wait(BEAT)
             answer, joined = self._results.pop(key)
-            # All are here, so what had failed has been dealt with.
+            # All workers arrived, so an earlier failure was handled.
             self._failure = None
         for other, other_what in enumerate(answer["whats"]):
             if other_what != what:
@@ -228,7 +228,7 @@ class WorkerGroup:
         return "CommunicationOptions(timeout_seconds=...) sets this timeout."
 
     def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
-        """Every worker's value, of what JSON can say, on every worker."""
+        """Every worker's JSON value, on every worker."""
         parts = self.gather(what, json.dumps(value).encode(), stream)
         return [json.loads(part) for part in parts]
 
@@ -237,14 +237,14 @@ class WorkerGroup:
         return self.gather(what, (payload or b"") if self.is_chief else b"")[0]
 
     def barrier(self, what: str) -> None:
-        """Waits until all workers are here."""
+        """Waits until all workers have arrived."""
         self.gather(what, b"")
 
     def agree(self, what: str, value: Any) -> None:
-        """Checks that a value, of what JSON can say, is the same on all workers.
+        """Checks that a JSON value is the same on all workers.
 
         Raises:
-            ValueError: that says who has what.
+            ValueError: with the values of the workers that differ.
         """
         value = json.loads(json.dumps(value))
         for other, found in enumerate(self.gather_values(what, value)):
@@ -258,15 +258,14 @@ class WorkerGroup:
     # Stopping together.
 
     def request_stop(self) -> None:
-        """Asks all workers to stop after one and the same step; from any thread."""
+        """Requests that all workers stop after the same step; from any thread."""
         self._line.send({"kind": "stop"})
 
     def begin_step(self) -> bool:
-        """Says that this worker would begin another step.
+        """Requests permission for another step.
 
-        When a worker has asked to stop, every worker says how many steps it has begun
-        and begins no more until it is known which is the furthest: all finish that
-        step, which those behind are needed for, and stop there.
+        After a request to stop, every worker reports how many steps it has begun and
+        waits. All workers finish the furthest of these steps, and stop there.
 
         Returns:
             Whether the step may begin; False for all workers after the same step.
@@ -284,7 +283,7 @@ class WorkerGroup:
             return True
 
     def resume(self) -> None:
-        """Forgets that workers have stopped, and counts steps from 0 again."""
+        """Clears the request to stop, and counts steps from 0 again."""
         with self._condition:
             self._is_stopping, self._last_step, self._begun = False, None, 0
 
@@ -296,7 +295,7 @@ class WorkerGroup:
             raise WorkerError(self.describe(self._loss))
 
     def describe(self, loss: Loss) -> str:
-        """What to tell of a loss."""
+        """Message about a loss."""
         own = f" This is worker {self.index}"
         own += f", at {self.progress}." if self.progress else "."
         return (
@@ -305,7 +304,7 @@ class WorkerGroup:
         )
 
     def loss(self, wait: float = 0.0) -> Loss | None:
-        """Who is lost, or has failed, if that becomes known in so many seconds."""
+        """The lost or failed worker, if it is detected within `wait` seconds."""
         until = time.monotonic() + wait
         with self._condition:
             while self._loss is None and self._failure is None:
@@ -320,12 +319,12 @@ class WorkerGroup:
         self._on_loss.append(callback)
 
     def report(self, error: BaseException) -> None:
-        """Tells the others that this worker has failed."""
+        """Reports the failure of this worker to the others."""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         self._line.send({"kind": "failed", "how": text, "progress": self.progress})
 
     def leave(self) -> None:
-        """Ends the membership in order."""
+        """Leaves the group."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -333,7 +332,7 @@ class WorkerGroup:
             _joined.remove(self)
         self._line.send({"kind": "bye"})
         if self._hub is not None:
-            # The others may still have something to say to it.
+            # The others may still send messages.
             time.sleep(2 * BEAT)
             self._hub.close()
         self._line.close()
@@ -438,7 +437,7 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
 def _connect(
     host: str, ports: list[int], hello: dict[str, Any], timeout: float
 ) -> tuple[MessageConnection, list[dict[str, Any]]]:
-    """Connects to the hub and waits there for all others."""
+    """Connects to the hub and waits for all workers."""
     until = time.monotonic() + timeout
     problem = "nothing listens there"
     while time.monotonic() < until:
@@ -451,7 +450,7 @@ def _connect(
                 continue
             line.send(hello)
             try:
-                # The hub has its own deadline, and says who is missing.
+                # The hub has its own deadline, and reports missing workers.
                 answer = _answer(line, until + 5)
             except EOFError:
                 problem = "the program that listens there is not a chief"

@@ -1,4 +1,4 @@
-"""TPUs, as the machines that have them describe them.
+"""TPU slices, from environment variables or metadata of the machine.
 
 On Kubernetes in variables: TPU_WORKER_HOSTNAMES=t-0.svc,t-1.svc TPU_WORKER_ID=1
 On Compute Engine in the machine's metadata, which answers over HTTP:
@@ -23,12 +23,12 @@ from keras_strategies.errors import ClusterError
 WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
 WORKER_ID = "TPU_WORKER_ID"
 ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"
-# What `tpu=None` is looked up in, as TensorFlow does.
+# The variable for `tpu=None`, as in TensorFlow.
 NAME = "TPU_NAME"
 # Another metadata server than metadata.google.internal, as Google's clients read it.
 METADATA_HOST = "GCE_METADATA_HOST"
 DEVICES = ("/dev/accel0", "/dev/vfio/0")
-# What the firmware of Compute Engine's machines says.
+# Product name in the firmware of Compute Engine's machines.
 _PRODUCT = Path("/sys/class/dmi/id/product_name")
 _METADATA_SECONDS = 5.0
 
@@ -99,7 +99,7 @@ class TPUClusterResolver(ClusterResolver):
     def _ask_for(
         self, name: str, zone: str | None, project: str | None, service: Any, port: int
     ) -> list[str]:
-        """The addresses that the Cloud TPU service has for a name."""
+        """Addresses of a named TPU, from the Cloud TPU service."""
         if not zone or not project:
             raise ClusterError(
                 f"To look up the TPU {name!r}, both `zone` and `project` are needed. "
@@ -155,7 +155,7 @@ def _own_slice() -> _Slice | None:
 
 
 def _has_metadata() -> bool:
-    """Whether to ask the metadata server. Elsewhere its name would not resolve."""
+    """Whether the machine has a metadata server."""
     if os.environ.get(METADATA_HOST):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Machines of an instance group of Google Compute Engine."""
+"""Instance groups of Google Compute Engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_strategies.errors import ClusterError
 
 
 class GCEClusterResolver(ClusterResolver):
-    """Asks the Compute Engine for the running machines of an instance group.
+    """The running machines of an instance group, from the Compute Engine API.
 
     A machine's number is its place among the names, `trainer-2` before `trainer-10`.
 

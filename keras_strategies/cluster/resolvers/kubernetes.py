@@ -1,4 +1,4 @@
-"""Pods of a Kubernetes cluster, found by their labels."""
+"""Pods of a Kubernetes cluster, by labels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from keras_strategies.errors import ClusterError
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where a process runs, and so where the API server's address is found."""
+    """Location of the process, which selects the configuration of the API client."""
 
     WITHIN_CLUSTER = 0
     OFF_CLUSTER = 1
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks the API server for the pods of each job.
+    """The pods of each job, from the API server.
 
     A pod's number is its place among the names, `worker-2` before `worker-10`.
     Without `task_type` and `task_id` a process finds itself among the pods by its

@@ -1,4 +1,4 @@
-"""A cluster of processes on this machine."""
+"""Clusters of processes on this machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_addresses(count: int) -> list[str]:
-    """Addresses on this machine's loopback that nothing listens on.
+    """Free addresses on this machine's loopback.
 
     Args:
         count: int.
 
     Returns:
-        list of str, all different. Nothing keeps them free afterwards.
+        list of str, all different. They are not reserved.
     """
     with contextlib.ExitStack() as stack:
         # All at once, so that no port is found twice.
@@ -30,7 +30,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 class LocalClusterResolver(ClusterResolver):
-    """A cluster on this machine, whose processes a strategy starts and ends itself.
+    """A cluster on this machine, whose processes the strategy starts.
 
     This process is its chief. Addresses are on the loopback only.
 
@@ -39,7 +39,7 @@ class LocalClusterResolver(ClusterResolver):
         ps: int, parameter servers.
 
     Raises:
-        ValueError: for numbers that cannot be.
+        ValueError: for invalid numbers.
 
     Example:
 

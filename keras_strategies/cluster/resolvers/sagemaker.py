@@ -1,4 +1,4 @@
-"""The variables that Amazon SageMaker sets on each host of a training job.
+"""Environment variables of Amazon SageMaker's training jobs.
 
 SM_HOSTS='["algo-1", "algo-2"]' SM_CURRENT_HOST=algo-2
 """
@@ -28,7 +28,7 @@ class SageMakerClusterResolver(ClusterResolver):
         environment: str, instead of `"sagemaker"`.
 
     Raises:
-        ValueError: if a variable is missing or cannot be right.
+        ValueError: if a variable is missing or invalid.
 
     Example:
 
@@ -59,7 +59,7 @@ class SageMakerClusterResolver(ClusterResolver):
                 f"The environment variable {HOSTS} is not a JSON list of names: "
                 f"{text!r}."
             )
-        # Every host has to count them alike.
+        # The order must be the same on every host.
         hosts = sorted(hosts)
         if current not in hosts:
             raise ClusterError(

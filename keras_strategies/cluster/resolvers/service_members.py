@@ -1,4 +1,4 @@
-"""What resolvers share that ask a service for machines."""
+"""Helpers of resolvers that query a service for machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def natural_order(name: str) -> tuple[object, ...]:
 
 
 def own_place(groups: Iterable[tuple[str, list[set[str]]]]) -> tuple[str, int] | None:
-    """Which member this machine is, by its name.
+    """The task of this machine, by its host name.
 
     Args:
         groups: pairs of a job and, for each of its tasks, the names that its machine

@@ -1,4 +1,4 @@
-"""A cluster that one writes down."""
+"""Clusters described in code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras_strategies.cluster.spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster and a task that are given.
+    """A resolver for a given cluster and task.
 
     Args:
         cluster_spec: `ClusterSpec` or a dict for one.

@@ -1,4 +1,4 @@
-"""SLURM's variables, for processes that `srun` starts.
+"""Environment variables of SLURM, for processes that `srun` starts.
 
 SLURM_STEP_NODELIST=gpu[01-03,07],login2
 SLURM_STEP_TASKS_PER_NODE=2(x3),1,4
@@ -27,7 +27,7 @@ NODE = "SLURM_NODEID"
 PLACE = "SLURM_LOCALID"
 DISTRIBUTION = "SLURM_DISTRIBUTION"
 PLANE_SIZE = "SLURM_DIST_PLANESIZE"
-# Set where `srun` has given each task GPUs of its own; "none" says that it has not.
+# Set if `srun` has assigned GPUs to each task; "none" if not.
 BOUND = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND")
 ALL = (
     *NODE_LIST,
@@ -37,8 +37,8 @@ ALL = (
     *BOUND,
 )
 GPUS = "CUDA_VISIBLE_DEVICES"
-# What `GPUS` was and what was made of it, so that a share is not shared again by the
-# next resolver, or by one in a child process.
+# `GPUS` before and after sharing, so that the next resolver, or one in a child process,
+# does not share it again.
 SHARED = "KS_SLURM_GPUS"
 
 
@@ -53,7 +53,7 @@ def expand_node_list(text: str) -> list[str]:
         list of str, in SLURM's order.
 
     Raises:
-        ValueError: if brackets do not match or a range runs backwards.
+        ValueError: if brackets do not match or a range is reversed.
 
     Example:
 
@@ -217,10 +217,10 @@ class SlurmClusterResolver(ClusterResolver):
         raise AssertionError("a process without a job")
 
     def _check_place(self, process: int) -> None:
-        """Holds the place that was worked out against the one that SLURM says.
+        """Checks the computed node and local rank against SLURM's.
 
-        They differ where `srun --distribution` is of a kind that does not say how,
-        such as `arbitrary`; addresses would be those of other processes.
+        They differ for distributions such as `arbitrary`, for which the addresses would
+        be wrong.
         """
         node, place = self._places[process]
         for name, expected in ((NODE, node), (PLACE, place)):

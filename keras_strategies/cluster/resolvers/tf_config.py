@@ -1,4 +1,4 @@
-"""`TF_CONFIG`, the variable in which TensorFlow's users describe a cluster.
+"""The environment variable `TF_CONFIG` of TensorFlow.
 
 TF_CONFIG='{"cluster": {"worker": ["a:2222", "b:2222"]},
             "task": {"type": "worker", "index": 0}}'
@@ -19,7 +19,7 @@ VARIABLE = "TF_CONFIG"
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads the variable `TF_CONFIG`; arguments win over what it says.
+    """Reads the environment variable `TF_CONFIG`; arguments take precedence.
 
     Args:
         task_type: str, the job of this process instead of `task.type`.

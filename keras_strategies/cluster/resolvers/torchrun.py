@@ -1,4 +1,4 @@
-"""The variables that `torchrun` sets for each process that it starts.
+"""Environment variables of `torchrun`.
 
 RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500
@@ -23,17 +23,16 @@ ALL = (*NEEDED, LOCAL_RANK, LOCAL_WORLD_SIZE)
 
 
 class TorchrunClusterResolver(ClusterResolver):
-    """Reads what `torchrun` says: each process is a worker.
+    """Reads the variables of `torchrun`: each process is a worker.
 
-    `torchrun` tells a process the address of the first one only. The others appear
-    under their rank, as `"rank-3"`, which is no address to connect to; the engines
-    need the first one's.
+    `torchrun` provides the address of the first process only. The others appear under
+    their rank, as `"rank-3"`, which is not an address; engines need only the first one.
 
     Args:
         rpc_layer: str, the protocol for `master()`.
 
     Raises:
-        ValueError: if a variable is missing or cannot be right.
+        ValueError: if a variable is missing or invalid.
 
     Example:
 

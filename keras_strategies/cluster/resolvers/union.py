@@ -1,4 +1,4 @@
-"""Several clusters as one."""
+"""Union of several clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches on their way to a CUDA device."""
+"""Transfer of batches to a CUDA device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mover = Callable[[Any], Callable[[], Any]]
 
 
 class CudaMover:
-    """Moves structures of tensors to a CUDA device on a stream of its own.
+    """Moves structures of tensors to a CUDA device on a separate stream.
 
     The host does not wait: tensors go through pinned memory, and the stream that
     computes waits for them when they are asked for.
@@ -55,7 +55,7 @@ class CudaMover:
 
 
 class CudaPrefetcher:
-    """Puts the batches of `fit` and its siblings on a device, one ahead of the step.
+    """Prefetches the batches of `fit`, `evaluate` and `predict` to a device.
 
     Args:
         move: begins to move a batch.

@@ -1,4 +1,4 @@
-"""`Model.fit` and its siblings on Torch."""
+"""`Model.fit`, `evaluate` and `predict` on Torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TorchTrainer(TrainerAdapter):
-    """Steps on the device of the variables; layers on all replicas."""
+    """Trainer: steps on the device of the variables, layer calls on all replicas."""
 
     def __init__(self, strategy: Strategy):
         super().__init__(strategy)
@@ -44,7 +44,7 @@ class TorchTrainer(TrainerAdapter):
         )
         self.run = TorchRun(strategy, self.threads, self._variables)
         home = torch_device(self.placement.variables)
-        # Several replicas take their rows from the host, each its own.
+        # Several replicas take their rows from the host.
         self.placer = (
             CudaPrefetcher(CudaMover(home))
             if self.placement.is_single and home.type == "cuda"
@@ -150,7 +150,7 @@ class TorchTrainer(TrainerAdapter):
         workers = self.placement.workers
         if workers is None:
             return gradients
-        # Those that a model computes last have their gradients first.
+        # The last layers have their gradients first.
         present = [gradient for gradient in reversed(gradients) if gradient is not None]
         found = iter(reversed(workers.all_reduce(ReduceOp.SUM, present)))
         return [None if gradient is None else next(found) for gradient in gradients]
@@ -174,7 +174,7 @@ def keras_function(
 
 
 def check_steps(data: Any, workers: Workers | None) -> None:
-    """Looks at the batches of the steps that begin, and holds them against others'."""
+    """Compares the batches of the next steps with those of other workers."""
     if workers is not None:
         workers.begin_steps(len(data))
     for batch in data:

@@ -23,7 +23,7 @@ from keras_strategies.types import (
     ReduceOp,
 )
 
-#: Bytes that travel together where nothing else is said, as in torch's own DDP.
+#: Default size of packs in bytes, as in torch's DDP.
 DEFAULT_PACK = 25 * 2**20
 
 _OPERATIONS: dict[ReduceOp, Any] = {
@@ -31,20 +31,20 @@ _OPERATIONS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
-#: Seconds that the end of a process waits for an engine to give up.
+#: Seconds that the end of a process waits for an engine to abort.
 _ABORT_SECONDS = 5.0
-# Gloo on an interface of our choice, as torch's default process group knows it.
+# Registered name of Gloo on a chosen interface.
 _GLOO = "keras_strategies_gloo"
-# Gloo's names for what it cannot reduce or move.
+# Dtypes that Gloo does not support.
 _CARRIERS = {torch.bool: torch.uint8}
 
 
 class TorchWorkers(Workers):
-    """A process group of this package's own.
+    """Collectives of a process group of this package.
 
-    It is not torch's default one: Keras 3.16 wraps models in
-    `DistributedDataParallel` when that exists, which would reduce twice, and the
-    user's code may have one for other ends.
+    It is not torch's default group: with one, Keras 3.16 wraps models in
+    `DistributedDataParallel`, which would reduce twice, and user code may have another
+    one.
     """
 
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
@@ -58,7 +58,7 @@ class TorchWorkers(Workers):
         group.on_loss(lambda loss: self._abort())
 
     def _engine(self, device: torch.device) -> Any:
-        """The process group for tensors of a device, made when first needed."""
+        """The process group for tensors of a device, created on demand."""
         wanted = self.options.implementation
         use_nccl = device.type == "cuda" and (
             wanted is not CommunicationImplementation.RING
@@ -75,7 +75,7 @@ class TorchWorkers(Workers):
         return self._groups[kind]
 
     def _abort(self) -> None:
-        """Ends the wait for a worker that does not answer."""
+        """Aborts the wait for a worker that does not answer."""
         with self._aborting:
             for engine in (*self._groups.values(), *self._default):
                 engine.abort()
@@ -133,7 +133,7 @@ class TorchWorkers(Workers):
 
     def cause(self, error: BaseException) -> BaseException:
         if self._default and isinstance(error, RuntimeError):
-            # What is exchanged between parts of variables fails like this.
+            # Exchanges between shards of variables fail like this.
             loss = self.group.loss(wait=min(self.group.timeout, 5.0))
             if loss is not None:
                 return WorkerError(self.group.describe(loss))
@@ -215,7 +215,7 @@ class TorchWorkers(Workers):
 
 
 class Pack:
-    """Tensors of one dtype and device that travel as one."""
+    """Tensors of one dtype and device in one message."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._like = [(tensor.shape, tensor.numel()) for tensor in tensors]
@@ -228,7 +228,7 @@ class Pack:
             self.flat = torch.cat(flat)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What has become of the tensors: views of the flat one."""
+        """The tensors, as views of the flat one."""
         parts = self.flat.split([size for _, size in self._like])
         found = [
             part.view(shape) for part, (shape, _) in zip(parts, self._like, strict=True)
@@ -239,7 +239,7 @@ class Pack:
 
 
 def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
-    """Where process groups find one another's addresses; the chief has it."""
+    """Store for the addresses of process groups, in the chief's process."""
     store = None
     port = b""
     if group.is_chief:

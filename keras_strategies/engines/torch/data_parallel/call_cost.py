@@ -1,9 +1,9 @@
-"""How much arithmetic a layer call does, to decide whether to split it.
+"""Cost of a layer call, to decide whether to split it.
 
 Replicas that are threads on one device take turns in the Python interpreter, which
-every kernel passes through on its way. A call of many small kernels is therefore
-faster whole: a ten-layer perceptron of 64 units runs at 0.45x the speed of one
-device when it is split over two virtual CPUs, a convolutional network at 1.9x.
+every kernel passes through on its way. A call of many small kernels is therefore faster
+unsplit: a ten-layer perceptron of 64 units runs at 0.45x the speed of one device when
+it is split over two virtual CPUs, a convolutional network at 1.9x.
 
 The decision depends on shapes alone and never on a clock, so that a seeded run
 draws the same random numbers every time.

@@ -1,4 +1,4 @@
-"""How a data-parallel call is spread over replicas, and its gradients come together."""
+"""Rows of a data-parallel call on replicas, and sums of its gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowSplit:
-    """How the rows of one call are spread over the replicas that take part.
+    """Rows of one call on each participating replica.
 
     Args:
         every: the rows of each replica that has any, of all workers.
@@ -89,12 +89,12 @@ class RowSplit:
 
 @dataclass
 class GradientTarget:
-    """A tensor outside the replicas that gradients go to.
+    """A variable or input outside of the replicas that receives a gradient.
 
     Args:
         tensor: the variable, or an input of the layer.
-        locals: what the replicas computed with instead: their copies of the
-            variable (None where a replica did not read it) or their slices.
+        locals: the replicas' tensors: copies of the variable (None where a replica did
+            not read it) or slices of the input.
         by_rows: bool, whether gradients are concatenated, as for an input, or
             summed, as for a variable.
     """
@@ -170,7 +170,7 @@ def local_gradients(
 
 
 class WorkerSums:
-    """Sums gradients over workers while the backward pass still computes others.
+    """Sums gradients over workers during the backward pass.
 
     Gradients travel in packs, in the order in which the layers' backward passes come,
     as in Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel

@@ -1,4 +1,4 @@
-"""The data-parallel call on Torch: threads forward, threads backward."""
+"""Data-parallel layer call on Torch: forward and backward passes on threads."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class TorchDataParallelCall(DataParallelCall):
         return work
 
     def _has_torch_modules(self, layer: Any) -> bool:
-        """Whether a layer computes with torch modules that Keras does not run."""
+        """Whether a layer contains torch modules."""
         known = self._foreign.get(layer)
         if known is None:
             known = self._foreign[layer] = keras_compat.wraps_torch_modules(layer)
@@ -391,7 +391,7 @@ class _Job:
     def _differentiable_gradients(
         self, gradients: Sequence[torch.Tensor | None]
     ) -> list[Any]:
-        """The same gradients with a graph, for `create_graph=True`."""
+        """The gradients with a graph, for `create_graph=True`."""
         for source, version in zip(self.sources, self.versions, strict=True):
             if source.tensor._version != version:
                 raise ContextError(

@@ -1,4 +1,4 @@
-"""Torch without gradients and randomness, to compare a layer's calls on few rows."""
+"""Probes on Torch: layer calls without gradients and randomness."""
 
 from __future__ import annotations
 

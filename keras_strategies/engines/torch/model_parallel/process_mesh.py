@@ -1,4 +1,4 @@
-"""A mesh of processes for torch's DTensors, and what Keras asks about it."""
+"""Mesh of processes for DTensors, as a distribution of Keras."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _Distribution: Any = keras_compat.distribution_class()
 
 
 class ShardedDistribution(_Distribution):  # type: ignore[misc]
-    """Variables cut as a `VariableMesh` says.
+    """Keras distribution with the layouts of a `VariableMesh`.
 
-    Keras makes DTensors of the variables that are cut, and leaves those that are whole
-    as they are. It is no `keras.distribution.ModelParallel`, for which Keras takes the
-    batch of a process for its share of the global one.
+    Keras creates sharded variables as DTensors. It is not a
+    `keras.distribution.ModelParallel`, for which Keras treats the batch of a process as
+    its share of the global one.
 
     Args:
-        mesh: the grid of devices, one of each process.
+        mesh: the mesh of devices, one of each process.
         kind: str, what torch calls their kind.
     """
 
@@ -65,16 +65,16 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
             auto_shard_dataset=False,
         )
         self._mesh = mesh
-        #: The axes that outputs of layers may be cut along; none outside of a call.
+        #: The axes that outputs of layers may be sharded along; none outside of a call.
         self.output_axes: Sequence[str] = ()
 
     @property
     def num_model_replicas(self) -> int:
-        """int, the parts of a batch."""
+        """int, the number of batch shards."""
         return self._mesh.shape[0]
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
-        """Batches are the global ones; calls of layers split them."""
+        """Replicated: batches are global, and layer calls split them."""
         return TensorLayout([None] * len(data_shape), self.device_mesh)
 
     def get_variable_layout(self, variable: Any) -> Any:
@@ -92,7 +92,7 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         return TensorLayout([None] * len(variable.shape), self.device_mesh)
 
     def own_layout(self, variable: Any) -> TensorLayout:
-        """How this strategy cuts a variable, whatever layout it has."""
+        """The layout of a variable under this strategy."""
         is_float = keras.backend.is_float_dtype(variable.dtype)
         axes = self._mesh.layout(
             variable.path, variable.shape, itemsize(variable.dtype), is_float
@@ -111,7 +111,7 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
 
 
 def axes_of(mesh: VariableMesh, variable: Any) -> Axes:
-    """The mesh's axes that a variable is cut along."""
+    """The mesh axes that a variable is sharded along."""
     layout = keras_compat.layout_of(variable)
     if layout is None:
         return ()
@@ -128,7 +128,7 @@ def axes_of(mesh: VariableMesh, variable: Any) -> Axes:
 
 
 class Placements:
-    """How tensors lie on a mesh while a layer is called.
+    """Placements of tensors on a mesh in a layer call.
 
     Args:
         mesh: torch's `DeviceMesh`, whose first dimension is the data axis.
@@ -161,9 +161,9 @@ class Placements:
         return spread
 
     def used(self, raw: torch.Tensor) -> torch.Tensor:
-        """A variable's value as layers use it: whole along the data axis.
+        """A variable's value for layers: gathered along the data axis.
 
-        Its gradient is cut as the variable is, or summed where that is whole.
+        Its gradient is sharded as the variable, or summed if that is replicated.
         """
         if isinstance(raw, DTensor):
             placements = [Replicate(), *raw.placements[1:]]
@@ -176,11 +176,11 @@ class Placements:
 def match_placements(
     query: Any, key: Any, value: Any, bias: Any, mask: Any
 ) -> tuple[Any, ...]:
-    """Arguments of attention, such that a process has what belongs together.
+    """Redistributes arguments of attention to matching placements.
 
     Query, key and value are `(batch, length, heads, size)`; bias and mask are
-    `(batch or 1, heads or 1, queries, keys)`. What is cut otherwise than by rows
-    or between heads is gathered.
+    `(batch or 1, heads or 1, queries, keys)`. Tensors are sharded by rows and between
+    heads only.
     """
     given = (query, key, value, bias, mask)
     if not any(isinstance(tensor, DTensor) for tensor in given):
@@ -211,5 +211,5 @@ def match_placements(
 
 
 def whole(value: Any) -> Any:
-    """The tensor that a DTensor is part of, in every process; others as they are."""
+    """The full tensor of a DTensor, in every process; other values unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value

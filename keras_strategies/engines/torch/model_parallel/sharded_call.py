@@ -1,10 +1,10 @@
-"""Model parallelism on Torch: variables that are DTensors, a process for each device.
+"""Model parallelism on Torch: variables as DTensors, one process for each device.
 
-As with data parallelism, it is the outermost call of a layer that is parallel. Every
-process has the global batch and steps through all of Keras's code; in the call, rows
-are split along the data axis where they divide, variables are what their layouts say,
-and torch propagates both. Outputs are gathered, so that losses, metrics and a
-`train_step` of the user's see what they see on one device.
+As with data parallelism, the outermost layer call is parallel. Every process has the
+global batch and runs all of Keras's code. In the call, rows are split along the data
+axis if they divide, variables have their layouts, and torch propagates both. Outputs
+are gathered, so that losses, metrics and a custom `train_step` get the same values as
+on one device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
 
 
-# What has been gathered, by variable and by tensor, while a model is being saved.
+# Gathered values, by variable and by tensor, while a model is saved.
 _gathered: dict[int, Any] = {}
 
 
@@ -53,7 +53,7 @@ def _read(value: Any) -> Any:
 
 
 class _CallScope(keras.StatelessScope):
-    """Variables as layers use them; what is assigned is assigned at once."""
+    """Gathered variables in a layer call; assignments take effect at once."""
 
     def __init__(self, placements: Placements):
         super().__init__(collect_losses=True, initialize_variables=False)
@@ -65,7 +65,7 @@ class _CallScope(keras.StatelessScope):
             raw = keras_compat.raw_value(variable)
             if raw is None:
                 return None
-            # Kept, so that a variable that is used twice is gathered once.
+            # Cached, so that a variable that is used twice is gathered once.
             value = self.state_mapping[id(variable)] = self._placements.used(raw)
         return value
 
@@ -145,7 +145,7 @@ class ShardedCall:
 
 
 class ShardedTrainer(TrainerAdapter):
-    """Variables cut over processes, batches split along the first axis of the mesh."""
+    """Variables sharded over processes, batches split along the first mesh axis."""
 
     def __init__(self, strategy: Strategy):
         super().__init__(strategy)
@@ -179,7 +179,7 @@ class ShardedTrainer(TrainerAdapter):
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
         if self._device.type != "cpu":
-            # Workers have the same numbers on the host, of which these are made.
+            # The seed on the host is the same on all workers.
             state = torch.get_rng_state().numpy().tobytes()
             torch.get_device_module(self._device).manual_seed(zlib.crc32(state))
         with super().method(model, name):
@@ -206,7 +206,7 @@ class ShardedTrainer(TrainerAdapter):
         setattr(model, name, step)
 
     def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
-        # Parts of cut variables come from the chief whenever values are given to them.
+        # Shards receive the chief's values when they are initialized.
         values = [
             v for v in variables if not isinstance(keras_compat.raw_value(v), DTensor)
         ]

@@ -1,4 +1,4 @@
-"""Operations that DTensors have no rule for, or a wrong one.
+"""Operations without a correct sharding rule for DTensors.
 
 An operation without a sharding rule runs on gathered tensors in every process: exact,
 but slower. Operations that treat each row separately run on the rows of the process.
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 _aten = torch.ops.aten
-# What torch says of it.
+# Torch's error messages.
 _NO_RULE = "Sharding propagation failed"
 # Every tensor among their arguments and results has the batch as its first axis.
 _BY_ROWS = frozenset(
@@ -46,7 +46,7 @@ _BY_ROWS = frozenset(
 
 
 class UnshardedOps(TorchDispatchMode):
-    """Computes on whole tensors what DTensors cannot compute on parts."""
+    """Dispatch mode that runs such operations on gathered tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class UnshardedOps(TorchDispatchMode):
         except NotImplementedError:
             self._without_rule.add(func)
         except RuntimeError as error:
-            # A rule that does not cover how these tensors are cut.
+            # A rule that does not cover these placements.
             if _NO_RULE not in str(error):
                 raise
         return _whole(func, args, kwargs)
 
 
 def _even(value: Any) -> Any:
-    """A tensor whose parts are equal; torch's views of others go wrong."""
+    """A tensor with equal shards; torch's views of uneven ones are wrong."""
     if not isinstance(value, DTensor):
         return value
     parts: dict[int, int] = {}
@@ -117,7 +117,7 @@ def _mesh(args: Any) -> Any:
 
 
 def _local(value: Any, mesh: Any, placements: Any) -> Any:
-    """A process's part of a tensor, a DTensor or one that every process has."""
+    """The local shard of a DTensor or of a replicated tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, DTensor):
@@ -158,7 +158,7 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _row_placements(value: Any, mesh: Any) -> list[Any]:
-    """By rows along the axes where a tensor is, whole along the others."""
+    """Sharded by rows along the axes where the tensor is, else replicated."""
     if not isinstance(value, DTensor):
         return [Replicate()] * mesh.ndim
     return [p if p == Shard(0) else Replicate() for p in value.placements]
@@ -175,7 +175,7 @@ def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # DTensor's own rule exchanges the edges of images between all processes, whatever the
-# images are cut along. Here rows stay where they are, and kernels are gathered.
+# sharded axis. Here rows keep their shards, and kernels are gathered.
 
 
 def _convolution(args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An all-reduce between GPUs of this process."""
+"""All-reduce between GPUs of this process by NCCL."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def nccl_all_reduce(
         tensors: one for each replica, of one shape and dtype.
 
     Returns:
-        The reduction on the GPU of each tensor; None where NCCL does not serve:
-        tensors elsewhere, two on one GPU, whole numbers, or values that a gradient is
-        wanted of.
+        The reduction on the GPU of each tensor; None where NCCL does not apply: other
+        devices, two tensors on one GPU, integers, or tensors that require a gradient.
     """
     if len({tensor.device for tensor in tensors}) < len(tensors) or not all(
         tensor.is_cuda and tensor.is_floating_point() and not tensor.requires_grad

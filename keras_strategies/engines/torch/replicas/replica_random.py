@@ -1,4 +1,4 @@
-"""Random numbers on replicas that are threads: of each its own, and repeatable.
+"""Reproducible random numbers for each replica thread.
 
 Torch has one generator per device for the whole process. Threads that draw from it
 do so in the order in which they happen to run, so that a seed would not fix what a
@@ -8,9 +8,9 @@ generator and the replica's place. The number is drawn when the first replica as
 it: a layer without randomness leaves the process's generator, and the shuffling that
 comes out of it, as they are on one device.
 
-To look at every function that torch is asked for takes 4 % of the time of a small
-transformer. So it is done the first time that something is called on replicas, and
-later where there was something to be found.
+Intercepting every function of torch takes 4 % of the time of a small transformer. So it
+is done in the first call of a layer or function, and in later calls if the first one
+drew random numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DRAWS = frozenset(
         torch.Tensor.uniform_,
     ]
 )
-# Functions that draw, and can be given no generator.
+# Functions that draw without a `generator` argument.
 _CANNOT_BE_GIVEN_ONE = frozenset(
     [
         torch.rand_like,
@@ -67,12 +67,12 @@ _CANNOT_BE_GIVEN_ONE = frozenset(
     ]
 )
 _dropout = torch.nn.functional.dropout
-# One replica at a time borrows the process's generator for those.
+# For those, one replica at a time uses the process's generator.
 _borrowing = threading.Lock()
 
 
 class ReplicaRandom:
-    """The seed that the replicas of one computation share."""
+    """Shared seed of the replicas of one computation."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,19 +90,19 @@ class ReplicaRandom:
             return self._seed
 
     def numbers(self, replica_id: int) -> contextlib.AbstractContextManager[Any]:
-        """Entered by the thread of a replica."""
+        """Context manager for the thread of a replica."""
         return OwnRandomNumbers(self, replica_id)
 
 
 class NoRandom(ReplicaRandom):
-    """For computations that draw nothing."""
+    """For computations without random numbers."""
 
     def numbers(self, replica_id: int) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
 class RandomCalls:
-    """Which of the things that are called on replicas draw random numbers."""
+    """Records which layers and functions draw random numbers."""
 
     def __init__(self) -> None:
         self._draws: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = (
@@ -111,11 +111,11 @@ class RandomCalls:
 
     @contextlib.contextmanager
     def call(self, owner: Any, variant: Any) -> Iterator[ReplicaRandom]:
-        """Entered around a call on all replicas.
+        """Context manager around a call on all replicas.
 
         Args:
             owner: what is called, a layer or a function.
-            variant: hashable, what else decides whether it draws, as `training`.
+            variant: hashable, flags such as `training` that affect it.
         """
         known = self._draws.setdefault(owner, {})
         random = ReplicaRandom() if known.get(variant, True) else NoRandom()
@@ -128,11 +128,11 @@ class RandomCalls:
 
 
 class OwnRandomNumbers(TorchFunctionMode):
-    """Entered by a replica's thread: its draws come from its own generators.
+    """Function mode of a replica's thread: draws from its own generators.
 
     Args:
         random: what the replicas share.
-        replica_id: int, the place of this one.
+        replica_id: int, the index of this one.
     """
 
     def __init__(self, random: ReplicaRandom, replica_id: int):

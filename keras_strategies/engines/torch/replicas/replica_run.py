@@ -103,13 +103,13 @@ class TorchRun:
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         owner = _owner(fn)
-        # In its first run a function may build models: once, and not in a race.
+        # The first run of a function may build models, so it is sequential.
         sequential = owner not in self._has_run or len(args) == 1
         communicator = _RunCommunicator(self, sequential)
         try:
             results = self._run(fn, args, kwargs, owner, communicator)
         except SequentialRunNeededError:
-            # It makes a variable in a later run: this one is begun again, in turns.
+            # A later run creates a variable: it is restarted sequentially.
             self._has_run.discard(owner)
             communicator.check_restart(getattr(fn, "__qualname__", repr(fn)))
             communicator = _RunCommunicator(self, is_sequential=True)
@@ -147,7 +147,7 @@ class TorchRun:
         return lambda variable: self._variables.copy(replica_id, variable)
 
     def commit(self, states: Sequence[RunState]) -> None:
-        """Gives variables the values that the replicas left, and forgets those."""
+        """Assigns the replicas' values to variables."""
         keys = dict.fromkeys(key for state in states for key in state.updates)
         for key in keys:
             having = [state for state in states if key in state.updates]
@@ -171,7 +171,7 @@ class TorchRun:
 
 
 def _assigned(variable: Any, value: torch.Tensor) -> torch.Tensor:
-    """A leaf of the autograd graph, as variables are: assigning has no gradient."""
+    """A leaf of the autograd graph: assignments have no gradient."""
     leaf = value.detach()
     if keras_compat.raw_value(variable).requires_grad and torch.is_grad_enabled():
         # A copy: the value may be another variable's memory.
@@ -180,7 +180,7 @@ def _assigned(variable: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def _owner(fn: Callable[..., Any]) -> Any:
-    """What stands for a function that is made anew each time: methods, lambdas."""
+    """A key for functions that are recreated in each call: methods, lambdas."""
     if getattr(fn, "__name__", "") == "<lambda>":
         return fn.__code__
     function = getattr(fn, "__func__", fn)
@@ -217,7 +217,7 @@ class _RunCommunicator(ThreadCommunicator):
         self._has_merged = False
 
     def check_restart(self, name: str) -> None:
-        """Raises unless all that the run has done so far can be done once more."""
+        """Raises if the run so far cannot be repeated."""
         met_workers = self.team.workers is not None and self.has_exchanged
         if self._has_merged or met_workers:
             raise ContextError(
@@ -258,8 +258,8 @@ def sum_gradients(
     Those of half precision are summed in float32, which is returned.
 
     Args:
-        gradients: for each variable a `PerReplica`, or what all replicas have.
-        lead: where the sums are needed.
+        gradients: for each variable a `PerReplica`, or a value of all replicas.
+        lead: the device of the sums.
         count: int, the local replicas.
         reduction: the strategy's `CrossDeviceOps`, None for torch's own sum.
     """

@@ -1,4 +1,4 @@
-"""The threads that replicas run on, shared by all strategies of the process."""
+"""Threads of replicas, shared by all strategies of the process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _SharedThreads:
             return ThreadPoolExecutor(1, f"replica-{next(self._numbers)}")
 
     def forget(self) -> None:
-        """In a forked process, where the threads do not run."""
+        """For forked processes, where the threads do not run."""
         self._idle.clear()
 
 
@@ -77,7 +77,7 @@ os.register_at_fork(after_in_child=_shared.forget)
 
 
 class _Kernels(threading.local):
-    # For how many kernel threads this thread was last set up.
+    # The number of kernel threads set for this thread.
     count = 0
 
 

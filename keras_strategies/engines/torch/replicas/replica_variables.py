@@ -1,4 +1,4 @@
-"""The copies of variables that replicas compute with."""
+"""Copies of variables on replicas."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from keras_strategies.runtime.base import Placement
 
 
 class ReplicaVariables:
-    """Gives each replica the values of variables on its device.
+    """Values of variables on the device of each replica.
 
     A replica on the variable's own device (all virtual CPUs are one to torch) gets
-    an alias of its memory, the others a copy: one that is kept where variables are
-    mirrored, one for the call where they are stored centrally.
+    an alias of its memory, the others a copy: a persistent one if variables are
+    mirrored, else one for the call.
     """
 
     def __init__(self, placement: Placement):
@@ -48,7 +48,7 @@ class ReplicaVariables:
         return local
 
     def mirrors(self, variable: Any) -> list[tuple[Device, torch.Tensor]]:
-        """The copies that are kept on devices other than the variable's."""
+        """The persistent copies on devices other than the variable's."""
         raw = keras_compat.raw_value(variable)
         found = []
         if self._placement.mirrored:
@@ -63,7 +63,7 @@ class ReplicaVariables:
 
 
 class _Mirrors:
-    """Copies of tensors on other devices, brought up to date when they are read.
+    """Copies of tensors on other devices, updated lazily.
 
     Torch counts the in-place changes of a tensor, so that a copy is made after an
     update, a loaded file or an assignment, and never otherwise.

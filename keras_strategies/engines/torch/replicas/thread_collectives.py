@@ -1,4 +1,4 @@
-"""Replicas as threads of one process, and the collectives between them."""
+"""Collectives between replicas that are threads of one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from keras_strategies.values import regroup, select_replica
 
 @dataclass(frozen=True)
 class ActiveReplicas:
-    """The replicas that take part in a computation, on all workers.
+    """The replicas of a computation, on all workers.
 
     Args:
         workers: the engine between workers; None where there is one worker.
@@ -66,7 +66,7 @@ class ActiveReplicas:
     def gather(
         self, values: Sequence[Any], axis: int
     ) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Concatenates tensors of all replicas, and says how long each part is."""
+        """Concatenates tensors of all replicas; also returns the lengths."""
         gathered, lengths = [], []
         for column in zip(*values, strict=True):
             parts = [part.to(column[0].device) for part in column]
@@ -117,7 +117,7 @@ class ActiveReplicas:
 
 
 class _Slot:
-    """Where the replicas leave their values of one collective."""
+    """Values of the replicas in one collective."""
 
     def __init__(self, kind: str, count: int):
         self.kind = kind
@@ -129,8 +129,8 @@ class _Slot:
 class ThreadCommunicator(Communicator):
     """Collectives between the threads of one computation.
 
-    The n-th collective of a replica meets the n-th of the others; in the backward
-    pass collectives meet under the number of their forward call.
+    The n-th collective of a replica matches the n-th of the others; in the backward
+    pass, collectives match by the number of their forward call.
 
     Args:
         devices: the device of each replica.
@@ -150,14 +150,14 @@ class ThreadCommunicator(Communicator):
         self.reduction = reduction
         self._devices = tuple(devices)
         self._team = team or ActiveReplicas(None, (len(self._devices),), 0)
-        # The replica whose turn it is; None where they run side by side.
+        # The replica that runs; None if they run concurrently.
         self._turn: int | None = 0 if is_sequential else None
         self._condition = threading.Condition()
         self._slots: dict[Any, _Slot] = {}
         self._counters = [itertools.count() for _ in devices]
         self._finished: set[int] = set()
         self.error: BaseException | None = None
-        #: bool, whether the replicas have met in a collective.
+        #: bool, whether the replicas have completed a collective.
         self.has_exchanged = False
 
     @property
@@ -171,7 +171,7 @@ class ThreadCommunicator(Communicator):
         return next(self._counters[replica_id])
 
     def restart(self) -> None:
-        """Lets the same replicas run once more, as for the backward pass."""
+        """Restarts the same replicas, for the backward pass."""
         self._finished.clear()
 
     def fail(self, error: BaseException) -> None:
@@ -220,9 +220,9 @@ class ThreadCommunicator(Communicator):
         value: Any,
         merge: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
-        """Leaves a value, waits for the others' and returns all of them.
+        """Exchanges a value with the other replicas and returns all of them.
 
-        With `merge`, the last to arrive calls it on the values, for everybody.
+        With `merge`, the last one to arrive calls it on the values for all.
         """
         with self._condition:
             slot = self._slots.get(key)
@@ -263,7 +263,7 @@ class ThreadCommunicator(Communicator):
             )
 
     def merged(self, merge_fn: Callable[[], Any]) -> Any:
-        """Calls the function of a `merge_call`, in the last replica's thread."""
+        """Calls the function of a `merge_call` in the last replica's thread."""
         return merge_fn()
 
     # Collectives.
