@@ -145,7 +145,7 @@ def ours(
         for steps_per_execution in STEPS_PER_EXECUTION:
             with strategy.scope():
                 model = workload.build(keras, steps_per_execution)
-            states = strategy.cluster.dispatcher.workers.values()
+            states = strategy.cluster.scheduler.workers.values()
             before = {state.index: state.steps for state in states}
             # Workers compile one by one, which may take several epochs.
             while min(state.steps - before[state.index] for state in states) < 20:

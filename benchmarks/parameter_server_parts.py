@@ -163,8 +163,8 @@ def fault(kind: str, number: int, **options: Any) -> dict[str, float]:
             total.assign_add(1.0)
             time.sleep(0.01)
 
-        dispatcher = strategy.cluster.dispatcher
-        states = dispatcher.workers if kind == "worker" else dispatcher.servers
+        scheduler = strategy.cluster.scheduler
+        states = scheduler.workers if kind == "worker" else scheduler.servers
         scheduled = schedule_for(coordinator, step, 2.0, lambda: False)
         pid = states[0].pid
         os.kill(pid, number)
@@ -190,7 +190,7 @@ def schedule_for(
     count = 0
     while time.monotonic() < until and not is_enough():
         # A short queue, so that what comes after the fault is seen soon.
-        if len(coordinator.strategy.cluster.dispatcher.queue) < 4:
+        if len(coordinator.strategy.cluster.scheduler.queue) < 4:
             coordinator.schedule(step)
             count += 1
         else:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.worker.running_closure import portable_error
+from keras_strategies.parameter_server.worker.running_task import portable_error
 
 ROOT = Path(__file__).parents[1]
 CLASSES = [value for value in vars(ks.errors).values() if isinstance(value, type)]
@@ -47,7 +47,7 @@ def test_the_address_follows_the_message() -> None:
 def test_an_error_of_another_process_has_one_address(pickler) -> None:
     error = ks.errors.BatchError("No rows.")
     for _ in range(2):
-        error = pickler.loads(pickler.dumps(error))
+        error = pickler.bytes_per_server(pickler.dumps(error))
     assert str(error) == str(ks.errors.BatchError("No rows."))
     assert str(portable_error(error, 1)) == str(error)
 

@@ -15,7 +15,7 @@ from keras_strategies.collectives import NcclAllReduce
 from keras_strategies.parameter_server.parameter_server_strategy import (
     ParameterServerStrategy,
 )
-from keras_strategies.parameter_server.wire.task_messages import Reference
+from keras_strategies.parameter_server.wire.task_messages import WorkerReference
 
 STUB = Path(ks.__file__).with_suffix(".pyi")
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
@@ -129,7 +129,7 @@ def printed(mirrored, monkeypatch) -> dict[str, object]:
             printed
         ),
         "<OptionalBatch without batch>": _ended(dataset).get_next_as_optional(),
-        "<PerWorkerValues": ks.PerWorkerValues(coordinator, Reference(0)),
+        "<PerWorkerValues": ks.PerWorkerValues(coordinator, WorkerReference(0)),
         "<ClusterCoordinator of <ParameterServerStrategy": coordinator,
     }
 

@@ -19,14 +19,16 @@ from keras_strategies.parameter_server.coordinator.parameter_server_trainer impo
     ParameterServerTrainer,
 )
 from keras_strategies.parameter_server.coordinator.process_cluster import (
-    Cluster,
     ClusterOptions,
+    ProcessCluster,
 )
 from keras_strategies.parameter_server.engines import get_engine
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
-from keras_strategies.parameter_server.variables.variable_registry import Registry
+from keras_strategies.parameter_server.variables.variable_registry import (
+    VariableRegistry,
+)
 from keras_strategies.parameter_server.wire.cluster_secret import cluster_keys
 from keras_strategies.parameter_server.wire.variable_description import server_device
 from keras_strategies.runtime.base import Placement
@@ -123,8 +125,8 @@ class ParameterServerStrategy(Strategy):
     ):
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
-                "`variable_partitioner` is one of ks.experimental.partitioners, or a "
-                f"callable of a shape and a dtype. Received: {variable_partitioner!r}"
+                "`variable_partitioner` must be one of ks.experimental.partitioners or "
+                f"a callable of a shape and a dtype. Received: {variable_partitioner!r}"
             )
         if max_staleness is not None and (
             isinstance(max_staleness, bool)
@@ -132,7 +134,7 @@ class ParameterServerStrategy(Strategy):
             or max_staleness < 0
         ):
             raise InvalidArgumentError(
-                "`max_staleness` is a number of updates, 0 or more, or None for no "
+                "`max_staleness` must be an int of 0 or more, or None for no "
                 f"bound. Received: {max_staleness!r}"
             )
         for name, seconds in (
@@ -143,11 +145,12 @@ class ParameterServerStrategy(Strategy):
         ):
             if seconds is not None and not seconds > 0:
                 raise InvalidArgumentError(
-                    f"`{name}` is a number of seconds above 0. Received: {seconds!r}"
+                    f"`{name}` must be a positive number of seconds. Received: "
+                    f"{seconds!r}"
                 )
         if on_snapshot_error not in ("raise", "continue"):
             raise InvalidArgumentError(
-                "`on_snapshot_error` is 'raise' or 'continue'. Received: "
+                "`on_snapshot_error` must be 'raise' or 'continue'. Received: "
                 f"{on_snapshot_error!r}"
             )
         if cluster_resolver is not None:
@@ -181,18 +184,18 @@ class ParameterServerStrategy(Strategy):
         if lazy_rows is None:
             lazy_rows = max_staleness != 0
         assert self._cluster.servers is not None
-        self._registry = Registry(
+        self._registry = VariableRegistry(
             self._cluster.servers, variable_partitioner, self._cluster.local, lazy_rows
         )
         self._trainer = ParameterServerTrainer(self)
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ProcessCluster:
         """The processes of this strategy."""
         return self._cluster
 
     @property
-    def registry(self) -> Registry:
+    def registry(self) -> VariableRegistry:
         """The variables of this strategy."""
         return self._registry
 
@@ -246,15 +249,15 @@ class ParameterServerStrategy(Strategy):
         RunOptions.parse(options)
         if not isinstance(args, (list, tuple)):
             raise InvalidArgumentError(
-                "`args` of `run` is a list or tuple with one entry per argument of "
-                f"the function. Received: {type(args).__name__}. Write "
+                "`args` of `run` must be a list or tuple with one entry per argument "
+                f"of the function. Received: {type(args).__name__}. Write "
                 "`args=(value,)` for one argument."
             )
         if get_engine().is_tracing():
             raise ContextError(
-                "`run` of a ParameterServerStrategy was called while the coordinator "
-                "traced a ks.function, which workers cannot take part in. Let a worker "
-                "call that function: `ks.ClusterCoordinator(strategy).schedule(step, "
+                "`run` of a ParameterServerStrategy was called while a ks.function was "
+                "traced on the coordinator. Schedule that function on a worker "
+                "instead: `ks.ClusterCoordinator(strategy).schedule(step, "
                 "args=(...))`."
             )
         from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
@@ -325,23 +328,23 @@ def _check_installed(is_local: bool) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"ParameterServerStrategy needs {' and '.join(missing)}, which Python does "
-            'not find here. Install them with `pip install "keras-strategies[ps]"`.'
+            f"ParameterServerStrategy needs {' and '.join(missing)}, which is not "
+            'installed. Run `pip install "keras-strategies[ps]"`.'
         )
 
 
-def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> Cluster:
+def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> ProcessCluster:
     """The processes that a resolver describes: our own, or those of `ks.Server`."""
     if isinstance(resolver, LocalClusterResolver):
-        return Cluster(options)
+        return ProcessCluster(options)
     if resolver.task_type != "chief":
         raise InvalidArgumentError(
-            "ParameterServerStrategy is made by the coordinator, the task 'chief'; "
-            f"this process is {resolver.task_type!r} {resolver.task_id}. In workers "
-            "and parameter servers call `ks.Server(...).join()` instead, in an "
-            "evaluator `ks.SidecarEvaluator(...).start()`."
+            "Only the coordinator, the task 'chief', creates a "
+            f"ParameterServerStrategy; this process is {resolver.task_type!r} "
+            f"{resolver.task_id}. Call `ks.Server(...).join()` in workers and "
+            "parameter servers, and `ks.SidecarEvaluator(...).start()` in an evaluator."
         )
     spec = resolver.cluster_spec()
     servers = [f"tcp://{spec.task_address('ps', i)}" for i in spec.task_indices("ps")]
     control = f"tcp://{spec.task_address('chief', resolver.task_id or 0)}"
-    return Cluster(options, control, servers, cluster_keys())
+    return ProcessCluster(options, control, servers, cluster_keys())

@@ -34,13 +34,13 @@ def _check_config(config: Any) -> None:
 
     if keras.backend.backend() != "tensorflow":
         raise BackendError(
-            "`config` holds settings of TensorFlow, and Keras runs on "
+            "`config` has settings of TensorFlow, but Keras runs on "
             f"{keras.backend.backend()!r}. Leave it out; OMP_NUM_THREADS sets the "
             "threads of a task."
         )
     if not hasattr(config, "inter_op_parallelism_threads"):
         raise InvalidArgumentError(
-            "`config` is a tf.compat.v1.ConfigProto, whose numbers of threads are "
+            "`config` must be a tf.compat.v1.ConfigProto; its numbers of threads are "
             f"used. Received: {config!r}"
         )
 
@@ -116,8 +116,8 @@ class Server:
             )
         if job_name not in ("worker", "ps"):
             raise ClusterError(
-                "A Server is a 'worker' or a 'ps'. Received: "
-                f"job_name={job_name!r}. The chief makes the strategy instead, and an "
+                "`job_name` must be 'worker' or 'ps'. Received: "
+                f"job_name={job_name!r}. The chief creates the strategy instead, an "
                 "evaluator calls ks.SidecarEvaluator(...).start()."
             )
         self._job = job_name
@@ -126,8 +126,9 @@ class Server:
         self._keys = cluster_keys()
         if protocol not in (None, "grpc"):
             raise InvalidArgumentError(
-                "Tasks communicate by ZeroMQ, encrypted by CurveZMQ; there is no other "
-                f"transport. Leave `protocol` out. Received: protocol={protocol!r}"
+                "Tasks communicate over ZeroMQ, encrypted by CurveZMQ; no other "
+                "transport is available. Leave `protocol` out. Received: "
+                f"protocol={protocol!r}"
             )
         _check_config(config)
         self._config = config
@@ -136,7 +137,7 @@ class Server:
             check_folder(snapshot_folder)
         self._snapshots = (snapshot_folder, snapshot_seconds)
         self._timeout = timeout_seconds
-        self._patience = coordinator_seconds
+        self._coordinator_seconds = coordinator_seconds
 
     def __repr__(self) -> str:
         return f"<Server of {self._job} {self._index} at {self.target}>"
@@ -204,7 +205,7 @@ class Server:
                 self._keys,
                 own,
                 *self._snapshots,
-                patience=self._patience,
+                coordinator_seconds=self._coordinator_seconds,
             )
             return
         run_worker(
@@ -214,5 +215,5 @@ class Server:
             keys=self._keys,
             addresses=servers,
             timeout=self._timeout,
-            patience=self._patience,
+            coordinator_seconds=self._coordinator_seconds,
         )

@@ -33,8 +33,8 @@ def processes_of(strategy: Any) -> list[int]:
     if cluster is None:
         return []
     states = [
-        *cluster.dispatcher.workers.values(),
-        *cluster.dispatcher.servers.values(),
+        *cluster.scheduler.workers.values(),
+        *cluster.scheduler.servers.values(),
     ]
     return [*(state.pid for state in states), cluster._manager._process.pid]
 

@@ -18,14 +18,14 @@ import threading
 from pathlib import Path
 
 from harness.forker import Forked, Forker
-from keras_strategies.parameter_server.coordinator.ray_launcher import Start
+from keras_strategies.parameter_server.coordinator.ray_launcher import ProcessStart
 from keras_strategies.parameter_server.wire.transport import Connection
 
 _POLL_SECONDS = 0.02
 
 
 class ForkingManager:
-    """Stands in for `ray_launcher.Manager`.
+    """Stands in for `ray_launcher.RayManager`.
 
     Args:
         forker: forks the processes.
@@ -83,7 +83,7 @@ class ForkingManager:
         finally:
             connection.close()
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: ProcessStart) -> None:
         name = (start.kind, start.index, start.incarnation)
         path = Path(self._folder.name) / "-".join(map(str, name))
         path.write_bytes(pickle.dumps((start.entry, start.arguments)))

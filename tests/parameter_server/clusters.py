@@ -13,7 +13,9 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.experimental import partitioners
-from keras_strategies.parameter_server.variables.shard_placement import RoundRobin
+from keras_strategies.parameter_server.variables.shard_placement import (
+    RoundRobinPlacement,
+)
 
 SECONDS = 60.0
 #: Between the snapshots of servers that have them.
@@ -35,10 +37,10 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 def is_whole(strategy) -> bool:
     """Whether every worker and server of a strategy is alive."""
-    dispatcher = strategy.cluster.dispatcher
-    with dispatcher.condition:
-        return all(w.is_alive for w in dispatcher.workers.values()) and all(
-            s.is_ready for s in dispatcher.servers.values()
+    scheduler = strategy.cluster.scheduler
+    with scheduler.condition:
+        return all(w.is_alive for w in scheduler.workers.values()) and all(
+            s.is_ready for s in scheduler.servers.values()
         )
 
 
@@ -48,8 +50,8 @@ def wait_until_whole(strategy) -> None:
 
 def assert_nothing_broke(strategy) -> None:
     """No error is left that a test should have taken."""
-    assert strategy.cluster.dispatcher.fatal is None
-    assert strategy.cluster.dispatcher.error is None
+    assert strategy.cluster.scheduler.fatal is None
+    assert strategy.cluster.scheduler.error is None
 
 
 @contextlib.contextmanager
@@ -57,8 +59,11 @@ def parts(strategy, count):
     """Cuts variables that are made in the block into another number of parts."""
     registry = strategy.registry
     partitioner = partitioners.FixedShardsPartitioner(count)
-    servers = len(strategy.cluster.dispatcher.servers)
-    before, registry._places = registry._places, RoundRobin(servers, partitioner)
+    servers = len(strategy.cluster.scheduler.servers)
+    before, registry._places = (
+        registry._places,
+        RoundRobinPlacement(servers, partitioner),
+    )
     try:
         yield
     finally:
@@ -67,8 +72,8 @@ def parts(strategy, count):
 
 def kill(strategy, kind: str, index: int, number: int = signal.SIGKILL) -> int:
     """Sends a signal to a worker ("worker") or server ("ps"); its process id."""
-    dispatcher = strategy.cluster.dispatcher
-    states = dispatcher.workers if kind == "worker" else dispatcher.servers
+    scheduler = strategy.cluster.scheduler
+    states = scheduler.workers if kind == "worker" else scheduler.servers
     pid = states[index].pid
     os.kill(pid, number)
     return pid

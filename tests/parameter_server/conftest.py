@@ -35,11 +35,13 @@ EVERYWHERE = {
         "test_what_several_variables_share_is_refused",
     ),
     "test_partitioners": ("test_dtypes_of_every_framework",),
-    "test_pipeline": ("test_a_step_misses_the_update_before_it_and_no_other[True-1]",),
-    "test_places": (),
+    "test_pull_ahead": (
+        "test_a_step_misses_the_update_before_it_and_no_other[True-1]",
+    ),
+    "test_row_positions": (),
     "test_progress": (),
     "test_rows": (),
-    "test_shared_memory": (),
+    "test_shared_buffers": (),
     "test_snapshots": (),
     "test_steps_that_differ": (),
     "test_store": (),
@@ -71,7 +73,7 @@ def forker() -> Iterator[Forker]:
 def forks(forker: Forker) -> Iterator[None]:
     """Clusters of these tests fork their processes, without Ray."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "Manager", functools.partial(ForkingManager, forker))
+        patch.setattr(cluster, "RayManager", functools.partial(ForkingManager, forker))
         yield
 
 

@@ -39,12 +39,12 @@ def replaces_a_worker(strategy, coordinator) -> None:
     coordinator.schedule(lambda: total.assign_add(np.ones(3)))
     coordinator.join(clusters.SECONDS)
     assert total.numpy().tolist() == [1.0, 1.0, 1.0]
-    assert strategy.cluster.dispatcher.workers[0].deaths == 1
+    assert strategy.cluster.scheduler.workers[0].deaths == 1
 
 
 def processes(strategy) -> list[int]:
-    dispatcher = strategy.cluster.dispatcher
-    states = [*dispatcher.workers.values(), *dispatcher.servers.values()]
+    scheduler = strategy.cluster.scheduler
+    states = [*scheduler.workers.values(), *scheduler.servers.values()]
     return [*(state.pid for state in states), strategy.cluster._manager._process.pid]
 
 
@@ -65,10 +65,10 @@ def main(folder: Path) -> None:
 
         def die(epoch, logs) -> None:
             if epoch == 1:
-                strategy.cluster.servers.ask(0, "snapshot")
+                strategy.cluster.servers.request(0, "snapshot")
                 clusters.kill(strategy, "ps", 0)
             if epoch == 2:
-                assert strategy.cluster.dispatcher.servers[0].deaths == 1
+                assert strategy.cluster.scheduler.servers[0].deaths == 1
                 assert coordinator.status().bytes_per_step > 1000
                 (folder / "pids").write_text(" ".join(map(str, processes(strategy))))
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -26,7 +26,7 @@ def test_there_is_one_coordinator(strategy, coordinator) -> None:
     assert ks.ClusterCoordinator(strategy) is coordinator
     with pytest.raises(ks.errors.InvalidArgumentError, match="ParameterServerStrategy"):
         ks.ClusterCoordinator(ks.OneDeviceStrategy("cpu:0"))
-    with pytest.raises(TypeError, match="takes a function"):
+    with pytest.raises(TypeError, match="requires a callable"):
         coordinator.schedule(3)
 
 
@@ -47,7 +47,7 @@ def test_functions_run_once_each_and_update_variables(strategy, coordinator) -> 
 
 def test_workers_know_their_numbers(coordinator) -> None:
     numbers = [coordinator.schedule(ks.get_current_worker_index) for _ in range(8)]
-    alive = set(coordinator.strategy.cluster.dispatcher.workers)
+    alive = set(coordinator.strategy.cluster.scheduler.workers)
     assert {value.fetch(clusters.SECONDS) for value in numbers} <= alive
     assert ks.get_current_worker_index() is None
 

@@ -46,8 +46,8 @@ def counting(total, seconds: float = 0.02):
 
 
 def deaths(strategy, kind: str, index: int) -> int:
-    dispatcher = strategy.cluster.dispatcher
-    states = dispatcher.workers if kind == "worker" else dispatcher.servers
+    scheduler = strategy.cluster.scheduler
+    states = scheduler.workers if kind == "worker" else scheduler.servers
     return states[index].deaths
 
 
@@ -110,7 +110,7 @@ def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
     with recovered.scope():
         model = clusters.two_inputs("sgd")
     model.fit(x, y, batch_size=8, verbose=0)
-    other = recovered.cluster.dispatcher.workers[1]
+    other = recovered.cluster.scheduler.workers[1]
     ended, threads, meanwhile = [], [], []
 
     def end(batch, logs):
@@ -201,7 +201,7 @@ def test_nothing_is_lost_that_is_in_a_snapshot(recovered, coordinator) -> None:
 
     run = updates(recovered, coordinator, table, optimizer)
     run(2)
-    recovered.cluster.servers.ask(server, "snapshot")
+    recovered.cluster.servers.request(server, "snapshot")
     # What is made after a snapshot is there again, too.
     with recovered.scope():
         late = keras.Variable(np.arange(4.0), name="late", dtype="float32")
@@ -230,7 +230,7 @@ def without_a_folder(folder: Path):
 def test_snapshots_that_cannot_be_written(
     recovered, coordinator, total, monkeypatch
 ) -> None:
-    dispatcher = recovered.cluster.dispatcher
+    scheduler = recovered.cluster.scheduler
     server = recovered.registry.describe(total).parts[0].server
     made = 0
 
@@ -246,31 +246,31 @@ def test_snapshots_that_cannot_be_written(
             train()
         assert float(total.numpy()) == made
         with monkeypatch.context() as patch:
-            patch.setattr(dispatcher, "snapshot_problem", None)
-            patch.setattr(dispatcher, "_on_snapshot_error", "continue")
-            patch.setattr(dispatcher, "error", None)
+            patch.setattr(scheduler, "snapshot_problem", None)
+            patch.setattr(scheduler, "_on_snapshot_error", "continue")
+            patch.setattr(scheduler, "error", None)
             with pytest.warns(UserWarning, match="continues without snapshots"):
                 train()
-    recovered.cluster.servers.ask(server, "snapshot")
-    clusters.wait_until(lambda: dispatcher.snapshot_problem is None, "it is written")
+    recovered.cluster.servers.request(server, "snapshot")
+    clusters.wait_until(lambda: scheduler.snapshot_problem is None, "it is written")
     coordinator.join(clusters.SECONDS)
     assert float(total.numpy()) == made
 
 
 def test_a_lost_server_without_snapshots_is_an_error() -> None:
     with clusters.start(workers=1, ps=1) as strategy:
-        dispatcher = strategy.cluster.dispatcher
+        scheduler = strategy.cluster.scheduler
         coordinator = ks.ClusterCoordinator(strategy)
         with strategy.scope():
             total = keras.Variable(np.zeros(3), name="total")
         clusters.kill(strategy, "ps", 0)
-        clusters.wait_until(lambda: dispatcher.fatal is not None, "it is noticed")
+        clusters.wait_until(lambda: scheduler.fatal is not None, "it is noticed")
         with pytest.raises(ks.errors.ServerLostError, match="snapshot_seconds"):
             coordinator.schedule(lambda: total.numpy())
         with pytest.raises(ks.errors.ServerLostError, match="Parameter server 0 died"):
             coordinator.join()
-        worker = psutil.Process(dispatcher.workers[0].pid)
-    assert not dispatcher._thread.is_alive()
+        worker = psutil.Process(scheduler.workers[0].pid)
+    assert not scheduler._thread.is_alive()
     with pytest.raises(ks.errors.WorkerError, match="has been closed"):
         total.numpy()
     _, alive = psutil.wait_procs([worker], timeout=10)
@@ -282,10 +282,10 @@ def test_a_damaged_snapshot_is_not_used(recovered, coordinator, total) -> None:
     server = about.parts[0].server
     for _ in range(2):
         coordinator.schedule(counting(total), args=(1.0,)).fetch(clusters.SECONDS)
-        path = Path(recovered.cluster.servers.ask(server, "snapshot"))
+        path = Path(recovered.cluster.servers.request(server, "snapshot"))
     path.write_bytes(path.read_bytes()[:-1])
     clusters.kill(recovered, "ps", server)
-    with pytest.warns(UserWarning, match=rf"{path.name} is truncated.* goes on from"):
+    with pytest.warns(UserWarning, match=rf"{path.name} is truncated.* restored"):
         coordinator.schedule(counting(total), args=(1.0,))
         coordinator.join(clusters.SECONDS)
         coordinator.join()
@@ -304,7 +304,7 @@ def test_factored_moments_are_in_a_snapshot(recovered, coordinator) -> None:
     run = updates(recovered, coordinator, table, optimizer)
     run(2)
     server = recovered.registry.describe(table).parts[0].server
-    recovered.cluster.servers.ask(server, "snapshot")
+    recovered.cluster.servers.request(server, "snapshot")
     clusters.kill(recovered, "ps", server)
     run(1)
     coordinator.join(clusters.SECONDS)
@@ -324,7 +324,7 @@ def test_a_stopped_server_is_replaced(recovered, coordinator, total) -> None:
     server = recovered.registry.describe(total).parts[0].server
     before = deaths(recovered, "ps", server)
     coordinator.schedule(counting(total), args=(1.0,)).fetch(clusters.SECONDS)
-    recovered.cluster.servers.ask(server, "snapshot")
+    recovered.cluster.servers.request(server, "snapshot")
     clusters.kill(recovered, "ps", server, signal.SIGSTOP)
     for _ in range(5):
         coordinator.schedule(counting(total), args=(1.0,))

@@ -75,7 +75,7 @@ def test_constraints_hold_for_whole_variables_only(asynchronous, synchronous) ->
     assert all(weights.min() >= 0 for weights in clusters.values(model.weights[:2]))
     with synchronous.scope():
         model = build()
-    with pytest.raises(ks.errors.InvalidArgumentError, match="cut into 2 parts"):
+    with pytest.raises(ks.errors.InvalidArgumentError, match="sharded into 2 shards"):
         model.fit(x, y, batch_size=5, verbose=0)
 
 
@@ -130,7 +130,7 @@ def test_asynchronous_training_learns_and_counts_each_step_once(asynchronous) ->
     assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 72
     clusters.wait_until_whole(asynchronous)
     status = ks.ClusterCoordinator(asynchronous).status()
-    workers = len(asynchronous.cluster.dispatcher.workers)
+    workers = len(asynchronous.cluster.scheduler.workers)
     assert status.workers_alive == workers and "worker 1" in str(status)
 
 

@@ -12,7 +12,10 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
-from keras_strategies.parameter_server.wire.step_messages import ScaleReport, Step
+from keras_strategies.parameter_server.wire.step_messages import (
+    ScaleReport,
+    StepRequest,
+)
 from parameter_server import clusters
 
 SCALE, COUNTER = (0, 0), (1, 0)
@@ -90,7 +93,7 @@ def server(tmp_path) -> ParameterServer:
 def report(server, closure, used, is_finite, growth=3):
     """Tells a server of a step; the scale and the counter then."""
     found = ScaleReport(SCALE, COUNTER, growth, np.float32(used), is_finite)
-    step = Step(update=(closure, 0), scales=(found,))
+    step = StepRequest(update=(closure, 0), scales=(found,))
     server.handle(("step", step, "me"))
     values = [server.handle(("read", (key, 0, 1))) for key in (SCALE, COUNTER)]
     return float(values[0]), int(values[1])
@@ -276,7 +279,7 @@ def test_steps_that_overflow_in_several_workers_halve_once(
     scale, counter, made = state(optimizer)
     assert scale == 1024
     # At each of six scales, every worker may have overflowed.
-    workers = len(asynchronous.cluster.dispatcher.workers)
+    workers = len(asynchronous.cluster.scheduler.workers)
     assert 60 - 6 * workers <= made <= 60 - 6
     assert counter == made
     np.testing.assert_allclose(clusters.values([number])[0], -0.25 * made)

@@ -68,9 +68,9 @@ def test_one_server_with_much_more_than_its_share_is_told_of(synchronous) -> Non
 
 def test_a_table_larger_than_every_process_trains(synchronous) -> None:
     """The table and its slot have 384 MiB; each process may have 320 more."""
-    dispatcher = synchronous.cluster.dispatcher
-    servers = [server.pid for server in dispatcher.servers.values()]
-    workers = [worker.pid for worker in dispatcher.workers.values()]
+    scheduler = synchronous.cluster.scheduler
+    servers = [server.pid for server in scheduler.servers.values()]
+    workers = [worker.pid for worker in scheduler.workers.values()]
     ids = np.random.default_rng(0).choice(ROWS, (64, 2), replace=False)
     # Programs are compiled before memory is short.
     with synchronous.scope():

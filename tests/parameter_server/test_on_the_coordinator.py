@@ -53,7 +53,7 @@ def test_a_partitioned_variable_and_its_parts(synchronous, table) -> None:
     np.testing.assert_array_equal(table[4:6], [[8, 9], [7, 7]])
     table.assign(expected)
     assert "rows [5:10], shape=(5, 2)" in repr(table.variables[1])
-    with pytest.raises(AttributeError, match=r"in 2 parts.*variables\[i\].device"):
+    with pytest.raises(AttributeError, match=r"has 2 shards.*variables\[i\].device"):
         _ = table.device
 
 

@@ -131,7 +131,7 @@ def test_what_needs_whole_variables_does_not_get_parts(synchronous, name) -> Non
     x, y = data()
     with synchronous.scope(), clusters.parts(synchronous, 2):
         model = build(OPTIMIZERS[name]())
-    message = f"Optimizer {name.title()} computes with all rows of a variable together"
+    message = f"Optimizer {name.title()} computes with all rows of a variable at once"
     with pytest.raises(ks.errors.InvalidArgumentError, match=message):
         model.fit(x, y, batch_size=BATCH, verbose=0)
     # The cluster goes on.
@@ -205,8 +205,9 @@ def test_what_several_variables_share_is_refused(synchronous) -> None:
     with synchronous.scope():
         model = build(Shared(0.05))
     message = (
-        r"Optimizer Shared keeps a variable of shape \(1,\), '\w+/columns', which was "
-        r"not made by .*, which the updates of 5 variables use, of '\w+/embedding/emb"
+        r"Optimizer Shared has a variable of shape \(1,\), '\w+/columns', which was "
+        r"not created by .*The updates of 5 variables use it, among them "
+        r"'\w+/embedding/emb"
     )
     with pytest.raises(ks.errors.InvalidArgumentError, match=message):
         model.fit(x, y, **OPTIONS)
@@ -270,7 +271,7 @@ def test_several_optimizers_each_have_their_variables(synchronous, tmp_path) -> 
     with synchronous.scope():
         in_parts = build(several())
     with pytest.raises(
-        ks.errors.InvalidArgumentError, match="/hidden/kernel', which is cut"
+        ks.errors.InvalidArgumentError, match="/hidden/kernel', which is sharded"
     ):
         in_parts.fit(x, y, **OPTIONS)
 
@@ -339,7 +340,7 @@ def test_touched_rows_are_updated_with_the_whole_table(alone, name) -> None:
     for model in (ours, theirs):
         model.fit(x[:BATCH], y[:BATCH], **OPTIONS)
     assert_equal(ours, theirs)
-    [worker] = alone.cluster.dispatcher.workers.values()
+    [worker] = alone.cluster.scheduler.workers.values()
     for model in (ours, theirs):
         model.fit(x, y, epochs=3, **OPTIONS)
     assert_equal(ours, theirs)

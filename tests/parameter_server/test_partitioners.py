@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.variables.shard_placement import RoundRobin
+from keras_strategies.parameter_server.variables.shard_placement import (
+    RoundRobinPlacement,
+)
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -18,7 +20,7 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
     split_rows,
 )
 from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
-from keras_strategies.parameter_server.wire.variable_description import Part
+from keras_strategies.parameter_server.wire.variable_description import ShardRange
 
 
 @pytest.mark.parametrize(
@@ -134,11 +136,11 @@ def test_no_part_is_smaller_or_larger_than_its_limit(rows, limit) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FixedShardsPartitioner(0), "`num_shards` is a number, 1 or more"),
-        (lambda: MinSizePartitioner(0), "`min_shard_bytes` is a number"),
-        (lambda: MinSizePartitioner(8, max_shards=-1), "`max_shards` is a number"),
+        (lambda: FixedShardsPartitioner(0), "`num_shards` must be an int of 1 or more"),
+        (lambda: MinSizePartitioner(0), "`min_shard_bytes` must be an int"),
+        (lambda: MinSizePartitioner(8, max_shards=-1), "`max_shards` must be an int"),
         (lambda: MaxSizePartitioner(8.5), "Received: max_shard_bytes=8.5"),
-        (lambda: MaxSizePartitioner(8, max_shards=0), "`max_shards` is a number"),
+        (lambda: MaxSizePartitioner(8, max_shards=0), "`max_shards` must be an int"),
         (lambda: FixedShardsPartitioner(2)((4, 4), "float32", axis=1), "first axis"),
     ],
 )
@@ -150,10 +152,10 @@ def test_numbers_that_cannot_be(make, message) -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ((2,), "one number of parts, 1 or more, for each axis"),
+        ((2,), "the number of shards of each axis, 1 or more"),
         ((1, 2), "along their first axis only"),
-        ((0, 1), "one number of parts"),
-        (3, "one number of parts"),
+        ((0, 1), "the number of shards"),
+        (3, "the number of shards"),
         ((9, 1), "has only 4 rows"),
     ],
 )
@@ -172,13 +174,15 @@ def test_a_callable_may_choose_by_shape() -> None:
 
 
 def test_parts_go_round_the_servers() -> None:
-    places = RoundRobin(2, FixedShardsPartitioner(3))
+    places = RoundRobinPlacement(2, FixedShardsPartitioner(3))
     assert places.place((4, 8), "float32") == (
-        Part(0, 0, 2),
-        Part(1, 2, 3),
-        Part(0, 3, 4),
+        ShardRange(0, 0, 2),
+        ShardRange(1, 2, 3),
+        ShardRange(0, 3, 4),
     )
-    assert places.place((), "float32") == (Part(1, 0, 1),)
-    assert [RoundRobin(3).place((9,), "float32")[0].server for _ in range(2)] == [0, 0]
-    whole = RoundRobin(3)
+    assert places.place((), "float32") == (ShardRange(1, 0, 1),)
+    assert [
+        RoundRobinPlacement(3).place((9,), "float32")[0].server for _ in range(2)
+    ] == [0, 0]
+    whole = RoundRobinPlacement(3)
     assert [whole.place((9,), "float32")[0].server for _ in range(4)] == [0, 1, 2, 0]

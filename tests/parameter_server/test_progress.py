@@ -6,7 +6,9 @@ import logging
 
 import pytest
 
-from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
+from keras_strategies.parameter_server.coordinator.process_supervisor import (
+    ProcessSupervisor,
+)
 
 _LOGGER = logging.getLogger("keras_strategies")
 
@@ -16,7 +18,7 @@ def start():
     """Reports of a cluster of two workers and one server."""
 
     def run() -> None:
-        roster = Roster(
+        supervisor = ProcessSupervisor(
             2,
             1,
             starts=lambda *name: name,
@@ -30,10 +32,10 @@ def start():
             damaged=lambda account: None,
             snapshots=lambda problem: None,
         )
-        roster.start_all()
-        roster.handle("manager", b"m", 1)
-        roster.handle("server", b"s", (0, 0, 60, False, ""))
-        roster.handle("hello", b"w", (1, 0, 51))
+        supervisor.start_all()
+        supervisor.handle("manager", b"m", 1)
+        supervisor.handle("server", b"s", (0, 0, 60, False, ""))
+        supervisor.handle("worker", b"w", (1, 0, 51))
 
     level = _LOGGER.level
     yield run

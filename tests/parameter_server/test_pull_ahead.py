@@ -7,54 +7,57 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.wire.step_messages import Pulled, Step
-from keras_strategies.parameter_server.wire.task_messages import Task
-from keras_strategies.parameter_server.worker.pull_ahead import Ahead, Pipeline
-from keras_strategies.parameter_server.worker.step_execution import Plan
+from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
+from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
+from keras_strategies.parameter_server.worker.pull_ahead import (
+    PrefetchedStep,
+    PullAheadQueue,
+)
+from keras_strategies.parameter_server.worker.step_execution import PullPlan
 from parameter_server import clusters
 
 IDS, ROWS, BATCH, STEPS, EPOCHS = 8, 500, 64, 12, 3
 
 
-class Servers:
+class ServerConnections:
     """Two servers that note what they are asked, and answer in order."""
 
     def __init__(self):
         self.log = []
         self.fails = False
 
-    def begin_steps(self, steps, is_sequential=True):
-        self.log.append((dict(steps), is_sequential))
+    def send_steps(self, steps, shares_memory=True):
+        self.log.append((dict(steps), shares_memory))
         return {server: len(self.log) for server in steps}
 
-    def finish_steps(self, numbers):
+    def receive_steps(self, numbers):
         if self.fails:
             raise ValueError("no such slot")
-        return {s: Pulled([], [], version) for s, version in numbers.items()}
+        return {s: StepReply([], [], version) for s, version in numbers.items()}
 
 
 def ahead(task, index, *servers):
-    pulls = {server: Step(pull=((index, 0),)) for server in servers}
-    return Ahead(task, index, Plan(pulls=pulls))
+    pulls = {server: StepRequest(pull=((index, 0),)) for server in servers}
+    return PrefetchedStep(task, index, PullPlan(pulls=pulls))
 
 
 def push(number):
-    return Step(update=(0, number), done=7)
+    return StepRequest(update=(0, number), done=7)
 
 
 def test_a_push_takes_the_next_pull_along():
-    servers, confirmed = Servers(), []
-    pipeline, task = Pipeline(servers), Task(0, 0, [])
+    servers, confirmed = ServerConnections(), []
+    pipeline, task = PullAheadQueue(servers), ScheduledTask(0, 0, [])
     steps = [ahead(task, 1, 0), ahead(task, 2, 0, 1)]
     pipeline.send({0: push(0), 1: push(0)}, steps, confirmed.append)
     # One message with both, and one out of turn that fills the pipeline.
     (first, in_turn), (second, out_of_turn) = servers.log
-    assert first[0] == Step(update=(0, 0), done=7, pull=((1, 0),))
+    assert first[0] == StepRequest(update=(0, 0), done=7, pull=((1, 0),))
     assert first[1] == push(0)
-    assert second == {s: Step(pull=((2, 0),)) for s in (0, 1)}
+    assert second == {s: StepRequest(pull=((2, 0),)) for s in (0, 1)}
     assert (in_turn, out_of_turn) == (True, False)
     assert pipeline.is_waiting and not confirmed
-    pipeline.settle()
+    pipeline.await_replies()
     assert not pipeline.is_waiting
     assert [sorted(found) for found in confirmed] == [[0, 1]]
     plan, pulled = pipeline.take(task, 1)
@@ -65,31 +68,31 @@ def test_a_push_takes_the_next_pull_along():
 
 
 def test_another_step_than_was_expected_begins_anew():
-    servers = Servers()
-    pipeline, task = Pipeline(servers), Task(0, 0, [])
+    servers = ServerConnections()
+    pipeline, task = PullAheadQueue(servers), ScheduledTask(0, 0, [])
     confirmed = []
     pipeline.send(
         {0: push(0)}, [ahead(task, 1, 0), ahead(task, 2, 0)], confirmed.append
     )
-    pipeline.settle()
+    pipeline.await_replies()
     pipeline.send({0: push(1)}, [ahead(task, 3, 0)], confirmed.append)
-    assert pipeline.take(Task(1, 0, []), 0) is None
+    assert pipeline.take(ScheduledTask(1, 0, []), 0) is None
     assert len(pipeline) == 0
     # What was pushed is confirmed all the same.
-    pipeline.settle()
+    pipeline.await_replies()
     assert len(confirmed) == 2
 
 
 def test_an_error_does_not_lose_the_answers_after_it():
-    servers, confirmed = Servers(), []
-    pipeline = Pipeline(servers)
+    servers, confirmed = ServerConnections(), []
+    pipeline = PullAheadQueue(servers)
     pipeline.send({0: push(0)}, [], confirmed.append)
     servers.fails = True
     with pytest.raises(ValueError, match="no such slot"):
-        pipeline.settle()
+        pipeline.await_replies()
     servers.fails = False
     pipeline.send({0: push(1)}, [], confirmed.append)
-    pipeline.settle()
+    pipeline.await_replies()
     assert len(confirmed) == 1
 
 
@@ -148,7 +151,7 @@ def test_a_step_misses_the_update_before_it_and_no_other(pull_ahead, missed):
                 clusters.values(model.weights), reference.get_weights(), strict=True
             ):
                 np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
-        [worker] = strategy.cluster.dispatcher.workers.values()
+        [worker] = strategy.cluster.scheduler.workers.values()
         assert worker.most_staleness == missed
         assert worker.staleness == EPOCHS * missed * (STEPS - 2)
 

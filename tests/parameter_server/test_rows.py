@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.row_arrays import put_rows
 
 
@@ -26,7 +26,7 @@ def test_rows_are_put_as_numpy_does(dtype, shape) -> None:
 
 
 def test_read_only_memory_of_a_framework_is_left_alone() -> None:
-    store = Store()
+    store = VariableStore()
     store.create((0, 0), np.zeros(3))
     of_a_framework = np.arange(3.0)
     of_a_framework.flags.writeable = False

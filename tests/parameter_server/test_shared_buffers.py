@@ -13,7 +13,10 @@ import pytest
 
 from keras_strategies.errors import ClusterTimeoutError
 from keras_strategies.parameter_server.wire import shared_buffers
-from keras_strategies.parameter_server.wire.shared_buffers import Borrower, Lender
+from keras_strategies.parameter_server.wire.shared_buffers import (
+    SharedBufferReader,
+    SharedBufferWriter,
+)
 from keras_strategies.parameter_server.wire.transport import Connection, Service, serve
 
 LARGE = shared_buffers.LEAST_BYTES // 4
@@ -28,74 +31,74 @@ def memory(value: float, size: int = LARGE) -> memoryview:
     return memoryview(np.full(size, value, "float32")).cast("B")
 
 
-def first(borrower: Borrower, lent) -> float:
-    return float(np.frombuffer(borrower.borrow(lent)[0], "float32")[0])
+def first(reader: SharedBufferReader, reference) -> float:
+    return float(np.frombuffer(reader.read(reference)[0], "float32")[0])
 
 
 def test_arrays_arrive_and_begin_where_frameworks_like_it() -> None:
-    lender, borrower = Lender(), Borrower()
-    lent = lender.lend([memory(1.0, 3), memory(2.0), memory(3.0, 5)], 1)
-    found = [np.frombuffer(m, "float32") for m in borrower.borrow(lent)]
+    writer, reader = SharedBufferWriter(), SharedBufferReader()
+    reference = writer.write([memory(1.0, 3), memory(2.0), memory(3.0, 5)], 1)
+    found = [np.frombuffer(m, "float32") for m in reader.read(reference)]
     assert [each[0] for each in found] == [1.0, 2.0, 3.0]
     assert [len(each) for each in found] == [3, LARGE, 5]
     assert all(each.ctypes.data % 64 == 0 for each in found)
-    assert all(borrower.has(each) for each in found)
-    assert not borrower.has(np.array(found[0]))
-    lender.close()
+    assert all(reader.has(each) for each in found)
+    assert not reader.has(np.array(found[0]))
+    writer.close()
 
 
 def test_regions_take_turns_once_the_peer_has_answered() -> None:
-    lender, borrower = Lender(), Borrower()
+    writer, reader = SharedBufferWriter(), SharedBufferReader()
     serials = []
     for number in range(6):
-        lent = lender.lend([memory(number)], number)
-        serials.append(lent.serial)
-        assert first(borrower, lent) == number
-        lender.answered(number)
+        reference = writer.write([memory(number)], number)
+        serials.append(reference.serial)
+        assert first(reader, reference) == number
+        writer.answered(number)
     assert len(set(serials)) == 2
-    lender.close()
+    writer.close()
 
 
 def test_what_a_slow_peer_may_still_read_stays() -> None:
-    lender, borrower = Lender(), Borrower()
-    slow = lender.lend([memory(1.0)], 1)
-    read = np.frombuffer(borrower.borrow(slow)[0], "float32")
+    writer, reader = SharedBufferWriter(), SharedBufferReader()
+    slow = writer.write([memory(1.0)], 1)
+    read = np.frombuffer(reader.read(slow)[0], "float32")
     # None of these is answered, so nothing of the first is written over.
     for number in range(2, 6):
-        lender.lend([memory(number)], number)
+        writer.write([memory(number)], number)
     assert read[0] == 1.0
-    lender.close()
+    writer.close()
 
 
 def test_a_larger_message_gets_a_larger_region() -> None:
-    lender, borrower = Lender(), Borrower()
+    writer, reader = SharedBufferWriter(), SharedBufferReader()
     for number, size in enumerate((LARGE, 40 * LARGE, LARGE, 80 * LARGE, LARGE)):
-        lent = lender.lend([memory(number, size)], number)
-        assert first(borrower, lent) == number
-        lender.answered(number)
-    lender.close()
+        reference = writer.write([memory(number, size)], number)
+        assert first(reader, reference) == number
+        writer.answered(number)
+    writer.close()
 
 
 def test_what_is_made_in_a_region_is_not_copied() -> None:
-    lender, borrower = Lender(), Borrower()
+    writer, reader = SharedBufferWriter(), SharedBufferReader()
     for number, sizes in enumerate(((LARGE, 3), (40 * LARGE, LARGE), (LARGE, 7))):
         for repeat in range(3):
-            lender.begin(10 * number + repeat)
-            made = [lender.empty((size,), np.dtype("float32")) for size in sizes]
+            writer.begin(10 * number + repeat)
+            made = [writer.empty((size,), np.dtype("float32")) for size in sizes]
             for value, array in enumerate(made):
                 array[:] = value
             arrays = [memory(5.0, 9), *(memoryview(a).cast("B") for a in made)]
-            lent = lender.lend(arrays, 10 * number + repeat)
-            found = [np.frombuffer(m, "float32") for m in borrower.borrow(lent)]
+            reference = writer.write(arrays, 10 * number + repeat)
+            found = [np.frombuffer(m, "float32") for m in reader.read(reference)]
             assert [len(each) for each in found] == [9, *sizes]
             assert [each[0] for each in found] == [5.0, 0.0, 1.0]
             assert all((each == each[0]).all() for each in found)
             assert all(each.ctypes.data % 64 == 0 for each in found)
-            lender.answered(10 * number + repeat)
+            writer.answered(10 * number + repeat)
         # Where a message of this size has been before, its memory is the peer's.
         made[0][:] = 6.0
         assert found[1][0] == 6.0
-    lender.close()
+    writer.close()
 
 
 @pytest.fixture
@@ -124,12 +127,12 @@ def test_requests_and_replies_over_one_connection(address) -> None:
         for size in (10, LARGE, 30 * LARGE, LARGE + 1):
             for value in range(5):
                 array = np.full(size, value, "float32")
-                for is_sequential in (True, False):
-                    number = connection.begin(array, is_sequential)
+                for shares_memory in (True, False):
+                    number = connection.begin(array, shares_memory)
                     found = connection.finish(number, SECONDS)
                     assert np.array_equal(found, array * 2)
-                    is_lent = is_sequential and size >= LARGE
-                    assert connection.is_lent(found) == is_lent
+                    is_shared = shares_memory and size >= LARGE
+                    assert connection.is_shared(found) == is_shared
         total = sum((10, LARGE, 30 * LARGE, LARGE + 1)) * 4 * 10
         assert connection.sent_bytes > total and connection.received_bytes > total
     finally:
@@ -154,13 +157,13 @@ def test_a_service_that_dies_and_comes_back_answers_what_was_lent(address) -> No
     array = np.arange(LARGE, dtype="float32")
     process = start()
     try:
-        number = connection.begin(array, is_sequential=True)
+        number = connection.begin(array, shares_memory=True)
         assert np.array_equal(connection.finish(number, SECONDS), array * 2)
         os.kill(process.pid, signal.SIGSTOP)
-        number = connection.begin(array + 1, is_sequential=True)
+        number = connection.begin(array + 1, shares_memory=True)
         with pytest.raises(ClusterTimeoutError, match="did not answer within"):
             connection.finish(number, 0.2)
-        number = connection.begin(array + 2, is_sequential=True)
+        number = connection.begin(array + 2, shares_memory=True)
         process.kill()
         process.wait()
         process = start()

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
+from keras_strategies.parameter_server.coordinator.process_supervisor import (
+    ProcessSupervisor,
+)
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.snapshots import check_folder
 from parameter_server.full_disk import full_disk
@@ -145,7 +147,7 @@ def test_without_a_complete_snapshot_nothing_is_restored(tmp_path) -> None:
         flip(tmp_path / f"ps-0.{number}.snapshot", -5)
     server = ParameterServer(0, str(tmp_path))
     assert not server.is_restored
-    assert "can restore none" in server.damage and "0.1.snapshot" in server.damage
+    assert "cannot restore any" in server.damage and "0.1.snapshot" in server.damage
 
 
 def test_a_damaged_journal_is_not_used(tmp_path) -> None:
@@ -168,7 +170,7 @@ def test_two_generations_stay(tmp_path) -> None:
 
 def test_what_a_coordinator_makes_of_a_servers_files() -> None:
     broken, damaged, problems, sent = [], [], [], []
-    roster = Roster(
+    supervisor = ProcessSupervisor(
         0,
         1,
         starts=lambda *name: name,
@@ -182,17 +184,17 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
         damaged=damaged.append,
         snapshots=problems.append,
     )
-    roster.handle("manager", b"m", 1)
-    roster.handle("server", b"s", (0, 0, 50, False, ""))
-    roster.handle("ended", b"m", ("ps", 0, 0, "it was killed"))
-    roster.handle("server", b"s", (0, 1, 51, True, "f.snapshot is damaged."))
+    supervisor.handle("manager", b"m", 1)
+    supervisor.handle("server", b"s", (0, 0, 50, False, ""))
+    supervisor.handle("ended", b"m", ("ps", 0, 0, "it was killed"))
+    supervisor.handle("server", b"s", (0, 1, 51, True, "f.snapshot is damaged."))
     assert damaged == ["f.snapshot is damaged."] and not broken
-    roster.handle("snapshots", b"s", (0, "The disk is full.", False))
+    supervisor.handle("snapshots", b"s", (0, "The disk is full.", False))
     assert problems == ["The disk is full."]
-    roster.handle("ended", b"m", ("ps", 0, 1, "it was killed"))
+    supervisor.handle("ended", b"m", ("ps", 0, 1, "it was killed"))
     assert "Its snapshots are incomplete: The disk is full." in str(broken.pop())
-    roster.handle("snapshots", b"s", (0, None, True))
-    # One that cannot start is given up, instead of being waited for.
+    supervisor.handle("snapshots", b"s", (0, None, True))
+    # One that cannot start is abandoned, instead of being waited for.
     for incarnation in (1, 2, 3, 4):
-        roster.handle("ended", b"m", ("ps", 0, incarnation, "no memory"))
+        supervisor.handle("ended", b"m", ("ps", 0, incarnation, "no memory"))
     assert "before it was ready: no memory" in str(broken.pop())

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
+from keras_strategies.parameter_server.coordinator.process_supervisor import (
+    ProcessSupervisor,
+)
 from keras_strategies.parameter_server.server import request_handler
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
-from keras_strategies.parameter_server.wire.step_messages import Step
+from keras_strategies.parameter_server.wire.step_messages import StepRequest
 
 KEY = (0, 0)
 
@@ -25,9 +27,9 @@ def read(server: ParameterServer, key=KEY) -> list[float]:
     return server.handle(("read", (key, 0, 100))).tolist()
 
 
-def adding(closure: int, number: int, done: int = 0) -> tuple[str, Step, str]:
+def adding(closure: int, number: int, done: int = 0) -> tuple[str, StepRequest, str]:
     adds = ((KEY, np.ones(2, "float32")),)
-    return "step", Step(update=(closure, number), done=done, adds=adds), "me"
+    return "step", StepRequest(update=(closure, number), done=done, adds=adds), "me"
 
 
 def test_a_step_counts_once_also_after_a_restart(tmp_path) -> None:
@@ -75,7 +77,7 @@ def test_what_began_after_a_snapshot_is_there_again(tmp_path) -> None:
     assert again.handle(("read", (KEY, 0, 2))).dtype == first.dtype
     assert read(again) == [1.5, 2.5]
     assert read(again, (1, 4)) == [0.0, 1.0, 2.0]
-    with pytest.raises(ks.errors.PeerError, match="has no part"):
+    with pytest.raises(ks.errors.PeerError, match="has no shard"):
         read(again, (2, 0))
     # The next snapshot has all of it.
     again.handle(("add", ((1, 4), np.ones(3), "a", 0)))
@@ -92,7 +94,7 @@ def test_another_coordinators_server_begins_anew(tmp_path) -> None:
     server.handle(("begin", "you"))
     with pytest.raises(ks.errors.PeerError, match="belongs to another coordinator"):
         server.handle(adding(0, 0))
-    with pytest.raises(ks.errors.PeerError, match="holds 0 parts"):
+    with pytest.raises(ks.errors.PeerError, match="has 0 shards"):
         read(server)
     server.handle(("create", [(KEY, np.full(2, 7.0))]))
     assert read(server) == [7.0, 7.0]
@@ -124,7 +126,7 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         lambda: now[0],
     )
     sent, lost, broken = [], [], []
-    roster = Roster(
+    supervisor = ProcessSupervisor(
         2,
         1,
         starts=lambda *name: name,
@@ -138,34 +140,34 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         damaged=lambda account: None,
         snapshots=lambda problem: None,
     )
-    roster.handle("manager", b"m", 1)
+    supervisor.handle("manager", b"m", 1)
     for index in (0, 1):
-        roster.handle("hello", b"w%d" % index, (index, 0, 50 + index))
-    assert sent == [("welcome", "me")] * 2
-    assert roster.missing() == ["parameter server 0"]
-    roster.handle("server", b"s", (0, 0, 60, False, ""))
+        supervisor.handle("worker", b"w%d" % index, (index, 0, 50 + index))
+    assert sent == [("registered", "me")] * 2
+    assert supervisor.missing() == ["parameter server 0"]
+    supervisor.handle("server", b"s", (0, 0, 60, False, ""))
     now[0] += 30
-    roster.look_for_silence()
+    supervisor.check_heartbeats()
     assert not lost
 
     def pass_time(seconds: float) -> None:
         until = now[0] + seconds
         while now[0] < until:
             now[0] += 1
-            roster.handle("beat", b"b", (0, 0))
-            roster.handle("beat", b"b", (("ps", 0), 0))
-            roster.look_for_silence()
+            supervisor.handle("heartbeat", b"b", (0, 0))
+            supervisor.handle("heartbeat", b"b", (("ps", 0), 0))
+            supervisor.check_heartbeats()
 
     pass_time(7)
     assert not lost
     pass_time(3)
-    assert lost == [(1, "it gave no sign of life for 8 seconds")]
+    assert lost == [(1, "no heartbeat for 8 seconds")]
     assert ("kill", ("worker", 1, 0, 51)) in sent
     assert ("start", ("worker", 1, 1)) in sent
     # An old process's sign is not the new one's.
-    roster.handle("hello", b"old", (1, 0, 51))
-    assert not roster.workers[1].is_alive
-    roster.handle("ended", b"m", ("ps", 0, 0, "it was killed"))
+    supervisor.handle("worker", b"old", (1, 0, 51))
+    assert not supervisor.workers[1].is_alive
+    supervisor.handle("ended", b"m", ("ps", 0, 0, "it was killed"))
     (error,) = broken
     assert isinstance(error, ks.errors.ServerLostError)
     assert "Parameter server 0 died: it was killed" in str(error)

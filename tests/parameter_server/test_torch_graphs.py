@@ -15,12 +15,15 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.engines.step_engine import CompiledStep, bucket
+from keras_strategies.parameter_server.engines.engine_interface import (
+    CompiledStep,
+    bucket,
+)
 from keras_strategies.parameter_server.engines.torch_engine import ENGINE
 from keras_strategies.parameter_server.engines.torch_graphs import (
-    Graph,
+    GraphRecorder,
     NotRecordableError,
-    Recorder,
+    TensorGraph,
 )
 from keras_strategies.training.model_hooks import StrategyHooks
 
@@ -90,7 +93,7 @@ def step(found, table, whole, given):
     places = [where.reshape(ids.shape).astype("int32")]
     return (
         found.run(given, lookups, places),
-        found._run_as_it_is(given, lookups, places),
+        found._run_eagerly(given, lookups, places),
     )
 
 
@@ -98,7 +101,7 @@ def assert_alike(one, other) -> None:
     assert one.outputs.keys() == other.outputs.keys()
     for name in one.outputs:
         np.testing.assert_allclose(one.outputs[name], other.outputs[name], rtol=1e-6)
-    [ours], [theirs] = one.applied, other.applied
+    [ours], [theirs] = one.optimizer_calls, other.optimizer_calls
     assert ours.optimizer is theirs.optimizer
     assert list(map(id, ours.variables)) == list(map(id, theirs.variables))
     for mine, expected in zip(ours.gradients, theirs.gradients, strict=True):
@@ -179,19 +182,19 @@ def test_random_numbers_of_a_seed_are_drawn_anew_in_each_step():
     ids=["index", "numpy", "branch", "bool"],
 )
 def test_what_depends_on_numbers_is_not_recorded(function, caplog):
-    recorder = Recorder(lambda x: (function(x), None), is_asked_for=True)
+    recorder = GraphRecorder(lambda x: (function(x), None), is_requested=True)
     inputs = [torch.tensor(2.0)]
     assert [recorder.graph(inputs) for _ in range(3)] == [None, None, None]
     # Said once, where a graph was asked for.
     assert caplog.text.count("Run eagerly, not as a graph") == 1
     with pytest.raises(NotRecordableError):
-        Graph(lambda x: (function(x), None), inputs)
+        TensorGraph(lambda x: (function(x), None), inputs)
 
 
 def test_a_tensor_that_is_no_input_is_not_recorded():
     other = torch.tensor(5.0)
     with pytest.raises(NotRecordableError):
-        Graph(lambda x: (x + other, None), [torch.tensor(2.0)])
+        TensorGraph(lambda x: (x + other, None), [torch.tensor(2.0)])
 
 
 def test_recorded_updates_are_in_place():
@@ -199,7 +202,7 @@ def test_recorded_updates_are_in_place():
         value.sub_(gradient)
         return [value], "noted"
 
-    recorder = Recorder(update)
+    recorder = GraphRecorder(update)
     value = torch.tensor([1.0, 2.0])
     inputs = [value, torch.ones(2)]
     assert recorder.graph(inputs) is None
@@ -216,8 +219,8 @@ def test_graphs_know_which_input_they_hand_on():
         cast = ids.to(torch.int32)
         return [cast, x, ids + 1, ids.to(torch.int8).to(torch.int32)], None
 
-    graph = Graph(function, [torch.ones(2), torch.tensor([1, 2])])
-    assert [graph.passed_on(i) for i in range(4)] == [1, None, None, None]
+    graph = TensorGraph(function, [torch.ones(2), torch.tensor([1, 2])])
+    assert [graph.input_index(i) for i in range(4)] == [1, None, None, None]
 
 
 @pytest.mark.parametrize(

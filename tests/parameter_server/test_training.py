@@ -354,9 +354,9 @@ def test_a_table_of_ones_own_is_looked_up_by_rows(synchronous) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_staleness": -1}, "`max_staleness` is a number of updates"),
-        ({"variable_partitioner": 3}, "`variable_partitioner` is one of"),
-        ({"silence_seconds": 0}, "`silence_seconds` is a number of seconds"),
+        ({"max_staleness": -1}, "`max_staleness` must be an int"),
+        ({"variable_partitioner": 3}, "`variable_partitioner` must be one of"),
+        ({"silence_seconds": 0}, "`silence_seconds` must be a positive number"),
     ],
 )
 def test_options_that_cannot_be(options, message) -> None:
@@ -376,30 +376,30 @@ def test_what_is_not_installed_is_named_at_once(monkeypatch) -> None:
 def test_staleness_is_bounded(asynchronous) -> None:
     """At most `max_staleness` + 1 steps are under way."""
     coordinator = ks.ClusterCoordinator(asynchronous)
-    dispatcher = asynchronous.cluster.dispatcher
+    scheduler = asynchronous.cluster.scheduler
     with asynchronous.scope():
-        under_way = keras.Variable(0.0, name="under_way", trainable=False)
+        in_flight = keras.Variable(0.0, name="under_way", trainable=False)
         most = keras.Variable(np.zeros(40, "float32"), name="most", trainable=False)
 
     def step(i):
         import time
 
-        under_way.assign_add(1.0)
+        in_flight.assign_add(1.0)
         seen = np.zeros(40, "float32")
-        seen[i] = under_way.numpy()
+        seen[i] = in_flight.numpy()
         most.assign_add(seen)
         time.sleep(0.01)
-        under_way.assign_add(-1.0)
+        in_flight.assign_add(-1.0)
 
     def highest(bound):
-        previous, dispatcher.max_staleness = dispatcher.max_staleness, bound
+        previous, scheduler.max_staleness = scheduler.max_staleness, bound
         try:
             most.assign(np.zeros(40, "float32"))
             for i in range(40):
                 coordinator.schedule(step, args=(i,))
             coordinator.join(clusters.SECONDS)
         finally:
-            dispatcher.max_staleness = previous
+            scheduler.max_staleness = previous
         return float(most.numpy().max())
 
     assert highest(0) == 1.0

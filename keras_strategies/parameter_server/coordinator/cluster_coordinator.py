@@ -21,11 +21,13 @@ from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     innermost,
 )
 from keras_strategies.parameter_server.wire.task_messages import (
-    Definition,
-    Reference,
-    Resource,
+    FunctionDefinition,
+    WorkerReference,
+    WorkerResource,
 )
-from keras_strategies.parameter_server.wire.variable_description import Described
+from keras_strategies.parameter_server.wire.variable_description import (
+    VariableDescription,
+)
 from keras_strategies.runtime.compiled_functions import original_function
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class RemoteValue:
         """
         if not self._known.wait(timeout):
             raise ClusterTimeoutError(
-                f"The function had not returned after {timeout:g} seconds."
+                f"The function did not return within {timeout:g} seconds."
             )
         if self._error is not None:
             raise self._error
@@ -101,7 +103,7 @@ class PerWorkerValues:
     anew makes its own again.
     """
 
-    def __init__(self, coordinator: ClusterCoordinator, reference: Reference):
+    def __init__(self, coordinator: ClusterCoordinator, reference: WorkerReference):
         self._coordinator = coordinator
         self.reference = reference
 
@@ -145,7 +147,7 @@ class ClusterCoordinator:
         made = getattr(strategy, "_coordinator", None)
         if not hasattr(strategy, "cluster"):
             raise InvalidArgumentError(
-                "A ClusterCoordinator coordinates a ks.ParameterServerStrategy. "
+                "A ClusterCoordinator requires a ks.ParameterServerStrategy. "
                 f"Received: {strategy!r}"
             )
         if made is None:
@@ -201,16 +203,16 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise TypeError(
-                "`schedule` takes a function that a worker calls. Received: "
+                "`schedule` requires a callable. Received: "
                 f"{fn!r} of type {type(fn).__name__}"
             )
-        dispatcher = self._cluster.dispatcher
-        dispatcher.raise_error()
+        scheduler = self._cluster.scheduler
+        scheduler.raise_error()
         number, local, _ = self._definition(fn)
         arguments = _with_references((tuple(args or ()), dict(kwargs or {})))
         blob, generation, _ = self._dump(arguments)
         value = RemoteValue()
-        dispatcher.schedule(number, blob, generation, value.set, local)
+        scheduler.schedule(number, blob, generation, value.set, local)
         return value
 
     def run_now(
@@ -229,7 +231,7 @@ class ClusterCoordinator:
         try:
             return value.get()
         except Exception as error:
-            self._cluster.dispatcher.forget_error(error)
+            self._cluster.scheduler.discard_error(error)
             raise
 
     def join(self, timeout: float | None = None) -> None:
@@ -244,7 +246,7 @@ class ClusterCoordinator:
             RuntimeError: as `ks.errors.ServerLostError`, if a parameter server died
                 and cannot be restored; as `ks.errors.ClusterTimeoutError`.
         """
-        self._cluster.dispatcher.wait_until_done(timeout)
+        self._cluster.scheduler.wait_until_done(timeout)
 
     def done(self) -> bool:
         """Whether all scheduled functions are done.
@@ -252,7 +254,7 @@ class ClusterCoordinator:
         Raises:
             Exception: as `join`.
         """
-        return self._cluster.dispatcher.is_done()
+        return self._cluster.scheduler.is_done()
 
     def fetch(self, val: Any) -> Any:
         """Waits for values.
@@ -298,22 +300,22 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise TypeError(
-                "`create_per_worker_values` takes a function that makes the value. "
-                f"Received: {fn!r}"
+                "`create_per_worker_values` requires a callable that returns the "
+                f"value. Received: {fn!r}"
             )
         blob, generation, _, _ = self._registry.dump(fn, self._is_strategy)
         number = next(self._numbers)
-        self._cluster.dispatcher.add_resource(
-            Resource(number, "value", blob, generation)
+        self._cluster.scheduler.add_resource(
+            WorkerResource(number, "value", blob, generation)
         )
-        return PerWorkerValues(self, Reference(number))
+        return PerWorkerValues(self, WorkerReference(number))
 
     def _iterator_of(self, values: PerWorkerValues) -> PerWorkerValues:
         number = next(self._numbers)
-        self._cluster.dispatcher.add_resource(
-            Resource(number, "iterator", values.reference.number, 0)
+        self._cluster.scheduler.add_resource(
+            WorkerResource(number, "iterator", values.reference.number, 0)
         )
-        return PerWorkerValues(self, Reference(number))
+        return PerWorkerValues(self, WorkerReference(number))
 
     def status(self) -> Status:
         """A table of the workers and servers: alive, steps, queue, bytes.
@@ -337,10 +339,10 @@ class ClusterCoordinator:
         """
         if not self._cluster.is_local:
             raise InvalidArgumentError(
-                "The processes of this cluster are started by others. Start one more "
-                "there, with `ks.Server(...).join()` and a task index of its own."
+                "The processes of this cluster are not started by the strategy. Start "
+                "another one with `ks.Server(...).join()` and a new task index."
             )
-        return self._cluster.dispatcher.add_worker()
+        return self._cluster.scheduler.add_worker()
 
     # For `fit` too
 
@@ -375,13 +377,15 @@ class ClusterCoordinator:
         self._registry.warn_of_imbalance()
         number = next(self._numbers)
         numbers = tuple(variables)
-        self._cluster.dispatcher.define(
-            Definition(number, kind, blob, generation, numbers)
+        self._cluster.scheduler.define(
+            FunctionDefinition(number, kind, blob, generation, numbers)
         )
-        local = tuple(n for n, about in variables.items() if about.kind == "local")
+        local = tuple(
+            n for n, description in variables.items() if description.kind == "local"
+        )
         return number, local, what
 
-    def _dump(self, what: Any) -> tuple[bytes, int, dict[int, Described]]:
+    def _dump(self, what: Any) -> tuple[bytes, int, dict[int, VariableDescription]]:
         """Pickles something for workers, and gives servers the optimizers in it.
 
         Returns:
@@ -406,15 +410,15 @@ class ClusterCoordinator:
         ]
         if len(unbuilt) > 1:
             raise InvalidArgumentError(
-                f"{len(unbuilt)} optimizers have not been built, and it is not known "
-                "which variables each is for. Call `optimizer.build(variables)` in "
+                f"{len(unbuilt)} optimizers have not been built, so their variables "
+                "are ambiguous. Call `optimizer.build(variables)` in "
                 "the strategy's scope."
             )
         if unbuilt:
             trainable = [
                 self._registry.variable(number)
-                for number, about in variables.items()
-                if about.kind == "weight" and about.trainable
+                for number, description in variables.items()
+                if description.kind == "weight" and description.trainable
             ]
             if not trainable:
                 return False

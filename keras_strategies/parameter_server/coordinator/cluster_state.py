@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.parameter_server.wire.task_messages import Task
+from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
 
 
 @dataclass
-class Pending:
+class QueuedTask:
     """A closure that was scheduled.
 
     Args:
@@ -20,7 +20,7 @@ class Pending:
         local: numbers of variables that no server has.
     """
 
-    task: Task
+    task: ScheduledTask
     result: Callable[[Any, BaseException | None], None]
     local: tuple[int, ...]
     deaths: int = 0
@@ -34,8 +34,8 @@ class WorkerState:
     incarnation: int = 0
     sender: bytes | None = None
     pid: int = 0
-    last_sign: float = 0.0
-    in_flight: collections.deque[Pending] = field(default_factory=collections.deque)
+    last_heartbeat: float = 0.0
+    in_flight: collections.deque[QueuedTask] = field(default_factory=collections.deque)
     known: set[tuple[str, int]] = field(default_factory=set)
     steps: int = 0
     seconds: float = 0.0
@@ -44,8 +44,8 @@ class WorkerState:
     sent_bytes: int = 0
     received_bytes: int = 0
     deaths: int = 0
-    futile_starts: int = 0
-    is_given_up: bool = False
+    failed_starts: int = 0
+    is_abandoned: bool = False
 
     @property
     def is_alive(self) -> bool:
@@ -60,8 +60,8 @@ class ServerState:
     incarnation: int = 0
     is_ready: bool = False
     pid: int = 0
-    last_sign: float = 0.0
+    last_heartbeat: float = 0.0
     deaths: int = 0
-    futile_starts: int = 0
+    failed_starts: int = 0
     #: Why its files lack something that was created; "" if they are complete.
     unsaved: str = ""

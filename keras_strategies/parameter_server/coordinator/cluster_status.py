@@ -44,7 +44,7 @@ class Status:
 
     rows: tuple[tuple[str, ...], ...]
     queued: int
-    under_way: int
+    in_flight: int
     steps: int
     max_staleness: int | None
     bytes_per_step: float
@@ -69,7 +69,7 @@ class Status:
         facts = (
             (
                 "steps",
-                f"{readable_count(self.steps)} done, {self.under_way} under way, "
+                f"{readable_count(self.steps)} done, {self.in_flight} under way, "
                 f"{readable_count(self.queued)} queued",
             ),
             (
@@ -92,19 +92,19 @@ class Status:
 
 def status_of(cluster: Any, strategy: Any) -> Status:
     """The status of a cluster now."""
-    dispatcher = cluster.dispatcher
+    scheduler = cluster.scheduler
     rows = []
     sent = received = missed = most = 0
-    held = strategy.registry.loads()
-    with dispatcher.condition:
-        for worker in dispatcher.workers.values():
+    held = strategy.registry.bytes_per_server()
+    with scheduler.condition:
+        for worker in scheduler.workers.values():
             sent += worker.sent_bytes
             received += worker.received_bytes
             missed += worker.staleness
             most = max(most, worker.most_staleness)
             stale = worker.staleness / worker.steps if worker.steps else 0.0
             each = 1000 * worker.seconds / worker.steps if worker.steps else 0.0
-            state = "given up" if worker.is_given_up else "starting"
+            state = "given up" if worker.is_abandoned else "starting"
             rows.append(
                 (
                     f"worker {worker.index}",
@@ -118,7 +118,7 @@ def status_of(cluster: Any, strategy: Any) -> Status:
                     "",
                 )
             )
-        for server in dispatcher.servers.values():
+        for server in scheduler.servers.values():
             rows.append(
                 (
                     f"ps {server.index}",
@@ -132,13 +132,13 @@ def status_of(cluster: Any, strategy: Any) -> Status:
                     readable_bytes(held[server.index]),
                 )
             )
-        steps = dispatcher.done_steps
+        steps = scheduler.done_steps
         return Status(
             tuple(rows),
-            len(dispatcher.queue),
-            sum(len(w.in_flight) for w in dispatcher.workers.values()),
+            len(scheduler.queue),
+            sum(len(w.in_flight) for w in scheduler.workers.values()),
             steps,
-            dispatcher.max_staleness,
+            scheduler.max_staleness,
             (sent + received) / steps if steps else 0.0,
             missed / steps if steps else 0.0,
             most,

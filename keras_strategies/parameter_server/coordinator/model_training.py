@@ -272,10 +272,10 @@ class ModelTraining:
         return logs if return_dict else keras_compat.logs_in_order(model, logs)
 
     def _with_progress(self, callbacks: Any, verbose: Any) -> Any:
-        dispatcher = self._coordinator.strategy.cluster.dispatcher
+        scheduler = self._coordinator.strategy.cluster.scheduler
         bar = WorkerProgress(
-            lambda: sum(w.is_alive for w in list(dispatcher.workers.values())),
-            lambda: len(dispatcher.workers),
+            lambda: sum(w.is_alive for w in list(scheduler.workers.values())),
+            lambda: len(scheduler.workers),
         )
         return with_progress(callbacks, verbose, bar)
 
@@ -294,8 +294,8 @@ class ModelTraining:
     ) -> RemoteValue:
         number, local = definition
         value = RemoteValue()
-        dispatcher = self._coordinator.strategy.cluster.dispatcher
-        dispatcher.schedule(number, batches, 0, value.set, local)
+        scheduler = self._coordinator.strategy.cluster.scheduler
+        scheduler.schedule(number, batches, 0, value.set, local)
         return value
 
     def _steps(
@@ -309,15 +309,15 @@ class ModelTraining:
     ) -> Any:
         """One pass; what the last step returned."""
         strategy = self._coordinator.strategy
-        dispatcher = strategy.cluster.dispatcher
-        under_way: collections.deque[tuple[int, RemoteValue]] = collections.deque()
+        scheduler = strategy.cluster.scheduler
+        in_flight: collections.deque[tuple[int, RemoteValue]] = collections.deque()
         last: Any = {}
         # As Keras does, layers are looked at when training begins.
         definition: tuple[int, tuple[int, ...]] | None = None
 
         def finish_first() -> None:
             nonlocal last
-            step, value = under_way.popleft()
+            step, value = in_flight.popleft()
             last = value.fetch()
             end(step, last)
 
@@ -330,24 +330,24 @@ class ModelTraining:
                 if definition is None:
                     definition = self._coordinator.model_definition(model, kind)
                 value = self._schedule(definition, group)
-                under_way.append((final, value))
-                window = _WINDOW * len(dispatcher.workers)
-                far = _FAR_WINDOW * len(dispatcher.workers)
+                in_flight.append((final, value))
+                window = _WINDOW * len(scheduler.workers)
+                far = _FAR_WINDOW * len(scheduler.workers)
                 if strategy.max_staleness is not None:
                     window = far = min(window, strategy.max_staleness + 1)
-                while len(under_way) >= window and not is_stopped():
-                    if len(under_way) < far and not dispatcher.wait_for_room(
-                        under_way[0][1].is_known
+                while len(in_flight) >= window and not is_stopped():
+                    if len(in_flight) < far and not scheduler.wait_for_room(
+                        in_flight[0][1].is_known
                     ):
                         # A slow worker has the first one; the others go on.
                         break
                     finish_first()
                 if is_stopped():
                     break
-            while under_way:
+            while in_flight:
                 finish_first()
         except BaseException:
-            dispatcher.abandon()
+            scheduler.abandon()
             raise
         return last
 

@@ -54,12 +54,12 @@ class ParameterServerTrainer(TrainerAdapter):
         """Steps are made on workers."""
 
     def copies(self, variable: Any) -> list[VariableCopy]:
-        about = self.strategy.registry.describe(variable)
-        if about.kind == "local":
+        description = self.strategy.registry.describe(variable)
+        if description.kind == "local":
             value = self.strategy.registry.read(variable)
             return [VariableCopy("coordinator", value.nbytes, "variable", value)]
-        row = _row_bytes(about)
-        several = len(about.parts) > 1 and about.kind != "scalar"
+        row = _row_bytes(description)
+        several = len(description.parts) > 1 and description.kind != "scalar"
         return [
             VariableCopy(
                 f"ps:{part.server}",
@@ -67,14 +67,14 @@ class ParameterServerTrainer(TrainerAdapter):
                 "shard" if several else "variable",
                 None,
             )
-            for part in about.parts
+            for part in description.parts
         ]
 
 
-def _row_bytes(about: Any) -> int:
+def _row_bytes(description: Any) -> int:
 
     from keras_strategies.parameter_server.variables.variable_partitioners import (
         bytes_per_element,
     )
 
-    return math.prod(about.shape[1:]) * bytes_per_element(about.dtype)
+    return math.prod(description.shape[1:]) * bytes_per_element(description.dtype)

@@ -16,18 +16,18 @@ from typing import Any
 
 from keras_strategies.errors import SnapshotError
 from keras_strategies.parameter_server.coordinator.ray_launcher import (
-    Manager,
-    Start,
+    ProcessStart,
+    RayManager,
     environment,
     private_folder,
 )
-from keras_strategies.parameter_server.coordinator.scheduler import Dispatcher
+from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.parameter_server.server.server_process import run_server
 from keras_strategies.parameter_server.server.snapshots import check_folder
 from keras_strategies.parameter_server.variables.coordinator_variables import (
-    LocalVariables,
+    CoordinatorVariables,
 )
-from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.transport import Keys, Service
 from keras_strategies.parameter_server.worker.worker_process import run_worker
 
@@ -48,7 +48,7 @@ class ClusterOptions:
     start_seconds: float = 180.0
 
 
-class Cluster:
+class ProcessCluster:
     """The coordinator's side of everything.
 
     Args:
@@ -85,8 +85,8 @@ class Cluster:
             self._check_snapshots(self._snapshots)
         self._name = secrets.token_hex(8)
         self._service = Service(control or f"ipc://{folder}/control", keys)
-        self.local = LocalVariables()
-        self.dispatcher = Dispatcher(
+        self.local = CoordinatorVariables()
+        self.scheduler = Scheduler(
             self._service,
             options.workers,
             options.servers,
@@ -100,28 +100,28 @@ class Cluster:
             name=self._name,
             on_snapshot_error=options.on_snapshot_error,
         )
-        self._manager: Manager | None = None
-        self.servers: Servers | None = None
+        self._manager: RayManager | None = None
+        self.servers: ServerConnections | None = None
         try:
             if is_local:
                 count = options.workers + options.servers
                 threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
-                self._manager = Manager(
+                self._manager = RayManager(
                     self._service.address,
                     environment(threads),
                     count,
                 )
-            self.dispatcher.start_all()
-            self.dispatcher.wait_ready(options.start_seconds)
-            self.servers = Servers(
+            self.scheduler.start_all()
+            self.scheduler.wait_ready(options.start_seconds)
+            self.servers = ServerConnections(
                 self._addresses,
                 keys,
                 options.timeout_seconds,
                 self._name,
-                check=self.dispatcher.raise_fatal,
+                check=self.scheduler.raise_fatal,
             )
             everyone = dict.fromkeys(range(options.servers), self._name)
-            self.servers.ask_all("begin", everyone)
+            self.servers.request_all("begin", everyone)
         except BaseException:
             self.close()
             raise
@@ -137,7 +137,7 @@ class Cluster:
                 f"{error.text} Training continues without snapshots.", stacklevel=5
             )
 
-    def _process(self, kind: str, index: int, incarnation: int) -> Start:
+    def _process(self, kind: str, index: int, incarnation: int) -> ProcessStart:
         common: dict[str, Any] = {
             "index": index,
             "incarnation": incarnation,
@@ -158,7 +158,7 @@ class Cluster:
                 "addresses": self._addresses,
                 "timeout": self.options.timeout_seconds,
             }
-        return Start(kind, index, incarnation, _path(entry), common)
+        return ProcessStart(kind, index, incarnation, _path(entry), common)
 
     def close(self) -> None:
         """Ends all processes; may be called again."""
@@ -166,14 +166,14 @@ class Cluster:
             if self._is_closed:
                 return
             self._is_closed = True
-        self.dispatcher.close()
+        self.scheduler.close()
         if self._manager is not None:
             self._manager.close()
         elif self.servers is not None:
             # Whatever they answer, or that they are gone: the rest is closed, too.
             with contextlib.suppress(Exception):
                 everyone = range(self.options.servers)
-                self.servers.ask_all("stop", dict.fromkeys(everyone))
+                self.servers.request_all("stop", dict.fromkeys(everyone))
         if self.servers is not None:
             self.servers.close()
         self._service.close()

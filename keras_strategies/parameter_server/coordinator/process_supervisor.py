@@ -12,21 +12,21 @@ from keras_strategies.parameter_server.coordinator.cluster_state import (
     ServerState,
     WorkerState,
 )
-from keras_strategies.parameter_server.coordinator.ray_launcher import Start
+from keras_strategies.parameter_server.coordinator.ray_launcher import ProcessStart
 from keras_strategies.reports.tables import counted
 
 #: A process that has died so often without having done anything is given up.
-_HOPELESS_STARTS = 4
+_MAX_FAILED_STARTS = 4
 
 
-class Roster:
-    """Workers and servers, as they report; for the dispatcher's thread, under its lock.
+class ProcessSupervisor:
+    """Workers and servers, as they report; for the scheduler's thread, under its lock.
 
     Args:
         workers: int, how many workers there are at first.
         servers: int, how many servers there are.
-        starts: makes the `Start` of a process of a kind, an index and an incarnation;
-            None where somebody else starts processes.
+        starts: callable of a kind, an index and an incarnation that returns a
+            `ProcessStart`; None if the processes are started elsewhere.
         silence: float, seconds without a sign of life after which a process is dead.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
@@ -44,7 +44,7 @@ class Roster:
         self,
         workers: int,
         servers: int,
-        starts: Callable[[str, int, int], Start] | None,
+        starts: Callable[[str, int, int], ProcessStart] | None,
         silence: float,
         can_restore: bool,
         name: str,
@@ -68,7 +68,7 @@ class Roster:
         self._damaged = damaged
         self._snapshots = snapshots
         self._manager: bytes | None = None
-        self._waiting_starts: list[Start] = []
+        self._waiting_starts: list[ProcessStart] = []
         self._progress = Progress()
         self._looked = time.monotonic()
 
@@ -109,7 +109,7 @@ class Roster:
 
     def _lost(self, worker: WorkerState, reason: str) -> None:
         worker.deaths += 1
-        worker.futile_starts = 0 if worker.steps else worker.futile_starts + 1
+        worker.failed_starts = 0 if worker.steps else worker.failed_starts + 1
         worker.sender = None
         self._lost_worker(worker, reason)
 
@@ -134,20 +134,20 @@ class Roster:
             message = ("kill", (kind, index, incarnation, pid))
             self._send(self._manager, message)
 
-    def _on_hello(self, sender: bytes, value: tuple[int, int, int]) -> None:
+    def _on_worker(self, sender: bytes, value: tuple[int, int, int]) -> None:
         index, incarnation, pid = value
         worker = self.workers.setdefault(index, WorkerState(index))
         if self._starts is None and worker.is_alive:
             # Somebody else has started it anew.
-            self._lost(worker, "it was started anew")
+            self._lost(worker, "it was restarted")
             worker.incarnation = incarnation
         if incarnation < worker.incarnation and self._starts is not None:
             return
         worker.sender, worker.pid = sender, pid
         worker.incarnation = incarnation
-        worker.last_sign = time.monotonic()
+        worker.last_heartbeat = time.monotonic()
         worker.known = set()
-        self._send(sender, ("welcome", self._name))
+        self._send(sender, ("registered", self._name))
         ready, total = sum(w.is_alive for w in self.workers.values()), len(self.workers)
         self._progress.report(f"worker {index} is ready, {ready} of {total}")
         self._changed()
@@ -155,21 +155,21 @@ class Roster:
     def _on_server(self, sender: bytes, value: tuple[int, int, int, bool, str]) -> None:
         index, incarnation, pid, is_restored, damage = value
         server = self.servers[index]
-        came_back = server.pid not in (0, pid)
+        is_restart = server.pid not in (0, pid)
         server.pid, server.incarnation = pid, incarnation
-        is_new = came_back or not server.is_ready
+        is_new = is_restart or not server.is_ready
         server.is_ready = True
         if is_new:
             ready = sum(s.is_ready for s in self.servers.values())
             self._progress.report(
                 f"parameter server {index} is ready, {ready} of {len(self.servers)}"
             )
-        server.futile_starts = 0
-        server.last_sign = time.monotonic()
-        if came_back and not is_restored:
-            reason = damage or "There was no snapshot that it could restore."
-            self._lose(f"Parameter server {index} died and was restarted. {reason}")
-        elif came_back and damage:
+        server.failed_starts = 0
+        server.last_heartbeat = time.monotonic()
+        if is_restart and not is_restored:
+            reason = damage or "There was no snapshot to restore."
+            self._fail(f"Parameter server {index} died and was restarted. {reason}")
+        elif is_restart and damage:
             self._damaged(damage)
         self._changed()
 
@@ -178,7 +178,7 @@ class Roster:
         self.servers[index].unsaved = "" if is_restorable else problem or ""
         self._snapshots(problem)
 
-    def _on_beat(self, sender: bytes, value: tuple[Any, int]) -> None:
+    def _on_heartbeat(self, sender: bytes, value: tuple[Any, int]) -> None:
         name, incarnation = value
         state: WorkerState | ServerState | None
         if isinstance(name, tuple):
@@ -186,7 +186,7 @@ class Roster:
         else:
             state = self.workers.get(name)
         if state is not None and state.incarnation == incarnation:
-            state.last_sign = time.monotonic()
+            state.last_heartbeat = time.monotonic()
 
     def _on_ended(self, sender: bytes, value: tuple[str, int, int, str]) -> None:
         kind, index, incarnation, reason = value
@@ -194,21 +194,21 @@ class Roster:
             worker = self.workers[index]
             if worker.incarnation == incarnation:
                 self._lost(worker, reason)
-                self._start_again(worker, reason)
+                self._restart(worker, reason)
         else:
             server = self.servers[index]
             if server.incarnation == incarnation:
                 self._server_died(server, reason)
 
-    def _start_again(self, worker: WorkerState, reason: str) -> None:
-        if worker.futile_starts >= _HOPELESS_STARTS:
-            worker.is_given_up = True
-            if all(w.is_given_up for w in self.workers.values()):
+    def _restart(self, worker: WorkerState, reason: str) -> None:
+        if worker.failed_starts >= _MAX_FAILED_STARTS:
+            worker.is_abandoned = True
+            if all(w.is_abandoned for w in self.workers.values()):
                 self._broken(
                     WorkerError(
-                        f"No worker could be started; worker {worker.index} ended "
-                        f"{worker.futile_starts} times before it had done anything: "
-                        f"{reason}"
+                        f"No worker could be started: worker {worker.index} exited "
+                        f"{worker.failed_starts} times before its first step, last "
+                        f"with: {reason}"
                     )
                 )
             return
@@ -217,37 +217,36 @@ class Roster:
 
     def _server_died(self, server: ServerState, reason: str) -> None:
         server.deaths += 1
-        server.futile_starts += not server.is_ready
+        server.failed_starts += not server.is_ready
         server.is_ready = False
         if not self._can_restore:
-            self._lose(f"Parameter server {server.index} died: {reason}.")
+            self._fail(f"Parameter server {server.index} died: {reason}.")
             return
         if server.unsaved:
-            self._lose(
+            self._fail(
                 f"Parameter server {server.index} died: {reason}. Its snapshots are "
                 f"incomplete: {server.unsaved}"
             )
             return
-        if server.futile_starts >= _HOPELESS_STARTS:
-            self._lose(
-                f"Parameter server {server.index} ended {server.futile_starts} times "
+        if server.failed_starts >= _MAX_FAILED_STARTS:
+            self._fail(
+                f"Parameter server {server.index} exited {server.failed_starts} times "
                 f"before it was ready: {reason}."
             )
             return
         server.incarnation += 1
         self._start("ps", server.index, server.incarnation)
 
-    def _lose(self, what: str) -> None:
-        advice = "Train again from a checkpoint with a new strategy."
+    def _fail(self, what: str) -> None:
+        advice = "Create a new strategy and resume from a checkpoint."
         if not self._can_restore:
             advice = (
-                "Give the strategy `snapshot_seconds` so that a server that dies goes "
-                "on from a snapshot, or train again from a checkpoint with a new "
-                "strategy."
+                "Create a new strategy and resume from a checkpoint; with "
+                "`snapshot_seconds`, a server is restored from its last snapshot."
             )
-        self._broken(ServerLostError(f"{what} What it held is lost. {advice}"))
+        self._broken(ServerLostError(f"{what} Its variables are lost. {advice}"))
 
-    def look_for_silence(self) -> None:
+    def check_heartbeats(self) -> None:
         """Kills and replaces who has given no sign of life for too long."""
         now = time.monotonic()
         previous, self._looked = self._looked, now
@@ -255,15 +254,15 @@ class Roster:
             # This process stood still itself; their signs may not have been read.
             states: list[WorkerState | ServerState] = [*self.workers.values()]
             for state in [*states, *self.servers.values()]:
-                state.last_sign = now
+                state.last_heartbeat = now
         for worker in self.workers.values():
-            if worker.is_alive and now - worker.last_sign > self._silence:
-                reason = f"it gave no sign of life for {self._silence:g} seconds"
+            if worker.is_alive and now - worker.last_heartbeat > self._silence:
+                reason = f"no heartbeat for {self._silence:g} seconds"
                 self._kill("worker", worker.index, worker.incarnation, worker.pid)
                 self._lost(worker, reason)
-                self._start_again(worker, reason)
+                self._restart(worker, reason)
         for server in self.servers.values():
-            if server.is_ready and now - server.last_sign > self._silence:
+            if server.is_ready and now - server.last_heartbeat > self._silence:
                 self._kill("ps", server.index, server.incarnation, server.pid)
-                reason = f"it gave no sign of life for {self._silence:g} seconds"
+                reason = f"no heartbeat for {self._silence:g} seconds"
                 self._server_died(server, reason)

@@ -6,8 +6,8 @@ each have a cluster. The manager ends when its input does: a coordinator that is
 leaves nothing behind.
 
     python -m keras_strategies.parameter_server.coordinator.ray_launcher
-        Reads a pickled `Setup` from its input, starts Ray on the loopback, and does
-        what the coordinator asks for: start or kill one of the processes.
+        Reads a pickled `RayManagerSetup` from its standard input, starts Ray on the
+        loopback interface, and starts and kills processes for the coordinator.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STORE_BYTES = 80 << 20
 
 
 @dataclass(frozen=True)
-class Setup:
+class RayManagerSetup:
     """What a manager is told.
 
     Args:
@@ -54,7 +54,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Start:
+class ProcessStart:
     """A process to be started.
 
     Args:
@@ -72,7 +72,7 @@ class Start:
     arguments: dict[str, Any]
 
 
-class Manager:
+class RayManager:
     """The coordinator's side of the manager process.
 
     Args:
@@ -111,7 +111,7 @@ class Manager:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        setup = Setup(control, self._folder.name, cpus)
+        setup = RayManagerSetup(control, self._folder.name, cpus)
         self._process.stdin.write(pickle.dumps(setup))
         self._process.stdin.flush()
 
@@ -139,7 +139,7 @@ def main() -> None:
         sys.stdout, sys.stderr = map(
             engine_messages.WithoutEngineLines, (sys.stdout, sys.stderr)
         )
-    setup: Setup = pickle.load(sys.stdin.buffer)
+    setup: RayManagerSetup = pickle.load(sys.stdin.buffer)
     gone = threading.Event()
     connection = Connection(setup.control, None, "the coordinator")
 
@@ -159,7 +159,7 @@ def main() -> None:
         os._exit(0)
 
 
-def _start_ray(setup: Setup) -> Any:
+def _start_ray(setup: RayManagerSetup) -> Any:
     import ray
     from ray._private import services
     from ray._private.node import Node
@@ -188,7 +188,7 @@ def _start_ray(setup: Setup) -> Any:
 
 def _manage(ray: Any, connection: Connection, gone: threading.Event) -> None:
     host = ray.remote(num_cpus=0, max_restarts=0)(_Host)
-    running: dict[Any, tuple[Start, Any, int]] = {}
+    running: dict[Any, tuple[ProcessStart, Any, int]] = {}
 
     def post(kind: str, value: Any) -> None:
         connection.post((0, (kind, value)))

@@ -18,41 +18,46 @@ from keras_strategies.errors import (
     WorkerError,
 )
 from keras_strategies.parameter_server.coordinator.cluster_state import (
-    Pending,
+    QueuedTask,
     WorkerState,
 )
-from keras_strategies.parameter_server.coordinator.process_supervisor import Roster
-from keras_strategies.parameter_server.coordinator.ray_launcher import Start, wait_for
+from keras_strategies.parameter_server.coordinator.process_supervisor import (
+    ProcessSupervisor,
+)
+from keras_strategies.parameter_server.coordinator.ray_launcher import (
+    ProcessStart,
+    wait_for,
+)
 from keras_strategies.parameter_server.variables.coordinator_variables import (
-    LocalVariables,
+    CoordinatorVariables,
 )
 from keras_strategies.parameter_server.wire.task_messages import (
-    Definition,
-    Outcome,
-    Resource,
-    Task,
+    FunctionDefinition,
+    ScheduledTask,
+    TaskResult,
+    WorkerResource,
 )
 from keras_strategies.parameter_server.wire.transport import Service
-from keras_strategies.parameter_server.worker.pull_ahead import DEPTH
+from keras_strategies.parameter_server.worker.pull_ahead import PULL_AHEAD_STEPS
 
 #: Tasks that a worker may have, so that it need not wait for the next one. Of a model's
 #: steps one waits for the servers' answer, one is computed, and the values of those
 #: after it are on their way.
-_AHEAD = 2
-_STEPS_AHEAD = 2 + DEPTH
+_TASKS_IN_FLIGHT = 2
+_STEPS_IN_FLIGHT = 2 + PULL_AHEAD_STEPS
 #: A closure under which so many workers have died is not given to another one.
 _FATAL_DEATHS = 3
 
 
-class Dispatcher:
+class Scheduler:
     """Gives closures to workers, in a thread of its own.
 
     Args:
         service: where workers, servers and the manager report.
         workers: int, how many workers there are at first.
         servers: int, how many servers there are.
-        starts: makes the `Start` of a process of a kind, an index and an incarnation;
-            None where somebody else starts processes.
+        starts: callable of a kind, an index and an incarnation that returns a
+            `ProcessStart`; None if the processes are started elsewhere.
         local: the local variables.
         max_staleness: int or None, see `ParameterServerStrategy`.
         pulls_ahead: bool, whether workers ask for values two steps ahead.
@@ -67,8 +72,8 @@ class Dispatcher:
         service: Service,
         workers: int,
         servers: int,
-        starts: Callable[[str, int, int], Start] | None,
-        local: LocalVariables,
+        starts: Callable[[str, int, int], ProcessStart] | None,
+        local: CoordinatorVariables,
         max_staleness: int | None,
         pulls_ahead: bool,
         silence: float,
@@ -85,7 +90,7 @@ class Dispatcher:
         self.max_staleness = max_staleness
         self._pulls_ahead = pulls_ahead
         self.condition = threading.Condition()
-        self.roster = Roster(
+        self.supervisor = ProcessSupervisor(
             workers,
             servers,
             starts,
@@ -94,22 +99,22 @@ class Dispatcher:
             name,
             send=lambda receiver, message: self._to_send.append((receiver, message)),
             lost=self._worker_lost,
-            broken=self._break,
+            broken=self._fail_all,
             changed=self.condition.notify_all,
             damaged=self._warnings.append,
             snapshots=self._on_snapshots,
         )
-        self.workers = self.roster.workers
-        self.servers = self.roster.servers
-        self.queue: collections.deque[Pending] = collections.deque()
+        self.workers = self.supervisor.workers
+        self.servers = self.supervisor.servers
+        self.queue: collections.deque[QueuedTask] = collections.deque()
         self.max_queued = 256
         self.error: BaseException | None = None
         self.fatal: BaseException | None = None
         #: Why snapshots cannot be written at present; None while they can.
         self.snapshot_problem: str | None = None
         self.done_steps = 0
-        self._definitions: dict[int, Definition] = {}
-        self._resources: dict[int, Resource] = {}
+        self._definitions: dict[int, FunctionDefinition] = {}
+        self._resources: dict[int, WorkerResource] = {}
         self._unfinished: set[int] = set()
         self._next_task = 0
         self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
@@ -121,11 +126,11 @@ class Dispatcher:
 
     # For the user's threads
 
-    def define(self, definition: Definition) -> None:
+    def define(self, definition: FunctionDefinition) -> None:
         with self.condition:
             self._definitions[definition.number] = definition
 
-    def add_resource(self, resource: Resource) -> None:
+    def add_resource(self, resource: WorkerResource) -> None:
         with self.condition:
             self._resources[resource.number] = resource
 
@@ -147,8 +152,8 @@ class Dispatcher:
             number = self._next_task
             self._next_task += 1
             self._unfinished.add(number)
-            task = Task(number, definition, arguments, generation=generation)
-            self.queue.append(Pending(task, result, local))
+            task = ScheduledTask(number, definition, arguments, generation=generation)
+            self.queue.append(QueuedTask(task, result, local))
             # Workers that have all that they may have get it with their next outcome.
             is_wanted = bool(self._ready_workers())
         if is_wanted:
@@ -179,8 +184,8 @@ class Dispatcher:
             self.raise_error()
             if not finished:
                 raise ClusterTimeoutError(
-                    f"{len(self._unfinished)} closures were not done after "
-                    f"{timeout:g} seconds."
+                    f"{len(self._unfinished)} scheduled functions had not finished "
+                    f"after {timeout:g} seconds."
                 )
 
     def abandon(self) -> None:
@@ -196,7 +201,7 @@ class Dispatcher:
             )
             self.error = None
 
-    def forget_error(self, error: BaseException) -> None:
+    def discard_error(self, error: BaseException) -> None:
         """The caller has raised this error itself; it is not to surface again."""
         with self.condition:
             if self.error is error:
@@ -242,7 +247,7 @@ class Dispatcher:
         with self.condition:
             ready = wait_for(
                 self.condition,
-                lambda: self.fatal is not None or not self.roster.missing(),
+                lambda: self.fatal is not None or not self.supervisor.missing(),
                 seconds,
             )
             if self.fatal is not None:
@@ -250,20 +255,20 @@ class Dispatcher:
             if not ready:
                 raise ClusterTimeoutError(
                     f"The cluster was not ready after {seconds:g} seconds: "
-                    f"{', '.join(self.roster.missing())} did not report. Look at what "
-                    "they printed, or raise `start_seconds` of the strategy."
+                    f"{', '.join(self.supervisor.missing())} did not report. See their "
+                    "output, or raise `start_seconds` of the strategy."
                 )
 
     def start_all(self) -> None:
         """Starts the processes, if that is ours to do."""
         with self.condition:
-            self.roster.start_all()
+            self.supervisor.start_all()
         self._service.wake()
 
     def add_worker(self) -> int:
         """Starts one worker more; its number."""
         with self.condition:
-            index = self.roster.add_worker()
+            index = self.supervisor.add_worker()
         self._service.wake()
         return index
 
@@ -290,11 +295,11 @@ class Dispatcher:
             with self.condition:
                 if received is not None:
                     sender, (_, (kind, value)) = received
-                    if kind == "outcome":
-                        self._on_outcome(sender, value)
+                    if kind == "result":
+                        self._on_result(sender, value)
                     elif not self._is_closed:
-                        self.roster.handle(kind, sender, value)
-                self.roster.look_for_silence()
+                        self.supervisor.handle(kind, sender, value)
+                self.supervisor.check_heartbeats()
                 self._assign()
                 to_send, self._to_send = self._to_send, collections.deque()
                 is_closed = self._is_closed
@@ -318,8 +323,8 @@ class Dispatcher:
                     WorkerError(
                         f"{pending.deaths} workers in turn died while they ran one "
                         f"scheduled function, worker {worker.index} last: {reason}. "
-                        "Look at what they printed; a machine that runs out of memory "
-                        "kills processes without a word."
+                        "See their output. A process without an error there may have "
+                        "been killed because the machine ran out of memory."
                     ),
                 )
         alive = [p for p in again if p.deaths < _FATAL_DEATHS]
@@ -330,14 +335,14 @@ class Dispatcher:
         if self.fatal is not None:
             return
         while self.queue and (ready := self._ready_workers()):
-            self._give(min(ready, key=lambda w: len(w.in_flight)))
+            self._send_task(min(ready, key=lambda w: len(w.in_flight)))
 
     def _ready_workers(self) -> list[WorkerState]:
         """Those that may have the first closure of the queue."""
         workers = [w for w in self.workers.values() if w.is_alive]
         if self.max_staleness is not None:
-            under_way = sum(len(w.in_flight) for w in self.workers.values())
-            if under_way > self.max_staleness:
+            in_flight = sum(len(w.in_flight) for w in self.workers.values())
+            if in_flight > self.max_staleness:
                 return []
         ahead = self._ahead()
         return [w for w in workers if len(w.in_flight) < ahead]
@@ -347,9 +352,13 @@ class Dispatcher:
         if self.max_staleness is not None:
             return 1
         kind = self._definitions[self.queue[0].task.definition].kind
-        return _STEPS_AHEAD if self._pulls_ahead and kind != "call" else _AHEAD
+        return (
+            _STEPS_IN_FLIGHT
+            if self._pulls_ahead and kind != "call"
+            else _TASKS_IN_FLIGHT
+        )
 
-    def _give(self, worker: WorkerState) -> None:
+    def _send_task(self, worker: WorkerState) -> None:
         pending = self.queue.popleft()
         assert worker.sender is not None
         for resource in self._resources.values():
@@ -371,44 +380,46 @@ class Dispatcher:
         self._to_send.append((worker.sender, ("task", task)))
         self.condition.notify_all()
 
-    def _on_outcome(self, sender: bytes, outcome: Outcome) -> None:
+    def _on_result(self, sender: bytes, result: TaskResult) -> None:
         for worker in self.workers.values():
             if worker.sender != sender:
                 continue
             for pending in worker.in_flight:
-                if pending.task.number == outcome.number:
+                if pending.task.number == result.number:
                     worker.in_flight.remove(pending)
-                    self._finish(worker, pending, outcome)
+                    self._finish(worker, pending, result)
                     self.condition.notify_all()
                     return
 
-    def _finish(self, worker: WorkerState, pending: Pending, outcome: Outcome) -> None:
-        worker.last_sign = time.monotonic()
-        if outcome.error is not None:
-            self._fail(pending, outcome.error)
+    def _finish(
+        self, worker: WorkerState, pending: QueuedTask, result: TaskResult
+    ) -> None:
+        worker.last_heartbeat = time.monotonic()
+        if result.error is not None:
+            self._fail(pending, result.error)
             return
-        worker.steps += outcome.steps
-        worker.seconds += outcome.seconds
-        sent, received = outcome.traffic
+        worker.steps += result.steps
+        worker.seconds += result.seconds
+        sent, received = result.traffic
         worker.sent_bytes += sent
         worker.received_bytes += received
-        missed, most = outcome.staleness
+        missed, most = result.staleness
         worker.staleness += missed
         worker.most_staleness = max(worker.most_staleness, most)
-        self.done_steps += outcome.steps
+        self.done_steps += result.steps
         self._unfinished.discard(pending.task.number)
-        self._local.add(outcome.local)
-        pending.result(outcome.value, None)
+        self._local.add(result.local)
+        pending.result(result.value, None)
 
-    def _fail(self, pending: Pending, error: BaseException) -> None:
+    def _fail(self, pending: QueuedTask, error: BaseException) -> None:
         self._unfinished.discard(pending.task.number)
         pending.result(None, error)
         if self.error is None:
             self.error = error
             self._cancel(
                 ClosureCancelledError(
-                    "This function was not run, because one that was scheduled before "
-                    f"it has failed: {type(error).__name__}: {error}"
+                    "This function was cancelled because one that was scheduled "
+                    f"before it failed: {type(error).__name__}: {error}"
                 )
             )
 
@@ -439,7 +450,7 @@ class Dispatcher:
             self._cancel(self.error)
             self.condition.notify_all()
 
-    def _break(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """Nothing can go on."""
         if self.fatal is not None:
             return

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from keras_strategies.engines import backend_name, unknown_backend
 
 if TYPE_CHECKING:
-    from keras_strategies.parameter_server.engines.step_engine import Engine
+    from keras_strategies.parameter_server.engines.engine_interface import (
+        ParameterServerEngine,
+    )
 
 
-def get_engine() -> Engine:
+def get_engine() -> ParameterServerEngine:
     """The parameter-server engine of Keras's backend, imported when first used."""
     name = backend_name()
     if name == "jax":

@@ -11,28 +11,30 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.engines.jax.jax_compat import passed_on, used_inputs
-from keras_strategies.parameter_server.engines.step_engine import (
-    Applied,
+from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
-    Engine,
-    Outputs,
-    Program,
-    Sink,
+    OptimizerCall,
+    OptimizerCallRecorder,
+    ParameterServerEngine,
+    StepProgram,
     StepResult,
-    Variables,
+    StepVariables,
+    TracedOutputs,
 )
 
 
-class JaxProgram(Program):
+class JaxStepProgram(StepProgram):
     """One jitted function of the variables' values, the positions and the batch."""
 
-    def __init__(self, body: Body, variables: Variables, gradients: bool):
+    def __init__(self, body: Body, variables: StepVariables, gradients: bool):
         super().__init__(body, variables, gradients)
         self._ids: dict[Any, Any] = {}
         self._traced: list[Any] = []
         self._step = jax.jit(self._pure)
         # What the last trace has found, by the shapes of its arguments' leaves.
-        self._meanings: dict[Any, tuple[list[Applied], list[Any], Outputs]] = {}
+        self._meanings: dict[
+            Any, tuple[list[OptimizerCall], list[Any], TracedOutputs]
+        ] = {}
 
     # Which rows
 
@@ -84,11 +86,11 @@ class JaxProgram(Program):
                         zip(variables, values, strict=True)
                     ) as scope,
                     keras_compat.lookups_through(take),
-                    keras_compat.applying_through(Sink()),
+                    keras_compat.applying_through(OptimizerCallRecorder()),
                 ):
                     outputs = self.body(batch)
                 kept = [scope.get_current_value(v) for v in self.variables.others]
-                return ids, (Outputs(outputs, _is_computed).tensors, kept)
+                return ids, (TracedOutputs(outputs, _is_computed).tensors, kept)
 
             specs = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables]
             by_ids, read = used_inputs(trace, specs, batch)
@@ -102,7 +104,7 @@ class JaxProgram(Program):
                     if is_read
                 ]
             if whole:
-                self.variables.become_dense(whole)
+                self.variables.mark_dense(whole)
                 continue
 
             def ids_of(batch: Any, trace: Any = trace, specs: Any = specs) -> Any:
@@ -121,11 +123,11 @@ class JaxProgram(Program):
                 return NotImplemented
             return jnp.take(x.value, next(places), axis=0)
 
-        sink = Sink()
+        recorder = OptimizerCallRecorder()
         with (
             keras_compat.values_scope(zip(variables, values, strict=True)) as scope,
             keras_compat.lookups_through(take),
-            keras_compat.applying_through(sink),
+            keras_compat.applying_through(recorder),
         ):
             outputs = self.body(batch)
         changed = []
@@ -133,9 +135,9 @@ class JaxProgram(Program):
             after = scope.get_current_value(variable)
             if after is not before:
                 changed.append((variable, after))
-        split = Outputs(outputs, _is_computed)
-        self._traced = [sink.applied, [variable for variable, _ in changed], split]
-        gradients = [applied.gradients for applied in sink.applied]
+        split = TracedOutputs(outputs, _is_computed)
+        self._traced = [recorder.calls, [variable for variable, _ in changed], split]
+        gradients = [call.gradients for call in recorder.calls]
         return split.tensors, gradients, [value for _, value in changed]
 
     def run(
@@ -152,14 +154,14 @@ class JaxProgram(Program):
         key = (structure, tuple((np.shape(x), str(x.dtype)) for x in leaves))
         if self._traced:
             self._meanings[key] = tuple(self._traced)  # type: ignore[assignment]
-        applied, changed_variables, split = self._meanings[key]
+        calls, changed_variables, split = self._meanings[key]
         to_numpy = jax.tree.map(np.asarray, (outputs, gradients, changed))
         outputs, gradients, changed = to_numpy
         return StepResult(
             split.filled(outputs),
             [
-                Applied(a.optimizer, a.variables, g)
-                for a, g in zip(applied, gradients, strict=True)
+                OptimizerCall(call.optimizer, call.variables, g)
+                for call, g in zip(calls, gradients, strict=True)
             ],
             list(zip(changed_variables, changed, strict=True)),
         )
@@ -176,7 +178,7 @@ def _assign(variables: Any, values: Any) -> None:
             variable.assign(value)
 
 
-class JaxEngine(Engine):
+class JaxParameterServerEngine(ParameterServerEngine):
     """Programs are jitted; arrays are handed over without a copy where possible."""
 
     pads_rows = True
@@ -207,8 +209,10 @@ class JaxEngine(Engine):
 
         return body
 
-    def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
-        return JaxProgram(body, variables, gradients)
+    def program(
+        self, body: Body, variables: StepVariables, gradients: bool
+    ) -> StepProgram:
+        return JaxStepProgram(body, variables, gradients)
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
         # Programs take arrays of NumPy as they are.
@@ -228,4 +232,4 @@ class JaxEngine(Engine):
         return run
 
 
-ENGINE = JaxEngine()
+ENGINE = JaxParameterServerEngine()

@@ -11,16 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.engines.step_engine import (
-    Applied,
+from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     CompiledStep,
-    Engine,
-    Outputs,
-    Program,
-    Sink,
+    OptimizerCall,
+    OptimizerCallRecorder,
+    ParameterServerEngine,
+    StepProgram,
     StepResult,
-    Variables,
+    StepVariables,
+    TracedOutputs,
     changed_in,
     regularized_scope,
     writable,
@@ -33,7 +33,7 @@ _WITH_BUFFER = "biuf"
 # Bytes at a multiple of which TensorFlow wants arrays to begin.
 _ALIGNMENT = 64
 # The attribute of a variable of TensorFlow's that has its value for the next program.
-_GIVEN = "_keras_strategies_given"
+_PENDING_VALUE = "_keras_strategies_given"
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
@@ -74,10 +74,10 @@ class _Traced:
         return [next(given) if there else None for there in self._is_tensor]
 
 
-class TensorFlowProgram(Program):
+class TensorFlowStepProgram(StepProgram):
     """Two functions of TensorFlow's, traced for each signature of a batch."""
 
-    def __init__(self, body: Body, variables: Variables, gradients: bool):
+    def __init__(self, body: Body, variables: StepVariables, gradients: bool):
         super().__init__(body, variables, gradients)
         self._ids: dict[Any, _Lookups] = {}
         self._steps: dict[Any, _Step] = {}
@@ -109,7 +109,7 @@ class TensorFlowProgram(Program):
                 whole = list({id(t): t for t in found}.values())
             if not whole:
                 return found, _passed_on(program.concrete), program
-            self.variables.become_dense(whole)
+            self.variables.mark_dense(whole)
 
     def _trace_lookups(self, signature: Any) -> tuple[list[Any], _Traced]:
         """A program of a batch that returns ids, and the tables that they are for."""
@@ -133,7 +133,7 @@ class TensorFlowProgram(Program):
             with (
                 regularized_scope(self.variables),
                 keras_compat.lookups_through(take),
-                keras_compat.applying_through(Sink()),
+                keras_compat.applying_through(OptimizerCallRecorder()),
             ):
                 self.body(keras.tree.pack_sequence_as(signature, list(leaves)))
             return list(ids)
@@ -152,10 +152,10 @@ class TensorFlowProgram(Program):
         key = (_key(batch), len(positions))
         if key not in self._steps:
             self._steps[key] = self._make_step(_signature(batch), positions)
-        program, structure, applied, changed_variables, split = self._steps[key]
+        program, structure, calls, changed_variables, split = self._steps[key]
         arrays = [
             *(np.asarray(where, np.int32) for where in positions),
-            *(_given(variable) for variable in self._variables()),
+            *(_pending_value(variable) for variable in self._variables()),
             *keras.tree.flatten(batch),
         ]
         found = map(_numpy, program(*map(_tensor, arrays)))
@@ -165,8 +165,8 @@ class TensorFlowProgram(Program):
         return StepResult(
             split.filled(outputs),
             [
-                Applied(a.optimizer, a.variables, list(g))
-                for a, g in zip(applied, gradients, strict=True)
+                OptimizerCall(call.optimizer, call.variables, list(g))
+                for call, g in zip(calls, gradients, strict=True)
             ],
             list(zip(changed_variables, changed, strict=True)),
         )
@@ -177,7 +177,7 @@ class TensorFlowProgram(Program):
     def _make_step(self, signature: Any, positions: Sequence[np.ndarray]) -> _Step:
         """Traces the step as a function of positions, values and a batch."""
         count = len(positions)
-        sink = Sink()
+        recorder = OptimizerCallRecorder()
         changed_variables: list[Any] = []
         variables = self._variables()
         raws = [keras_compat.raw_value(variable) for variable in variables]
@@ -188,7 +188,7 @@ class TensorFlowProgram(Program):
             nonlocal structure, split
             places = iter(arguments[:count])
             batch = keras.tree.pack_sequence_as(signature, list(arguments[count:]))
-            sink.applied.clear()
+            recorder.calls.clear()
             changed_variables.clear()
 
             def take(x: Any, indices: Any, axis: Any) -> Any:
@@ -202,7 +202,7 @@ class TensorFlowProgram(Program):
             with (
                 regularized_scope(self.variables) as scope,
                 keras_compat.lookups_through(take),
-                keras_compat.applying_through(sink),
+                keras_compat.applying_through(recorder),
             ):
                 outputs = self.body(batch)
             changed = []
@@ -211,8 +211,8 @@ class TensorFlowProgram(Program):
                 if after is not None:
                     changed_variables.append(variable)
                     changed.append(after)
-            gradients = [[_dense(g) for g in a.gradients] for a in sink.applied]
-            split = Outputs(outputs, _is_computed)
+            gradients = [[_dense(g) for g in call.gradients] for call in recorder.calls]
+            split = TracedOutputs(outputs, _is_computed)
             structure = (split.tensors, gradients, changed)
             return list(keras.tree.flatten(structure))
 
@@ -233,8 +233,8 @@ class TensorFlowProgram(Program):
         ]
         program = _Traced(step, specs)
         structure = keras.tree.map_structure(lambda leaf: 0, structure)
-        applied = list(sink.applied)
-        return program, structure, applied, list(changed_variables), split
+        calls = list(recorder.calls)
+        return program, structure, calls, list(changed_variables), split
 
 
 #: The table of each lookup, the number of the batch's leaf that its ids are, None
@@ -242,7 +242,7 @@ class TensorFlowProgram(Program):
 _Lookups = tuple[list[Any], list[int | None], _Traced]
 #: A program, the structure of what it returns flat, the updates that it asks for, the
 #: variables that it changes, and what the step returns.
-_Step = tuple[_Traced, Any, list[Applied], list[Any], Outputs]
+_Step = tuple[_Traced, Any, list[OptimizerCall], list[Any], TracedOutputs]
 
 
 def _is_computed(leaf: Any) -> bool:
@@ -299,13 +299,13 @@ def _passed_on(program: Any) -> list[int | None]:
     inputs = [id(tensor) for tensor in program.inputs]
     found: list[int | None] = []
     for tensor in program.outputs:
-        while id(tensor) not in inputs and _keeps_integers(tensor.op):
+        while id(tensor) not in inputs and _preserves_integers(tensor.op):
             tensor = tensor.op.inputs[0]
         found.append(inputs.index(id(tensor)) if id(tensor) in inputs else None)
     return found
 
 
-def _keeps_integers(operation: Any) -> bool:
+def _preserves_integers(operation: Any) -> bool:
     if operation.type not in ("Identity", "Cast"):
         return False
     return all(
@@ -357,7 +357,7 @@ def _numpy(value: Any) -> Any:
     return np.asarray(memoryview(value))
 
 
-class TensorFlowEngine(Engine):
+class TensorFlowParameterServerEngine(ParameterServerEngine):
     """Windows are variables whose first axis is open. XLA compiles updates."""
 
     pads_rows = True
@@ -367,10 +367,12 @@ class TensorFlowEngine(Engine):
 
     def model_body(self, model: Any, kind: str) -> Body:
         step = super().model_body(model, kind)
-        return CompiledStep(step, is_asked_for=True) if model.jit_compile else step
+        return CompiledStep(step, is_requested=True) if model.jit_compile else step
 
-    def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
-        return TensorFlowProgram(body, variables, gradients)
+    def program(
+        self, body: Body, variables: StepVariables, gradients: bool
+    ) -> StepProgram:
+        return TensorFlowStepProgram(body, variables, gradients)
 
     def new_variable(
         self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
@@ -388,10 +390,10 @@ class TensorFlowEngine(Engine):
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
         # Programs take it from here, all values with one call.
-        setattr(keras_compat.raw_value(variable), _GIVEN, value)
+        setattr(keras_compat.raw_value(variable), _PENDING_VALUE, value)
 
     def get_value(self, variable: Any) -> np.ndarray:
-        return _given(variable)
+        return _pending_value(variable)
 
     def compile_update(
         self, update: Callable[..., Any], is_of_keras: bool
@@ -427,11 +429,11 @@ def _flat_program(
     return _Traced(flat, specs, jit_compile)
 
 
-def _given(variable: Any) -> np.ndarray:
+def _pending_value(variable: Any) -> np.ndarray:
     """The value that a variable was given; that of TensorFlow's before the first."""
     raw = keras_compat.raw_value(variable)
-    given: np.ndarray | None = getattr(raw, _GIVEN, None)
+    given: np.ndarray | None = getattr(raw, _PENDING_VALUE, None)
     return raw.numpy() if given is None else given  # type: ignore[no-any-return]
 
 
-ENGINE = TensorFlowEngine()
+ENGINE = TensorFlowParameterServerEngine()

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import torch
 
-from keras_strategies.parameter_server.engines.step_engine import writable
+from keras_strategies.parameter_server.engines.engine_interface import writable
 
 
 def as_array(value: Any) -> Any:
@@ -31,7 +31,7 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(writable(array))
 
 
-def array_again(array: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
+def original_array(array: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
     """The array whose memory a tensor was made on, if it still is on it.
 
     Another array on it would hold the tensor, and that this one, update after update.

@@ -11,26 +11,26 @@ import numpy as np
 import torch
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.engines.step_engine import (
+from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     CompiledStep,
-    Engine,
-    Program,
-    Variables,
+    ParameterServerEngine,
+    StepProgram,
+    StepVariables,
 )
 from keras_strategies.parameter_server.engines.torch_arrays import (
-    array_again,
     as_array,
     as_tensor,
+    original_array,
 )
-from keras_strategies.parameter_server.engines.torch_graphs import Recorder
+from keras_strategies.parameter_server.engines.torch_graphs import GraphRecorder
 from keras_strategies.parameter_server.engines.torch_steps import (
-    TorchProgram,
-    set_whole_stub,
+    TorchStepProgram,
+    set_stub,
 )
 
 
-class TorchEngine(Engine):
+class TorchParameterServerEngine(ParameterServerEngine):
     """Tensors share the memory of arrays; updates are in place."""
 
     # Graphs are recorded for exact shapes.
@@ -45,17 +45,19 @@ class TorchEngine(Engine):
         if model.run_eagerly:
             return step
         if model.jit_compile or keras_compat.is_of_keras(model):
-            return CompiledStep(step, is_asked_for=bool(model.jit_compile))
+            return CompiledStep(step, is_requested=bool(model.jit_compile))
         return step
 
-    def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
-        return TorchProgram(body, variables, gradients)
+    def program(
+        self, body: Body, variables: StepVariables, gradients: bool
+    ) -> StepProgram:
+        return TorchStepProgram(body, variables, gradients)
 
     def new_variable(
         self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
     ) -> Any:
         made = super().new_variable(path, trainable, dtype, shape)
-        set_whole_stub(made)
+        set_stub(made)
         return made
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
@@ -83,13 +85,13 @@ class _Update:
     """An optimizer's update of arrays, in their memory.
 
     Args:
-        update: as for `Engine.compile_update`.
+        update: as for `ParameterServerEngine.compile_update`.
         is_recorded: bool, whether it may be run as a graph.
     """
 
     def __init__(self, update: Callable[..., Any], is_recorded: bool):
         self._update = update
-        self._recorder = Recorder(self._flat, fuses=True) if is_recorded else None
+        self._recorder = GraphRecorder(self._flat, fuses=True) if is_recorded else None
         self._scalars = 0
         self._slots: list[int] = []
 
@@ -105,7 +107,7 @@ class _Update:
             with torch.no_grad():
                 found, _ = self._flat(*tensors)
         after = [as_array(tensor) for tensor in found[: self._scalars]]
-        changed = map(array_again, arrays[self._scalars :], found[self._scalars :])
+        changed = map(original_array, arrays[self._scalars :], found[self._scalars :])
         return after, *self._split(changed)
 
     def _flat(self, *tensors: torch.Tensor) -> tuple[Any, Any]:
@@ -123,4 +125,4 @@ class _Update:
         return values, [[next(items) for _ in range(count)] for count in self._slots]
 
 
-ENGINE = TorchEngine()
+ENGINE = TorchParameterServerEngine()

@@ -57,7 +57,7 @@ class NotFusableError(Exception):
     """There is no C++ compiler, or it cannot compile a graph."""
 
 
-class Graph:
+class TensorGraph:
     """What a function did to tensors of some shapes.
 
     Args:
@@ -113,7 +113,7 @@ class Graph:
             raise NotFusableError(str(error).partition("\n")[0]) from error
         self.is_fused = True
 
-    def passed_on(self, output: int) -> int | None:
+    def input_index(self, output: int) -> int | None:
         """Which input a leaf of the output is, an integer that nothing has changed."""
         nodes = list(self._module.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -129,11 +129,11 @@ class Graph:
         return None
 
 
-class Recorder:
+class GraphRecorder:
     """Keeps a function's graphs.
 
     Args:
-        function: as that of a `Graph`.
+        function: as that of a `TensorGraph`.
         check: called with each new graph; raises `NotRecordableError` if it will not
             do.
         is_asked_for: bool, whether somebody is to be told where there is none.
@@ -143,18 +143,18 @@ class Recorder:
     def __init__(
         self,
         function: Function,
-        check: Callable[[Graph], None] = lambda graph: None,
-        is_asked_for: bool = False,
+        check: Callable[[TensorGraph], None] = lambda graph: None,
+        is_requested: bool = False,
         fuses: bool = False,
     ):
         self._function = function
         self._check = check
-        self._level = logging.WARNING if is_asked_for else logging.INFO
-        self._graphs: dict[Any, Graph | None] = {}
+        self._level = logging.WARNING if is_requested else logging.INFO
+        self._graphs: dict[Any, TensorGraph | None] = {}
         self._is_recordable = True
         self._fuses = fuses
 
-    def graph(self, inputs: Sequence[torch.Tensor]) -> Graph | None:
+    def graph(self, inputs: Sequence[torch.Tensor]) -> TensorGraph | None:
         """The graph for inputs of these shapes, from the second time on.
 
         Many shapes come once, and recording takes as long as several calls.
@@ -171,7 +171,7 @@ class Recorder:
             return None
         if self._graphs[key] is None:
             try:
-                graph = Graph(self._function, inputs)
+                graph = TensorGraph(self._function, inputs)
                 self._check(graph)
             except NotRecordableError as error:
                 _logger.log(self._level, "Run eagerly, not as a graph: %s", error)
@@ -185,7 +185,7 @@ class Recorder:
             self._fuse(found, inputs)
         return found
 
-    def _fuse(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> None:
+    def _fuse(self, graph: TensorGraph, inputs: Sequence[torch.Tensor]) -> None:
         if sum(tensor.nbytes for tensor in inputs) < _FUSED_BYTES:
             return
         try:

@@ -12,27 +12,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.engines.step_engine import (
-    Applied,
+from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     CompiledStep,
-    OtherLookupsError,
-    Program,
-    Sink,
+    LookupMismatchError,
+    OptimizerCall,
+    OptimizerCallRecorder,
+    StepProgram,
     StepResult,
-    Variables,
+    StepVariables,
     changed_in,
     regularized_scope,
 )
 from keras_strategies.parameter_server.engines.torch_arrays import as_array, as_tensor
 from keras_strategies.parameter_server.engines.torch_graphs import (
-    Graph,
+    GraphRecorder,
     NotRecordableError,
-    Recorder,
+    TensorGraph,
 )
 
 
-class TorchProgram(Program):
+class TorchStepProgram(StepProgram):
     """Steps run eagerly, or as graphs that were recorded of Keras's own code.
 
     Ids are foreseen from where they came from in the batch. The first batch goes
@@ -41,13 +41,13 @@ class TorchProgram(Program):
     was so, and a batch for which it was not runs as the first.
     """
 
-    def __init__(self, body: Body, variables: Variables, gradients: bool):
+    def __init__(self, body: Body, variables: StepVariables, gradients: bool):
         super().__init__(body, variables, gradients)
         # For each lookup the table and the leaf of the batch that its ids are.
         self._origins: list[tuple[Any, int]] | None = None
         # By the structure of a batch.
-        self._recorders: dict[Any, Recorder] = {}
-        self._may_foresee = True
+        self._recorders: dict[Any, GraphRecorder] = {}
+        self._may_predict = True
 
     def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
         if not self.variables.tables:
@@ -55,13 +55,13 @@ class TorchProgram(Program):
         leaves = keras.tree.flatten(batch)
         if self._origins is not None:
             return [(table, leaves[i]) for table, i in self._origins]
-        found = self._explore(batch)
-        origins = [(table, _leaf_like(leaves, ids)) for table, ids in found]
-        if self._may_foresee and all(i is not None for _, i in origins):
+        found = self._run_for_lookups(batch)
+        origins = [(table, _matching_leaf(leaves, ids)) for table, ids in found]
+        if self._may_predict and all(i is not None for _, i in origins):
             self._origins = origins  # type: ignore[assignment]
         return found
 
-    def _explore(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
+    def _run_for_lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
         """Runs the step on zeros for rows, and forgets all else that it does."""
         while True:
             found: list[tuple[Any, np.ndarray]] = []
@@ -77,20 +77,20 @@ class TorchProgram(Program):
 
             tables = list(self.variables.tables)
             for table in tables:
-                set_whole_stub(table)
+                set_stub(table)
             with (
                 torch.set_grad_enabled(True),
                 regularized_scope(self.variables),
                 keras_compat.lookups_through(take),
-                keras_compat.applying_through(Sink()),
-                _Reads(tables) as reads,
+                keras_compat.applying_through(OptimizerCallRecorder()),
+                _TableReads(tables) as reads,
             ):
                 self.body(_tensors(batch))
             read = reads.found()
             self._clear_gradients()
             if not read:
                 return found
-            self.variables.become_dense(read)
+            self.variables.mark_dense(read)
 
     def _is_table(self, x: Any) -> bool:
         return any(x is table for table in self.variables.tables)
@@ -107,12 +107,12 @@ class TorchProgram(Program):
         lookups: Sequence[tuple[Any, np.ndarray]],
         positions: Sequence[np.ndarray],
     ) -> StepResult:
-        is_foreseen = self._origins is not None or not lookups
-        if isinstance(self.body, CompiledStep) and is_foreseen:
+        is_predicted = self._origins is not None or not lookups
+        if isinstance(self.body, CompiledStep) and is_predicted:
             found = self._run_recorded(batch, positions)
             if found is not None:
                 return found
-        return self._run_as_it_is(batch, lookups, positions)
+        return self._run_eagerly(batch, lookups, positions)
 
     def _run_recorded(
         self, batch: Any, positions: Sequence[np.ndarray]
@@ -133,17 +133,17 @@ class TorchProgram(Program):
         if graph is None:
             return None
         _, outputs, gradients, changed = pytree.tree_map(as_array, graph(*inputs))
-        _, applied, changed_variables = graph.note
+        _, calls, changed_variables = graph.note
         return StepResult(
             outputs,
             [
-                Applied(a.optimizer, a.variables, own)
-                for a, own in zip(applied, gradients, strict=True)
+                OptimizerCall(call.optimizer, call.variables, own)
+                for call, own in zip(calls, gradients, strict=True)
             ],
             list(zip(changed_variables, changed, strict=True)),
         )
 
-    def _recorder(self, batch: Any, present: list[bool], lookups: int) -> Recorder:
+    def _recorder(self, batch: Any, present: list[bool], lookups: int) -> GraphRecorder:
         variables = [*self.variables.tables, *self.variables.others]
 
         def step(*inputs: torch.Tensor) -> tuple[Any, Any]:
@@ -164,12 +164,12 @@ class TorchProgram(Program):
                 asked.append((x, keras.ops.convert_to_tensor(indices)))
                 return torch.nn.functional.embedding(next(remaining), x.value)
 
-            sink = Sink()
+            recorder = OptimizerCallRecorder()
             with (
                 torch.set_grad_enabled(self.gradients),
                 keras_compat.values_scope(zip(variables, values, strict=True)) as scope,
                 keras_compat.lookups_through(take),
-                keras_compat.applying_through(sink),
+                keras_compat.applying_through(recorder),
             ):
                 outputs = self.body(keras.tree.pack_sequence_as(batch, leaves))
             changed = []
@@ -177,7 +177,7 @@ class TorchProgram(Program):
                 after = scope.get_current_value(variable)
                 if after is not value:
                     changed.append((variable, after))
-            gradients = [list(a.gradients) for a in sink.applied]
+            gradients = [list(call.gradients) for call in recorder.calls]
             result = (
                 [ids for _, ids in asked],
                 outputs,
@@ -185,15 +185,15 @@ class TorchProgram(Program):
                 [after for _, after in changed],
             )
             tables = [table for table, _ in asked]
-            return result, (tables, sink.applied, [v for v, _ in changed])
+            return result, (tables, recorder.calls, [v for v, _ in changed])
 
-        def check(graph: Graph) -> None:
+        def check(graph: TensorGraph) -> None:
             """That lookups are the foreseen ones, by what the graph does for ids."""
             tables = graph.note[0]
             leaves = [i for i, there in enumerate(present) if there]
             origins = []
             for i, table in enumerate(tables):
-                place = graph.passed_on(i)
+                place = graph.input_index(i)
                 # Positions come first among the inputs.
                 leaf = None if place is None else leaves[place - lookups]
                 origins.append((table, leaf))
@@ -204,10 +204,10 @@ class TorchProgram(Program):
             ):
                 raise NotRecordableError("ids of lookups are no arrays of the batch")
 
-        asked = isinstance(self.body, CompiledStep) and self.body.is_asked_for
-        return Recorder(step, check, asked)
+        asked = isinstance(self.body, CompiledStep) and self.body.is_requested
+        return GraphRecorder(step, check, asked)
 
-    def _run_as_it_is(
+    def _run_eagerly(
         self,
         batch: Any,
         lookups: Sequence[tuple[Any, np.ndarray]],
@@ -224,18 +224,18 @@ class TorchProgram(Program):
             table: Any
             (table, expected), where = next(places, ((None, np.empty(0)), None))
             if table is not x or not np.array_equal(ids, expected):
-                raise OtherLookupsError
+                raise LookupMismatchError
             # Its gradient adds up rows in one pass, which that of an index does not.
             return torch.nn.functional.embedding(torch.from_numpy(where), x.value)
 
         variables = [*self.variables.tables, *self.variables.others]
         self._clear_gradients()
-        sink = Sink()
+        recorder = OptimizerCallRecorder()
         with (
             torch.set_grad_enabled(self.gradients),
             regularized_scope(self.variables) as scope,
             keras_compat.lookups_through(take),
-            keras_compat.applying_through(sink),
+            keras_compat.applying_through(recorder),
         ):
             outputs = self.body(_tensors(batch))
         changed = []
@@ -243,21 +243,23 @@ class TorchProgram(Program):
             after = changed_in(scope, variable)
             if after is not None:
                 changed.append((variable, as_array(after)))
-        applied = [
-            Applied(a.optimizer, a.variables, [as_array(g) for g in a.gradients])
-            for a in sink.applied
+        calls = [
+            OptimizerCall(
+                call.optimizer, call.variables, [as_array(g) for g in call.gradients]
+            )
+            for call in recorder.calls
         ]
         self._clear_gradients()
         outputs = keras.tree.map_structure(as_array, outputs)
-        return StepResult(outputs, applied, changed)
+        return StepResult(outputs, calls, changed)
 
-    def foresee_nothing(self) -> None:
-        self._may_foresee = False
+    def disable_lookup_prediction(self) -> None:
+        self._may_predict = False
         self._origins = None
         self._recorders.clear()
 
 
-def _leaf_like(leaves: list[Any], ids: np.ndarray) -> int | None:
+def _matching_leaf(leaves: list[Any], ids: np.ndarray) -> int | None:
     for i, leaf in enumerate(leaves):
         if (
             leaf is not None
@@ -268,7 +270,7 @@ def _leaf_like(leaves: list[Any], ids: np.ndarray) -> int | None:
     return None
 
 
-class _Reads(TorchFunctionMode):
+class _TableReads(TorchFunctionMode):
     """Notes the tables that take part in a step other than by lookups.
 
     Args:
@@ -288,7 +290,7 @@ class _Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _NO_READS:
+        if getattr(func, "__name__", "") not in _METADATA_ONLY:
             for leaf in keras.tree.flatten((args, kwargs)):
                 table = self._tables.get(id(leaf))
                 if table is not None:
@@ -297,12 +299,12 @@ class _Reads(TorchFunctionMode):
 
 
 # What asks for no numbers: attributes, and gradients with respect to a table.
-_NO_READS = frozenset(
+_METADATA_ONLY = frozenset(
     ("__get__", "__set__", "grad", "dim", "size", "numel", "is_floating_point")
 )
 
 
-def set_whole_stub(variable: Any) -> None:
+def set_stub(variable: Any) -> None:
     """Gives a variable a value of its whole shape that takes no memory."""
     shape = tuple(variable.shape)
     stub = keras.ops.zeros((1,) * len(shape), dtype=variable._dtype).expand(shape)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.step_messages import ScaleReport
 
 
-def apply_scale_report(store: Store, report: ScaleReport) -> None:
+def apply_scale_report(store: VariableStore, report: ScaleReport) -> None:
     """Changes scale and counter as `LossScaleOptimizer.apply` does.
 
     Several workers may have computed with a scale that one of them has had changed

@@ -8,8 +8,13 @@ from typing import Any
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.wire.object_pickling import Receiver, load
-from keras_strategies.parameter_server.wire.variable_description import Described
+from keras_strategies.parameter_server.wire.object_pickling import (
+    UnpicklingContext,
+    load,
+)
+from keras_strategies.parameter_server.wire.variable_description import (
+    VariableDescription,
+)
 
 
 @dataclass(frozen=True)
@@ -43,29 +48,29 @@ class OptimizerSpec:
     whole: frozenset[int] = frozenset()
 
 
-class _Templates(Receiver):
+class _Templates(UnpicklingContext):
     """Variables of an optimizer on a server, which have a place and no value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.templates: dict[int, Any] = {}
 
-    def variable(self, described: Described) -> Any:
-        if described.number not in self.templates:
-            empty = np.zeros([min(n, 1) for n in described.shape], "float32")
+    def variable(self, description: VariableDescription) -> Any:
+        if description.number not in self.templates:
+            empty = np.zeros([min(n, 1) for n in description.shape], "float32")
             template = keras_compat.make_variable(
-                described.path, described.trainable, described.dtype, empty
+                description.path, description.trainable, description.dtype, empty
             )
-            keras_compat.set_variable_shape(template, described.shape)
-            self.templates[described.number] = template
-        return self.templates[described.number]
+            keras_compat.set_variable_shape(template, description.shape)
+            self.templates[description.number] = template
+        return self.templates[description.number]
 
 
-def make_spec(blob: bytes, number: int, *rest: Any) -> OptimizerSpec:
+def load_optimizer_spec(blob: bytes, number: int, *rest: Any) -> OptimizerSpec:
     """An optimizer as servers use it, from what was pickled here."""
-    receiver = _Templates()
-    optimizer = load(blob, receiver, 0)
+    context = _Templates()
+    optimizer = load(blob, context, 0)
     # It knows its variables by what another class would call them.
     keras_compat.plain_optimizer(optimizer)
     keras_compat.renew_identities([optimizer])
-    return OptimizerSpec(number, optimizer, receiver.templates, *rest)
+    return OptimizerSpec(number, optimizer, context.templates, *rest)

@@ -15,9 +15,12 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.engines.step_engine import Engine, bucket
+from keras_strategies.parameter_server.engines.engine_interface import (
+    ParameterServerEngine,
+    bucket,
+)
 from keras_strategies.parameter_server.server.optimizer_spec import OptimizerSpec
-from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.row_arrays import (
     pad_rows,
     put_rows,
@@ -26,7 +29,7 @@ from keras_strategies.parameter_server.wire.row_arrays import (
 from keras_strategies.parameter_server.wire.step_messages import Key
 
 
-class Updater:
+class OptimizerUpdater:
     """Applies one optimizer's updates to a store.
 
     Args:
@@ -35,7 +38,9 @@ class Updater:
         engine: compiles the updates.
     """
 
-    def __init__(self, spec: OptimizerSpec, store: Store, engine: Engine):
+    def __init__(
+        self, spec: OptimizerSpec, store: VariableStore, engine: ParameterServerEngine
+    ):
         self.spec = spec
         self._store = store
         self._engine = engine
@@ -66,10 +71,10 @@ class Updater:
         self._row_programs_change_others = (
             optimizer.use_ema
             or bool(optimizer.gradient_accumulation_steps)
-            or (spec.exact_rows and self._moves_at_rest())
+            or (spec.exact_rows and self._changes_without_gradient())
         )
 
-    def _moves_at_rest(self) -> bool:
+    def _changes_without_gradient(self) -> bool:
         """Whether rows change by an update whose gradient for them is zero.
 
         Asked by trying it on numbers.
@@ -78,37 +83,39 @@ class Updater:
             template = self.spec.templates[number]
             if not tuple(template.shape) or not _is_float(template):
                 continue
-            if self._has_whole_slots(number):
+            if self._has_unsharded_slots(number):
                 continue
             value, kept, gradient = self._numbers(number)
             gradient[...] = 0
             before = [value.copy(), *(k.copy() for k in kept)]
-            found = self._tried(number, value, kept, gradient)
+            found = self._trial_update(number, value, kept, gradient)
             if not all(map(np.array_equal, before, found)):
                 return True
         return False
 
-    def _is_by_rows(self, number: int) -> bool:
+    def _updates_rows_independently(self, number: int) -> bool:
         """Whether each row is updated as if it were alone, asked in the same way.
 
         Not so where an optimizer looks at the norm of a variable, as `Lamb` does, or at
         it as a matrix, as `Muon` does.
         """
-        if self._has_whole_slots(number):
+        if self._has_unsharded_slots(number):
             return False
         if number not in self._by_rows:
             if not _is_float(self.spec.templates[number]):
                 return True
-            together = self._tried(number, *self._numbers(number))
+            together = self._trial_update(number, *self._numbers(number))
             value, kept, gradient = self._numbers(number)
-            alone = self._tried(number, value[:2], [k[:2] for k in kept], gradient[:2])
+            alone = self._trial_update(
+                number, value[:2], [k[:2] for k in kept], gradient[:2]
+            )
             self._by_rows[number] = all(
                 np.allclose(own, every[:2], rtol=1e-4, atol=1e-7)
                 for own, every in zip(alone, together, strict=True)
             )
         return self._by_rows[number]
 
-    def _has_whole_slots(self, number: int) -> bool:
+    def _has_unsharded_slots(self, number: int) -> bool:
         return not self.spec.whole.isdisjoint(self.spec.slots[number])
 
     def _numbers(self, number: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
@@ -122,7 +129,7 @@ class Updater:
         ]
         return value, kept, random.normal(size=part).astype("float32")
 
-    def _tried(
+    def _trial_update(
         self,
         number: int,
         value: np.ndarray,
@@ -192,10 +199,10 @@ class Updater:
         rows = [table for table in rows if not self._needs_all_rows(table[0])]
         for key, gradient in present:
             if key not in self._checked:
-                self._check_whole(key, gradient)
+                self._check_unsharded(key, gradient)
                 self._checked.add(key)
         # Parts of one variable share a template, so they are updated one by one.
-        for group in _without_repeats(present):
+        for group in _distinct_variables(present):
             keys = [key for key, _ in group]
             numbers = tuple(number for number, _ in keys)
             slots = [[(s, start) for s in spec.slots[n]] for n, start in keys]
@@ -214,7 +221,7 @@ class Updater:
             if len(ids):
                 after = self._apply_rows(key, ids, gradients, scalars)
         if after is None:
-            after = self._count_only(scalars)
+            after = self._count_step(scalars)
         for number, value in zip(spec.scalars, after, strict=True):
             store.write((number, 0), np.asarray(value))
 
@@ -222,20 +229,24 @@ class Updater:
         return (
             self._row_programs_change_others
             or key[0] in self.spec.constraints
-            or not self._is_by_rows(key[0])
+            or not self._updates_rows_independently(key[0])
         )
 
-    def _check_whole(self, key: Key, array: np.ndarray) -> None:
+    def _check_unsharded(self, key: Key, array: np.ndarray) -> None:
         """Raises for a part of a variable that is to be updated as a whole."""
         template = self.spec.templates[key[0]]
         rows = self._rows[key[0]]
-        if rows is None or len(array) == rows or self._is_by_rows(key[0]):
+        if (
+            rows is None
+            or len(array) == rows
+            or self._updates_rows_independently(key[0])
+        ):
             return
         raise InvalidArgumentError(
             f"Optimizer {type(self.spec.optimizer).__name__} computes with all rows of "
-            f"a variable together, and {template.path!r} has {rows} rows of which this "
-            f"server has {len(array)}. Let `variable_partitioner` return 1 for its "
-            "shape, or use an optimizer that updates each row by itself, such as Adam."
+            f"a variable at once, and this server has {len(array)} of the {rows} rows "
+            f"of {template.path!r}. Let `variable_partitioner` return 1 for its shape, "
+            "or use an optimizer that updates each row independently, such as Adam."
         )
 
     def _apply_rows(
@@ -264,7 +275,7 @@ class Updater:
         whole[ids] = gradients[: len(ids)]
         return key, whole
 
-    def _count_only(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
+    def _count_step(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
         """A step in which no variable of this server had a gradient."""
         optimizer = self.spec.optimizer
         step = optimizer._iterations
@@ -274,7 +285,7 @@ class Updater:
         ]
 
 
-def _without_repeats(
+def _distinct_variables(
     pairs: Sequence[tuple[Key, np.ndarray]],
 ) -> list[list[tuple[Key, np.ndarray]]]:
     """Groups in which each variable occurs once."""

@@ -14,14 +14,14 @@ import numpy as np
 from keras_strategies.errors import PeerError, SnapshotError
 from keras_strategies.parameter_server.engines import get_engine
 from keras_strategies.parameter_server.server.loss_scale import apply_scale_report
-from keras_strategies.parameter_server.server.optimizer_updater import Updater
-from keras_strategies.parameter_server.server.snapshots import Snapshots
-from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.server.optimizer_updater import OptimizerUpdater
+from keras_strategies.parameter_server.server.snapshots import SnapshotFiles
+from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.row_arrays import Empty, empty_aligned
 from keras_strategies.parameter_server.wire.step_messages import (
     Key,
-    Pulled,
-    Step,
+    StepReply,
+    StepRequest,
 )
 from keras_strategies.parameter_server.wire.transport import (
     COPY_BYTES,
@@ -47,12 +47,12 @@ class ParameterServer:
     ):
         self._index = index
         self._engine = get_engine()
-        self._store = Store()
-        self._updaters: dict[int, Updater] = {}
+        self._store = VariableStore()
+        self._updaters: dict[int, OptimizerUpdater] = {}
         self._optimizers: dict[int, bytes] = {}
         # Whose variables these are: another coordinator has others.
         self._owner: str | None = None
-        self._snapshots = Snapshots(snapshots, index) if snapshots else None
+        self._snapshots = SnapshotFiles(snapshots, index) if snapshots else None
         self._interval = interval
         self._saved_at = time.monotonic()
         self._saved_version = -1
@@ -109,15 +109,15 @@ class ParameterServer:
         method: Callable[[Any], Any] = getattr(self, f"on_{name}")
         return method(argument)
 
-    def on_step(self, step: Step, empty: Empty = empty_aligned) -> Pulled:
+    def on_step(self, step: StepRequest, empty: Empty = empty_aligned) -> StepReply:
         """Pushes, if this update has not been made, and pulls."""
         store = self._store
-        store.applied.forget_below(step.done)
+        store.applied.discard_below(step.done)
         if step.update is not None and store.applied.is_new(step.update):
             self._push(step)
         return self._pulled(step, empty)
 
-    def _push(self, step: Step) -> None:
+    def _push(self, step: StepRequest) -> None:
         store = self._store
         for number, dense, rows in step.optimizers:
             self._updater(number).apply(dense, rows)
@@ -131,14 +131,14 @@ class ParameterServer:
         store.applied.add(step.update)
         store.version += 1
 
-    def _pulled(self, step: Step, empty: Empty) -> Pulled:
+    def _pulled(self, step: StepRequest, empty: Empty) -> StepReply:
         store = self._store
         dense = [store.get(key) for key in step.pull]
         if self._engine.updates_in_place:
             # The reply may be on its way when the next update begins.
             dense = [_copy(a, empty) if a.nbytes >= COPY_BYTES else a for a in dense]
         rows = [store.rows(*wanted, empty) for wanted in step.pull_rows]
-        return Pulled(dense, rows, store.version)
+        return StepReply(dense, rows, store.version)
 
     def on_begin(self, owner: str) -> None:
         """Says whose server this is; of somebody else's, nothing is kept."""
@@ -147,7 +147,7 @@ class ParameterServer:
         if self._snapshots is not None:
             self._attempt(self._snapshots.clear)
         if self._owner is not None:
-            self._store = Store()
+            self._store = VariableStore()
             self._updaters, self._optimizers = {}, {}
         self._owner = owner
         self._note("owner", owner)
@@ -194,11 +194,13 @@ class ParameterServer:
 
     def _make_updater(self, number: int) -> None:
         spec = pickle.loads(self._optimizers[number])()
-        self._updaters[number] = Updater(spec, self._store, self._engine)
+        self._updaters[number] = OptimizerUpdater(spec, self._store, self._engine)
 
-    def _updater(self, number: int) -> Updater:
+    def _updater(self, number: int) -> OptimizerUpdater:
         if number not in self._updaters:
-            raise PeerError(f"Parameter server {self._index} knows no such optimizer.")
+            raise PeerError(
+                f"Parameter server {self._index} has no optimizer {number}."
+            )
         return self._updaters[number]
 
     def on_read(self, argument: tuple[Key, int, int]) -> np.ndarray:
@@ -228,7 +230,7 @@ class ParameterServer:
     def on_snapshot(self, argument: None = None) -> str:
         """Writes a snapshot now; the path."""
         if self._snapshots is None:
-            raise PeerError("This parameter server was started without a folder.")
+            raise PeerError("This parameter server has no snapshot folder.")
         self._saved_at = time.monotonic()
         if self._store.version != self._saved_version or self._is_incomplete:
             self._snapshots.save(self._store, (self._owner, self._optimizers))

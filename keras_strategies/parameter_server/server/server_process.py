@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from keras_strategies.errors import WorkerError
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
-from keras_strategies.parameter_server.wire.heartbeat import start_beating
+from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
 from keras_strategies.parameter_server.wire.transport import Keys, Service, serve
 
 
@@ -20,7 +20,7 @@ def run_server(
     address: str,
     snapshots: str | None,
     interval: float | None,
-    patience: float = math.inf,
+    coordinator_seconds: float = math.inf,
 ) -> None:
     """A parameter server's process.
 
@@ -47,14 +47,14 @@ def run_server(
             reasons.append(reason)
             server.on_stop()
 
-        start_beating(
+        start_heartbeats(
             control,
             keys,
             ("ps", index),
             incarnation,
             lambda: ("server", value),
             lost,
-            patience,
+            coordinator_seconds,
             server.notices,
         )
 

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from keras_strategies.errors import SnapshotError
-from keras_strategies.parameter_server.server.variable_store import Store
+from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.step_messages import Key
 
 #: Before each record: a mark, the payload's bytes and its CRC-32; then the CRC-32 of
@@ -45,7 +45,7 @@ class DamagedFileError(Exception):
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredState:
     """What a server's files hold.
 
     Args:
@@ -55,13 +55,13 @@ class Restored:
         damage: str, which files were damaged and what was used instead; "" if none.
     """
 
-    store: Store
+    store: VariableStore
     extra: Any
     events: list[tuple[str, Any]]
     damage: str = ""
 
 
-class Snapshots:
+class SnapshotFiles:
     """The files of one parameter server.
 
     Args:
@@ -104,7 +104,7 @@ class Snapshots:
 
     # Writing
 
-    def save(self, store: Store, extra: Any) -> None:
+    def save(self, store: VariableStore, extra: Any) -> None:
         """Writes a snapshot, by renaming a complete file, and begins its generation.
 
         Args:
@@ -190,7 +190,7 @@ class Snapshots:
 
     # Reading
 
-    def load(self) -> Restored | None:
+    def load(self) -> RestoredState | None:
         """The latest state that the files hold; None if there are none.
 
         Raises:
@@ -215,21 +215,21 @@ class Snapshots:
                 continue
             if damages:
                 damages.append(
-                    f"Parameter server {self._index} goes on from the snapshot before, "
+                    f"Parameter server {self._index} restored the previous snapshot, "
                     f"{self._snapshot(generation)}."
                     if generation
-                    else f"Parameter server {self._index} goes on from the initial "
-                    "values of its variables, because there is no snapshot before."
+                    else f"Parameter server {self._index} restored the initial values "
+                    "of its variables: there is no earlier snapshot."
                 )
             self._complete = [generation]
-            return Restored(store, extra, events, " ".join(damages))
+            return RestoredState(store, extra, events, " ".join(damages))
         raise SnapshotError(
-            f"Parameter server {self._index} can restore none of its snapshots. "
+            f"Parameter server {self._index} cannot restore any of its snapshots. "
             f"{' '.join(damages)}"
         )
 
-    def _read_snapshot(self, generation: int) -> tuple[Store, Any]:
-        store = Store()
+    def _read_snapshot(self, generation: int) -> tuple[VariableStore, Any]:
+        store = VariableStore()
         if generation == 0:
             return store, None
         path = self._snapshot(generation)
@@ -287,14 +287,14 @@ def check_folder(folder: str) -> None:
         raise SnapshotError(
             f"Snapshots cannot be written to snapshot_folder={str(folder)!r}: "
             f"{error.strerror or error}. {describe_disk(folder)} Name a folder that "
-            "can be written, or free space there."
+            "that is writable, or free space there."
         ) from error
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
 
 
-def _write_store(file: BinaryIO, store: Store, extra: Any) -> None:
+def _write_store(file: BinaryIO, store: VariableStore, extra: Any) -> None:
     described: list[tuple[Key, tuple[int, ...], np.dtype[Any]]] = [
         (key, array.shape, array.dtype) for key, array in store.arrays.items()
     ]
@@ -383,7 +383,7 @@ def _checksum(view: memoryview) -> int:
 
 
 def _truncated(path: Path) -> DamagedFileError:
-    return DamagedFileError(f"{path} is truncated: it ends amid a record.")
+    return DamagedFileError(f"{path} is truncated: its last record is incomplete.")
 
 
 def _damaged(path: Path) -> DamagedFileError:

@@ -12,7 +12,7 @@ from keras_strategies.parameter_server.wire.step_messages import Key, UpdateId
 
 
 @dataclass
-class Applied:
+class AppliedUpdates:
     """Which updates have been made, so that each is made once.
 
     A closure that is run again, because its worker died, sends the same names. Those
@@ -40,18 +40,18 @@ class Applied:
         self.requests[sender] = number
         return True
 
-    def forget_below(self, closure: int) -> None:
+    def discard_below(self, closure: int) -> None:
         if closure > self.done:
             self.done = closure
             self.steps = {c: s for c, s in self.steps.items() if c >= closure}
 
 
-class Store:
+class VariableStore:
     """Arrays by their keys, in memory that is updated in place where possible."""
 
     def __init__(self) -> None:
         self.arrays: dict[Key, np.ndarray] = {}
-        self.applied = Applied()
+        self.applied = AppliedUpdates()
         #: Counts the updates that were made.
         self.version = 0
 
@@ -73,8 +73,8 @@ class Store:
             return self.arrays[key]
         except KeyError:
             raise PeerError(
-                f"This parameter server has no part {key}; it holds "
-                f"{len(self.arrays)} parts."
+                f"This parameter server has no shard {key}; it has "
+                f"{len(self.arrays)} shards."
             ) from None
 
     def own(self, key: Key) -> np.ndarray:

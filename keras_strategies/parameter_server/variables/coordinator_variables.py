@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 
-class LocalVariables:
+class CoordinatorVariables:
     """The values of variables that only the coordinator has: those of metrics."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ CONSTANTS = (
 )
 
 
-def parts_maker(
+def shard_factory(
     initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str
 ) -> Callable[[int, int], bytes]:
     """What makes a variable in parts, so that no process holds it whole.
@@ -41,17 +41,19 @@ def parts_maker(
         ValueError: for an initializer whose numbers depend on each other.
     """
     if not isinstance(initializer, CONSTANTS):
-        initializer = _of_parts(initializer, shape)
+        initializer = _per_shard(initializer, shape)
 
     def part(start: int, stop: int) -> bytes:
         part_shape = (stop - start, *shape[1:]) if shape else ()
-        make = functools.partial(make_initial, initializer, part_shape, dtype, start)
+        make = functools.partial(
+            make_initial_values, initializer, part_shape, dtype, start
+        )
         return cloudpickle.dumps(make)  # type: ignore[no-any-return]
 
     return part
 
 
-def make_initial(
+def make_initial_values(
     initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str, start: int
 ) -> np.ndarray:
     """The first values of a part, made where the part will be, some rows at a time.
@@ -86,7 +88,7 @@ def _values(initializer: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(initializer(shape, dtype=dtype)))
 
 
-def _of_parts(initializer: Any, shape: tuple[int, ...]) -> Any:
+def _per_shard(initializer: Any, shape: tuple[int, ...]) -> Any:
     """An initializer that makes of parts what another one makes of a whole."""
     names = keras.initializers
     independent = (names.RandomNormal, names.RandomUniform, names.TruncatedNormal)
@@ -107,7 +109,7 @@ def _of_parts(initializer: Any, shape: tuple[int, ...]) -> Any:
             return names.TruncatedNormal(0.0, deviation, seed=seed)
         return names.RandomNormal(0.0, math.sqrt(variance), seed=seed)
     raise InvalidArgumentError(
-        f"A variable of shape {shape} is too large to be made in one piece, and "
-        f"{type(initializer).__name__} cannot make it in parts. Use a normal, uniform "
-        "or constant initializer."
+        f"A variable of shape {shape} is too large for one process, and "
+        f"{type(initializer).__name__} cannot initialize it shard by shard. Use a "
+        "normal, uniform or constant initializer."
     )

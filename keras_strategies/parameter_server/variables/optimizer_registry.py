@@ -10,17 +10,23 @@ import cloudpickle
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.server.optimizer_spec import (
-    make_spec,
+    load_optimizer_spec,
 )
 from keras_strategies.parameter_server.variables.optimizer_wrappers import innermost
-from keras_strategies.parameter_server.wire.variable_description import Described
+from keras_strategies.parameter_server.wire.variable_description import (
+    VariableDescription,
+)
 
 if TYPE_CHECKING:
-    from keras_strategies.parameter_server.variables.variable_registry import Registry
-    from keras_strategies.parameter_server.wire.server_connections import Servers
+    from keras_strategies.parameter_server.variables.variable_registry import (
+        VariableRegistry,
+    )
+    from keras_strategies.parameter_server.wire.server_connections import (
+        ServerConnections,
+    )
 
 
-class Optimizers:
+class OptimizerRegistry:
     """Gives servers the optimizers that closures use, each once.
 
     Args:
@@ -29,7 +35,9 @@ class Optimizers:
         lazy_rows: bool, see `ParameterServerStrategy`.
     """
 
-    def __init__(self, registry: Registry, servers: Servers, lazy_rows: bool):
+    def __init__(
+        self, registry: VariableRegistry, servers: ServerConnections, lazy_rows: bool
+    ):
         self._registry = registry
         self._servers = servers
         self._lazy_rows = lazy_rows
@@ -64,18 +72,18 @@ class Optimizers:
         slots: dict[int, list[int]] = {each: [] for each in trained}
         scalars = []
         for variable in optimizer.variables:
-            about = registry.describe(variable)
-            reference = registry.references.get(about.number)
+            description = registry.describe(variable)
+            reference = registry.references.get(description.number)
             if reference in slots:
-                slots[reference].append(about.number)
-            elif about.kind == "scalar":
-                scalars.append(about.number)
+                slots[reference].append(description.number)
+            elif description.kind == "scalar":
+                scalars.append(description.number)
         decays = {
             each: keras_compat.weight_decay_applies(optimizer, variable)
             for each, variable in trained.items()
         }
         make = functools.partial(
-            make_spec,
+            load_optimizer_spec,
             blob,
             number,
             tuple(scalars),
@@ -87,7 +95,9 @@ class Optimizers:
         )
         pickled = cloudpickle.dumps(make)
         servers = range(len(self._servers))
-        self._servers.ask_all("optimizer", dict.fromkeys(servers, (number, pickled)))
+        self._servers.request_all(
+            "optimizer", dict.fromkeys(servers, (number, pickled))
+        )
         self._sent[number] = len(optimizer.variables)
         return has_moved
 
@@ -96,23 +106,23 @@ class Optimizers:
         registry = self._registry
         unplaced, has_moved = [], False
         for variable in optimizer.variables:
-            about = registry.describe(variable)
+            description = registry.describe(variable)
             if (
-                about.kind == "scalar"
-                or registry.references.get(about.number) in trained
+                description.kind == "scalar"
+                or registry.references.get(description.number) in trained
             ):
                 continue
-            if about.shape:
+            if description.shape:
                 unplaced.append(variable)
             else:
-                registry.put_everywhere(variable)
+                registry.replicate(variable)
                 has_moved = True
         users = self._users(optimizer, trained, unplaced) if unplaced else []
         for variable, own in zip(unplaced, users, strict=True):
             # What no update uses may be anywhere.
             if own:
                 home = self._home(optimizer, variable, own)
-                self._whole.add(registry.put_with(variable, home))
+                self._whole.add(registry.colocate(variable, home))
                 has_moved = True
         return has_moved
 
@@ -125,55 +135,59 @@ class Optimizers:
             try:
                 used = keras_compat.used_by_update(optimizer, variable, unplaced)
             except Exception as error:
-                about = self._registry.describe(unplaced[0])
+                description = self._registry.describe(unplaced[0])
                 raise InvalidArgumentError(
-                    f"{_keeps(optimizer, about)}, and which variables it is for could "
-                    f"not be found out: the update of {variable.path!r} fails where "
-                    "there are shapes and no numbers, with "
-                    f"{type(error).__name__}: {error}. Write it with `keras.ops`, or "
-                    "make the variable by `add_variable_from_reference`."
+                    f"{_not_from_reference(optimizer, description)}. The trained "
+                    "variables that it belongs to could not be determined: tracing the "
+                    f"update of {variable.path!r} with shapes only failed with "
+                    f"{type(error).__name__}: {error}. Write the update with "
+                    "`keras.ops`, or create the variable by "
+                    "`add_variable_from_reference`."
                 ) from error
             for own, each in zip(users, unplaced, strict=True):
                 if any(each is other for other in used):
                     own.append(variable)
         return users
 
-    def _home(self, optimizer: Any, variable: Any, users: list[Any]) -> Described:
+    def _home(
+        self, optimizer: Any, variable: Any, users: list[Any]
+    ) -> VariableDescription:
         """The trained variable that another one is to be with."""
-        about = self._registry.describe(variable)
+        description = self._registry.describe(variable)
         if len(users) > 1:
             raise InvalidArgumentError(
-                f"{_keeps(optimizer, about)}, which the updates of {len(users)} "
-                f"variables use, of {users[0].path!r} and {users[1].path!r} among "
-                "them. Parameter servers update each variable where it is, without the "
-                "others. Keep one for each variable that is trained, or scalars, which "
-                "every server has; or train with ks.MirroredStrategy."
+                f"{_not_from_reference(optimizer, description)}. The updates of "
+                f"{len(users)} variables use it, among them {users[0].path!r} and "
+                f"{users[1].path!r}. Parameter servers update each variable on its own "
+                "server, without the others. Use one slot per trained variable, or "
+                "scalars, which every server has; or train with ks.MirroredStrategy."
             )
         home = self._registry.describe(users[0])
         if len(home.parts) > 1:
             raise InvalidArgumentError(
                 f"Optimizer {type(optimizer).__name__} computes with all rows of a "
-                f"variable together: it keeps {about.path!r} of shape {about.shape} "
-                f"for {home.path!r}, which is cut into {len(home.parts)} parts. Let "
-                "`variable_partitioner` return 1 for its shape, or use an optimizer "
-                "that updates each row by itself, such as Adam."
+                f"variable at once: it has the slot {description.path!r} of shape "
+                f"{description.shape} for {home.path!r}, which is sharded into "
+                f"{len(home.parts)} shards. Let `variable_partitioner` return 1 for "
+                "its shape, or use an optimizer that updates each row independently, "
+                "such as Adam."
             )
         return home
 
     def _constraints(self, optimizer: Any) -> dict[int, Any]:
         found = {}
         for variable in keras_compat.trained_variables(optimizer):
-            about = self._registry.describe(variable)
+            description = self._registry.describe(variable)
             if variable.constraint is None:
                 continue
-            if len(about.parts) > 1:
+            if len(description.parts) > 1:
                 raise InvalidArgumentError(
                     f"Variable {variable.path!r} has the constraint "
-                    f"{variable.constraint!r}, which is of the whole variable, and is "
-                    f"cut into {len(about.parts)} parts. Leave it whole: let "
+                    f"{variable.constraint!r}, which applies to the whole variable, "
+                    f"but it is sharded into {len(description.parts)} shards. Let "
                     "`variable_partitioner` return 1 for its shape."
                 )
-            found[about.number] = variable.constraint
+            found[description.number] = variable.constraint
         return found
 
 
@@ -182,14 +196,14 @@ def _check(optimizer: Any) -> None:
     if optimizer.gradient_accumulation_steps and clips:
         raise InvalidArgumentError(
             "`gradient_accumulation_steps` with `clipnorm` or `global_clipnorm` "
-            "clips sums of gradients by norms of whole ones, which no parameter "
-            "server sees. Use `clipvalue`, or larger batches."
+            "needs the norms of accumulated gradients, and a parameter server has "
+            "only some of the variables. Use `clipvalue`, or larger batches."
         )
 
 
-def _keeps(optimizer: Any, about: Described) -> str:
+def _not_from_reference(optimizer: Any, description: VariableDescription) -> str:
     return (
-        f"Optimizer {type(optimizer).__name__} keeps a variable of shape "
-        f"{about.shape}, {about.path!r}, which was not made by "
+        f"Optimizer {type(optimizer).__name__} has a variable of shape "
+        f"{description.shape}, {description.path!r}, that was not created by "
         "`add_variable_from_reference`"
     )

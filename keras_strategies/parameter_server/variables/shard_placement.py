@@ -9,10 +9,10 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
     number_of_parts,
     split_rows,
 )
-from keras_strategies.parameter_server.wire.variable_description import Part
+from keras_strategies.parameter_server.wire.variable_description import ShardRange
 
 
-class RoundRobin:
+class RoundRobinPlacement:
     """Gives each new part to the next server.
 
     Args:
@@ -32,7 +32,7 @@ class RoundRobin:
         self._partitioner = partitioner
         self._next = itertools.cycle(range(servers))
 
-    def place(self, shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
+    def place(self, shape: tuple[int, ...], dtype: str) -> tuple[ShardRange, ...]:
         """The parts of a new variable.
 
         Args:
@@ -42,6 +42,6 @@ class RoundRobin:
         parts = number_of_parts(self._partitioner, shape, dtype)
         rows = shape[0] if shape else 1
         return tuple(
-            Part(next(self._next), start, stop)
+            ShardRange(next(self._next), start, stop)
             for start, stop in split_rows(rows, parts)
         )

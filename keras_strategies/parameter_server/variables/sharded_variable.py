@@ -84,7 +84,7 @@ class ShardedVariable:
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise TypeError(
-            "A ShardedVariable is made by `keras.Variable(...)` in the scope of a "
+            "A ShardedVariable is created by `keras.Variable(...)` in the scope of a "
             "ks.ParameterServerStrategy with a `variable_partitioner`."
         )
 
@@ -103,6 +103,6 @@ class ShardedVariable:
         """Refused: each part has a device of its own."""
         variable: Any = self
         raise AttributeError(
-            f"Variable {variable.path!r} is in {len(self.variables)} parts, each on a "
-            "device of its own: `variable.variables[i].device`."
+            f"Variable {variable.path!r} has {len(self.variables)} shards on different "
+            "devices. Use `variable.variables[i].device`."
         )

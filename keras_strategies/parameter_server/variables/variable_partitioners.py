@@ -66,7 +66,7 @@ class Partitioner:
         shape = tuple(int(n) for n in shape)
         if axis != 0:
             raise InvalidArgumentError(
-                f"Variables are cut along their first axis. Received: axis={axis}"
+                f"Variables are sharded along their first axis. Received: axis={axis}"
             )
         if not shape:
             return ()
@@ -217,19 +217,19 @@ def number_of_parts(
     if len(found) != len(shape) or any(n < 1 for n in found):
         raise InvalidArgumentError(
             f"`variable_partitioner` returned {given!r} for a variable of shape "
-            f"{shape}. Return one number of parts, 1 or more, for each axis, such as "
+            f"{shape}. Return the number of shards of each axis, 1 or more, such as "
             f"{(2, *(1 for _ in shape[1:]))}."
         )
     if any(n != 1 for n in found[1:]):
         raise InvalidArgumentError(
             f"`variable_partitioner` returned {given!r} for a variable of shape "
-            f"{shape}. Variables are cut along their first axis only: the other "
-            "numbers are 1."
+            f"{shape}. Variables are sharded along their first axis only: the "
+            "other numbers must be 1."
         )
     if found[0] > shape[0]:
         raise InvalidArgumentError(
             f"`variable_partitioner` returned {given!r} for a variable of shape "
-            f"{shape}, which has only {shape[0]} rows. Return {shape[0]} parts at most."
+            f"{shape}, which has only {shape[0]} rows. Return at most {shape[0]}."
         )
     return found[0]
 
@@ -241,6 +241,6 @@ def _row_bytes(shape: tuple[int, ...], dtype: Any, bytes_per_string: int) -> int
 def _at_least_one(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidArgumentError(
-            f"`{name}` is a number, 1 or more. Received: {name}={value!r}"
+            f"`{name}` must be an int of 1 or more. Received: {name}={value!r}"
         )
     return value

@@ -18,24 +18,28 @@ import numpy as np
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.variables.coordinator_variables import (
-    LocalVariables,
+    CoordinatorVariables,
 )
 from keras_strategies.parameter_server.variables.initial_values import (
     CONSTANTS,
-    parts_maker,
+    shard_factory,
 )
-from keras_strategies.parameter_server.variables.optimizer_registry import Optimizers
-from keras_strategies.parameter_server.variables.shard_placement import RoundRobin
+from keras_strategies.parameter_server.variables.optimizer_registry import (
+    OptimizerRegistry,
+)
+from keras_strategies.parameter_server.variables.shard_placement import (
+    RoundRobinPlacement,
+)
 from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
 from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.wire.object_pickling import dump
-from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.variable_description import (
-    Described,
-    Part,
+    ShardRange,
+    VariableDescription,
     device_places,
     is_sharded,
 )
@@ -50,7 +54,7 @@ _MUCH = 1.5
 _MUCH_BYTES = 16 << 20
 
 
-class Registry:
+class VariableRegistry:
     """Gives variables numbers and places (`keras_compat.VariableHost`).
 
     Args:
@@ -64,25 +68,25 @@ class Registry:
 
     def __init__(
         self,
-        servers: Servers,
+        servers: ServerConnections,
         partitioner: PartitionFunction | None,
-        local: LocalVariables,
+        local: CoordinatorVariables,
         lazy_rows: bool,
     ):
         self._servers = servers
-        self._places = RoundRobin(len(servers), partitioner)
+        self._places = RoundRobinPlacement(len(servers), partitioner)
         self._local = local
         self._numbers = itertools.count()
         self._objects: dict[int, Any] = {}
-        self._described: dict[int, Described] = {}
+        self._described: dict[int, VariableDescription] = {}
         self._number_of_id: dict[int, int] = {}
         self.references: dict[int, int] = {}
         self._variables: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
         )
-        self._optimizers = Optimizers(self, servers, lazy_rows)
+        self._optimizers = OptimizerRegistry(self, servers, lazy_rows)
         # The variable that new ones are placed with; None for round-robin.
-        self._colocated: Described | None = None
+        self._colocated: VariableDescription | None = None
         self._has_warned = False
         self._generation = itertools.count()
         self._lock = threading.RLock()
@@ -99,46 +103,46 @@ class Registry:
     def create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
         shape = tuple(int(n) for n in variable._shape)
         dtype = variable._dtype
-        about = self._register(variable, shape)
+        description = self._register(variable, shape)
         nbytes = math.prod(shape) * bytes_per_element(dtype)
         is_constant = isinstance(initializer, CONSTANTS)
-        if about.kind == "local" or (nbytes <= _WHOLE_BYTES and not is_constant):
+        if description.kind == "local" or (nbytes <= _WHOLE_BYTES and not is_constant):
             value = initializer(shape, dtype=dtype)
             array = np.asarray(keras.ops.convert_to_numpy(value))
             self._begin(variable, lambda start, stop: array[start:stop], array)
             return
-        self._begin(variable, parts_maker(initializer, shape, dtype), None)
+        self._begin(variable, shard_factory(initializer, shape, dtype), None)
 
-    def _register(self, variable: Any, shape: tuple[int, ...]) -> Described:
+    def _register(self, variable: Any, shape: tuple[int, ...]) -> VariableDescription:
         with self._lock:
             number = next(self._numbers)
             kind, reference = self._kind(variable, shape)
             dtype = variable._dtype
             if kind == "local":
-                parts: tuple[Part, ...] = ()
+                parts: tuple[ShardRange, ...] = ()
             elif kind == "scalar":
-                parts = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
+                parts = tuple(ShardRange(i, 0, 1) for i in range(len(self._servers)))
             elif reference is not None:
                 parts = self.describe(reference).parts
                 self.references[number] = self.describe(reference).number
             elif kind == "slot":
-                parts = (Part(0, 0, shape[0]),)
+                parts = (ShardRange(0, 0, shape[0]),)
             elif self._colocated is not None:
                 server = self._colocated.parts[0].server
-                parts = (Part(server, 0, shape[0] if shape else 1),)
+                parts = (ShardRange(server, 0, shape[0] if shape else 1),)
             else:
                 placed = self._places.place(shape, dtype)
-                parts = tuple(Part(p.server, p.start, p.stop) for p in placed)
-            about = Described(
+                parts = tuple(ShardRange(p.server, p.start, p.stop) for p in placed)
+            description = VariableDescription(
                 number, variable.path, shape, dtype, variable.trainable, kind, parts
             )
-            self._described[number] = about
-            if is_sharded(about):
+            self._described[number] = description
+            if is_sharded(description):
                 keras_compat.mix_in(variable, ShardedVariable)
             self._number_of_id[id(variable)] = number
             self._variables[number] = variable
             weakref.finalize(variable, self._number_of_id.pop, id(variable), None)
-            return about
+            return description
 
     def _kind(self, variable: Any, shape: tuple[int, ...]) -> tuple[str, Any]:
         if variable.synchronization == "on_read":
@@ -156,9 +160,9 @@ class Registry:
     @contextlib.contextmanager
     def colocated(self, variable: Any) -> Iterator[None]:
         """Places new variables, unpartitioned, on the first server of another one."""
-        about = self.describe(variable)
+        description = self.describe(variable)
         before = self._colocated
-        self._colocated = about if about.parts else None
+        self._colocated = description if description.parts else None
         try:
             yield
         finally:
@@ -167,54 +171,57 @@ class Registry:
     def _begin(
         self, variable: Any, part: Callable[[int, int], Any], whole: Any
     ) -> None:
-        about = self.describe(variable)
-        if about.kind == "local":
-            self._local.set(about.number, whole)
+        description = self.describe(variable)
+        if description.kind == "local":
+            self._local.set(description.number, whole)
             return
         by_server: dict[int, list[Any]] = {}
-        for each in about.parts:
-            value = part(each.start, each.stop) if about.shape else whole
-            if not about.shape and whole is None:
+        for each in description.parts:
+            value = part(each.start, each.stop) if description.shape else whole
+            if not description.shape and whole is None:
                 value = part(0, 1)
             by_server.setdefault(each.server, []).append(
-                ((about.number, each.start), value)
+                ((description.number, each.start), value)
             )
-        self._servers.ask_all("create", by_server)
+        self._servers.request_all("create", by_server)
 
     # Using variables
 
-    def describe(self, variable: Any) -> Described:
+    def describe(self, variable: Any) -> VariableDescription:
         """What workers and servers are told of a variable."""
         number = self._number_of_id.get(id(variable))
         if number is None:
             raise InvalidArgumentError(
-                f"Variable {variable.path!r} was made outside of the strategy's scope, "
-                "so no parameter server has it. Move the lines that make it into "
-                "`with strategy.scope():`."
+                f"Variable {variable.path!r} was created outside of the strategy's "
+                "scope, so no parameter server has it. Create it inside of `with "
+                "strategy.scope():`."
             )
-        about = self._described[number]
+        description = self._described[number]
         trainable, regularizer = bool(variable.trainable), variable.regularizer
-        if about.trainable != trainable or about.regularizer is not regularizer:
-            about = dataclasses.replace(
-                about, trainable=trainable, regularizer=regularizer
+        if (
+            description.trainable != trainable
+            or description.regularizer is not regularizer
+        ):
+            description = dataclasses.replace(
+                description, trainable=trainable, regularizer=regularizer
             )
-            self._described[number] = about
-        return about
+            self._described[number] = description
+        return description
 
     def variable(self, number: int) -> Any:
         """The variable with a number."""
         return self._variables[number]
 
     def read(self, variable: Any) -> np.ndarray:
-        about = self.describe(variable)
-        if about.kind == "local":
-            return self._local.get(about.number)
-        return self._servers.read(about)
+        description = self.describe(variable)
+        if description.kind == "local":
+            return self._local.get(description.number)
+        return self._servers.read(description)
 
     def read_slice(self, variable: Any, index: Any) -> np.ndarray:
         """What indexing as NumPy's gives, from as few rows as possible."""
-        about = self.describe(variable)
-        if about.kind == "local" or not about.shape:
+        description = self.describe(variable)
+        if description.kind == "local" or not description.shape:
             return self.read(variable)[index]  # type: ignore[no-any-return]
         first, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
         is_rows = isinstance(first, (int, np.integer, slice)) or (
@@ -223,37 +230,37 @@ class Registry:
         )
         if not is_rows:
             return self.read(variable)[index]  # type: ignore[no-any-return]
-        chosen = np.arange(about.shape[0])[first]
-        found = self._servers.rows(about, np.atleast_1d(chosen).reshape(-1))
-        found = found.reshape(*chosen.shape, *about.shape[1:])
+        chosen = np.arange(description.shape[0])[first]
+        found = self._servers.rows(description, np.atleast_1d(chosen).reshape(-1))
+        found = found.reshape(*chosen.shape, *description.shape[1:])
         if not rest:
             return found
         return found[(*[slice(None)] * chosen.ndim, *rest)]  # type: ignore[no-any-return]
 
     def write(self, variable: Any, value: Any) -> None:
-        about = self.describe(variable)
+        description = self.describe(variable)
         array = np.asarray(keras.ops.convert_to_numpy(value))
-        if about.kind == "local":
-            self._local.set(about.number, array)
+        if description.kind == "local":
+            self._local.set(description.number, array)
         else:
-            self._servers.write(about, array)
+            self._servers.write(description, array)
 
     def add(self, variable: Any, delta: Any) -> Any:
-        about = self.describe(variable)
+        description = self.describe(variable)
         array = np.asarray(keras.ops.convert_to_numpy(delta), self.read(variable).dtype)
-        array = np.broadcast_to(array, about.shape)
-        if about.kind == "local":
-            self._local.add({about.number: array})
+        array = np.broadcast_to(array, description.shape)
+        if description.kind == "local":
+            self._local.add({description.number: array})
         else:
-            self._servers.add(about, array)
+            self._servers.add(description, array)
         return variable.value
 
     def is_large(self, variable: Any) -> bool:
         """Whether files are written from it, and into it, piece by piece."""
-        about = self.describe(variable)
-        if about.kind == "local" or not about.shape:
+        description = self.describe(variable)
+        if description.kind == "local" or not description.shape:
             return False
-        nbytes = math.prod(about.shape) * bytes_per_element(about.dtype)
+        nbytes = math.prod(description.shape) * bytes_per_element(description.dtype)
         return nbytes > self.streamed_bytes
 
     def pieces(self, variable: Any) -> Iterator[tuple[int, np.ndarray]]:
@@ -267,28 +274,28 @@ class Registry:
 
     def place(self, variable: Any) -> str:
         """Where a variable is, for its representation."""
-        about = self.describe(variable)
-        if about.kind == "local":
-            return f"on the coordinator, value={self._local.get(about.number)}"
-        if about.kind == "scalar":
+        description = self.describe(variable)
+        if description.kind == "local":
+            return f"on the coordinator, value={self._local.get(description.number)}"
+        if description.kind == "scalar":
             return f"on every parameter server, value={self.read(variable)}"
-        names = [f"ps:{p.server} [{p.start}:{p.stop}]" for p in about.parts]
+        names = [f"ps:{p.server} [{p.start}:{p.stop}]" for p in description.parts]
         if len(names) == 1:
-            return f"on ps:{about.parts[0].server}"
+            return f"on ps:{description.parts[0].server}"
         return f"{len(names)} parts on {', '.join(names)}"
 
-    def put_everywhere(self, variable: Any) -> None:
+    def replicate(self, variable: Any) -> None:
         """Gives every server an optimizer's scalar, such as Nadam's, made unnamed."""
-        about = self.describe(variable)
+        description = self.describe(variable)
         value = self.read(variable)
-        everywhere = tuple(Part(i, 0, 1) for i in range(len(self._servers)))
-        self._described[about.number] = dataclasses.replace(
-            about, kind="scalar", parts=everywhere
+        everywhere = tuple(ShardRange(i, 0, 1) for i in range(len(self._servers)))
+        self._described[description.number] = dataclasses.replace(
+            description, kind="scalar", parts=everywhere
         )
-        part = ((about.number, 0), value)
-        self._servers.ask_all("create", {p.server: [part] for p in everywhere})
+        part = ((description.number, 0), value)
+        self._servers.request_all("create", {p.server: [part] for p in everywhere})
 
-    def put_with(self, variable: Any, home: Described) -> int:
+    def colocate(self, variable: Any, home: VariableDescription) -> int:
         """Puts an optimizer's variable on the server of a whole variable.
 
         Args:
@@ -308,17 +315,17 @@ class Registry:
                 before,
                 number=number,
                 kind="slot",
-                parts=(Part(server, 0, before.shape[0]),),
+                parts=(ShardRange(server, 0, before.shape[0]),),
             )
             self.references[number] = home.number
-            self._servers.ask_all("create", {server: [((number, 0), value)]})
+            self._servers.request_all("create", {server: [((number, 0), value)]})
             self._number_of_id[id(variable)] = number
             self._variables[number] = variable
             del self._variables[before.number]
         old: dict[int, list[Any]] = {}
         for part in before.parts:
             old.setdefault(part.server, []).append((before.number, part.start))
-        self._servers.ask_all("delete", old)
+        self._servers.request_all("delete", old)
         return number
 
     # Sending things
@@ -335,7 +342,7 @@ class Registry:
 
     def dump(
         self, value: Any, is_strategy: Callable[[Any], bool]
-    ) -> tuple[bytes, int, dict[int, Described], list[Any]]:
+    ) -> tuple[bytes, int, dict[int, VariableDescription], list[Any]]:
         """Pickles something for workers.
 
         Returns:
@@ -363,24 +370,24 @@ class Registry:
 
     # Who holds how much
 
-    def loads(self) -> list[int]:
+    def bytes_per_server(self) -> list[int]:
         """Bytes of the variables on each server."""
         found = [0] * len(self._servers)
         for number in list(self._variables):
-            about = self._described[number]
-            for part in about.parts:
-                found[part.server] += _row_bytes(about) * (part.stop - part.start)
+            description = self._described[number]
+            for part in description.parts:
+                found[part.server] += _row_bytes(description) * (part.stop - part.start)
         return found
 
     def warn_of_imbalance(self) -> None:
         """Warns once when one server holds much more than its share."""
-        loads = self.loads()
-        share = sum(loads) / len(loads)
-        most = max(loads)
+        bytes_per_server = self.bytes_per_server()
+        share = sum(bytes_per_server) / len(bytes_per_server)
+        most = max(bytes_per_server)
         if self._has_warned or most <= _MUCH * share or most - share < _MUCH_BYTES:
             return
         self._has_warned = True
-        server = loads.index(most)
+        server = bytes_per_server.index(most)
         held = {
             self._described[n].path: sum(
                 _row_bytes(self._described[n]) * (part.stop - part.start)
@@ -392,15 +399,14 @@ class Registry:
         path = max(held, key=lambda name: held[name])
         warnings.warn(
             f"Parameter server {server} holds {readable_bytes(most)} of "
-            f"{readable_bytes(sum(loads))}, {most / share:.1f} times its share of "
-            f"{len(loads)} servers, and every step waits for it; "
+            f"{readable_bytes(sum(bytes_per_server))}, {most / share:.1f} times its "
+            f"share of {len(bytes_per_server)} servers, and every step waits for it; "
             f"{readable_bytes(held[path])} are {path!r}. Cut large variables: make the "
-            "strategy with `variable_partitioner="
-            "ks.experimental.partitioners.MinSizePartitioner("
-            f"max_shards={len(loads)})`.",
+            "strategy with "
+            f"`variable_partitioner=ks.experimental.partitioners.MinSizePartitioner(max_shards={len(bytes_per_server)})`.",
             stacklevel=2,
         )
 
 
-def _row_bytes(about: Described) -> int:
-    return math.prod(about.shape[1:]) * bytes_per_element(about.dtype)
+def _row_bytes(description: VariableDescription) -> int:
+    return math.prod(description.shape[1:]) * bytes_per_element(description.dtype)

@@ -21,9 +21,10 @@ def cluster_keys() -> Keys:
     if len(secret) < _LEAST_CHARACTERS:
         raise InvalidArgumentError(
             f"The environment variable {SECRET} has {len(secret)} characters. Tasks "
-            "send each other code, so they prove by a secret that they belong "
-            f"together: set it to the same {_LEAST_CHARACTERS} characters or more for "
-            'all tasks, for example to what `python -c "import secrets; '
-            'print(secrets.token_hex())"` prints.'
+            "send code to each other, so they authenticate by a shared secret. Set it "
+            f"to the same value of {_LEAST_CHARACTERS} characters or more in all "
+            "tasks, "
+            'for example the output of `python -c "import secrets; '
+            'print(secrets.token_hex())"`.'
         )
     return Keys.from_secret(secret)

@@ -15,17 +15,17 @@ from typing import Any
 from keras_strategies.parameter_server.wire.transport import Connection, Keys
 
 #: Seconds between signs of life.
-BEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.5
 
 
-def beat(
+def send_heartbeats(
     address: str,
     keys: Keys | None,
     index: Any,
     incarnation: int,
     announce: Callable[[], tuple[str, Any]] | None = None,
     lost: Callable[[str], None] | None = None,
-    patience: float = math.inf,
+    coordinator_seconds: float = math.inf,
     notices: collections.deque[tuple[str, Any]] | None = None,
 ) -> None:
     """Tells the coordinator that this process lives, until it ends.
@@ -42,34 +42,33 @@ def beat(
             other threads append.
     """
     connection = Connection(address, keys, "the coordinator")
-    returns = 0
+    reconnects = 0
     if announce is not None:
         connection.post((0, announce()))
     while True:
-        connection.post((0, ("beat", (index, incarnation))))
+        connection.post((0, ("heartbeat", (index, incarnation))))
         while notices:
             connection.post((0, notices.popleft()))
         # Nobody answers; this looks after the connection.
-        connection.receive(BEAT_SECONDS)
-        if announce is not None and connection.returns > returns:
-            returns = connection.returns
+        connection.receive(HEARTBEAT_SECONDS)
+        if announce is not None and connection.reconnects > reconnects:
+            reconnects = connection.reconnects
             connection.post((0, announce()))
-        if lost is not None and connection.is_lost_for(patience):
-            lost(coordinator_lost(connection, patience))
+        if lost is not None and connection.is_lost_for(coordinator_seconds):
+            lost(coordinator_lost_message(connection, coordinator_seconds))
             connection.close()
             return
 
 
-def start_beating(*arguments: Any) -> None:
-    """Begins `beat` in a thread that ends with the process."""
-    threading.Thread(target=beat, args=arguments, daemon=True).start()
+def start_heartbeats(*arguments: Any) -> None:
+    """Begins `send_heartbeats` in a thread that ends with the process."""
+    threading.Thread(target=send_heartbeats, args=arguments, daemon=True).start()
 
 
-def coordinator_lost(connection: Connection, patience: float) -> str:
-    """What there is to say when the coordinator does not come back."""
+def coordinator_lost_message(connection: Connection, seconds: float) -> str:
+    """The error message for a lost coordinator."""
     return (
-        f"The coordinator at {connection.address} is gone, and has not come back "
-        f"within {patience:g} seconds. Start the tasks again with a new coordinator, "
-        "which goes on from a checkpoint; `coordinator_seconds` of ks.Server changes "
-        "the wait."
+        f"The coordinator at {connection.address} was lost and did not return within "
+        f"{seconds:g} seconds. Restart the tasks with a new coordinator, which resumes "
+        "from a checkpoint. `coordinator_seconds` of ks.Server sets the timeout."
     )

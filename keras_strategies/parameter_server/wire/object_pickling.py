@@ -17,18 +17,20 @@ import cloudpickle
 import keras
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.wire.variable_description import Described
+from keras_strategies.parameter_server.wire.variable_description import (
+    VariableDescription,
+)
 from keras_strategies.runtime.compiled_functions import original_function
 
 
-class Receiver:
+class UnpicklingContext:
     """What a process makes of the things that arrive."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
         self.generations: dict[int, int] = {}
 
-    def variable(self, described: Described) -> Any:
+    def variable(self, description: VariableDescription) -> Any:
         """The variable with this number."""
         raise NotImplementedError
 
@@ -42,7 +44,7 @@ class Receiver:
 
 
 class _Loading(threading.local):
-    receiver: Receiver | None = None
+    context: UnpicklingContext | None = None
     generation = 0
     filled: list[Any] | None = None
 
@@ -53,7 +55,7 @@ _loading = _Loading()
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Args:
     file: where to.
-    describe: callable of a variable that returns its `Described`.
+    describe: callable of a variable that returns its `VariableDescription`.
     number_of: callable of an object that returns its number.
     is_strategy: callable that knows the strategy.
     """
@@ -61,7 +63,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(
         self,
         file: Any,
-        describe: Callable[[Any], Described],
+        describe: Callable[[Any], VariableDescription],
         number_of: Callable[[Any], int],
         is_strategy: Callable[[Any], bool],
     ):
@@ -69,13 +71,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._describe = describe
         self._number_of = number_of
         self._is_strategy = is_strategy
-        self.variables: dict[int, Described] = {}
+        self.variables: dict[int, VariableDescription] = {}
 
     def reducer_override(self, made: Any) -> Any:
         if isinstance(made, keras.Variable):
-            described = self._describe(made)
-            self.variables[described.number] = described
-            return _variable, (described,)
+            description = self._describe(made)
+            self.variables[description.number] = description
+            return _variable, (description,)
         if self._is_strategy(made):
             return _strategy, ()
         if callable(made) and not isinstance(made, type):
@@ -103,10 +105,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def dump(
     value: Any,
-    describe: Callable[[Any], Described],
+    describe: Callable[[Any], VariableDescription],
     number_of: Callable[[Any], int],
     is_strategy: Callable[[Any], bool],
-) -> tuple[bytes, dict[int, Described]]:
+) -> tuple[bytes, dict[int, VariableDescription]]:
     """Pickles anything, Keras objects in it included.
 
     Returns:
@@ -126,8 +128,8 @@ def dump(
     return file.getvalue(), pickler.variables
 
 
-def load(blob: bytes, receiver: Receiver, generation: int) -> Any:
-    """What was pickled by `dump`, as `receiver` has it.
+def load(blob: bytes, context: UnpicklingContext, generation: int) -> Any:
+    """What was pickled by `dump`, as `context` has it.
 
     Args:
         blob: bytes.
@@ -135,8 +137,8 @@ def load(blob: bytes, receiver: Receiver, generation: int) -> Any:
         generation: int, higher for what was pickled later: objects that are there
             already take the state that is the latest.
     """
-    previous = _loading.receiver, _loading.generation, _loading.filled
-    _loading.receiver, _loading.generation = receiver, generation
+    previous = _loading.context, _loading.generation, _loading.filled
+    _loading.context, _loading.generation = context, generation
     filled: list[Any] = []
     _loading.filled = filled
     try:
@@ -144,24 +146,24 @@ def load(blob: bytes, receiver: Receiver, generation: int) -> Any:
         keras_compat.renew_identities(filled)
         return value
     finally:
-        _loading.receiver, _loading.generation, _loading.filled = previous
+        _loading.context, _loading.generation, _loading.filled = previous
 
 
-def _receiver() -> Receiver:
-    assert _loading.receiver is not None, "use `load`"
-    return _loading.receiver
+def _context() -> UnpicklingContext:
+    assert _loading.context is not None, "use `load`"
+    return _loading.context
 
 
-def _variable(described: Described) -> Any:
-    return _receiver().variable(described)
+def _variable(description: VariableDescription) -> Any:
+    return _context().variable(description)
 
 
 def _strategy() -> Any:
-    return _receiver().strategy()
+    return _context().strategy()
 
 
 def _function(original: Callable[..., Any]) -> Any:
-    return _receiver().function(original)
+    return _context().function(original)
 
 
 def _tensorflow_strategy() -> Any:
@@ -171,20 +173,20 @@ def _tensorflow_strategy() -> Any:
 
 
 def _object(number: int, kind: Any) -> Any:
-    objects = _receiver().objects
+    objects = _context().objects
     if number not in objects:
         objects[number] = object.__new__(kind)
     return objects[number]
 
 
 def _set_state(made: Any, state: dict[str, Any]) -> None:
-    receiver = _receiver()
-    generations = receiver.generations
+    context = _context()
+    generations = context.generations
     if generations.get(id(made), -1) >= _loading.generation:
         return
     generations[id(made)] = _loading.generation
     vars(made).update(state)
-    strategy = receiver.strategy()
+    strategy = context.strategy()
     if strategy is not None and isinstance(made, keras.Model):
         keras_compat.set_strategy(made, strategy)
     assert _loading.filled is not None

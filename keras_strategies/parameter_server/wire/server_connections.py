@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.errors import WorkerError
-from keras_strategies.parameter_server.wire.step_messages import Pulled, Step
+from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
 from keras_strategies.parameter_server.wire.transport import Connection, Keys
-from keras_strategies.parameter_server.wire.variable_description import Described
+from keras_strategies.parameter_server.wire.variable_description import (
+    VariableDescription,
+)
 
 _CHUNK_BYTES = 32 << 20
 
 
-class Servers:
+class ServerConnections:
     """Connections to all parameter servers.
 
     Args:
@@ -59,13 +61,13 @@ class Servers:
         sent = sum(c.sent_bytes for c in self._connections)
         return sent, sum(c.received_bytes for c in self._connections)
 
-    def ask(self, server: int, name: str, argument: Any = None) -> Any:
+    def request(self, server: int, name: str, argument: Any = None) -> Any:
         """One request to one server."""
         with self._lock:
             self._check_open()
             return self._connections[server].request((name, argument), self._timeout)
 
-    def ask_all(self, name: str, arguments: dict[int, Any]) -> dict[int, Any]:
+    def request_all(self, name: str, arguments: dict[int, Any]) -> dict[int, Any]:
         """A request to each of several servers, at the same time."""
         with self._lock:
             self._check_open()
@@ -78,28 +80,28 @@ class Servers:
                 for server, number in numbers.items()
             }
 
-    def begin_steps(
-        self, steps: dict[int, Step], is_sequential: bool = True
+    def send_steps(
+        self, steps: dict[int, StepRequest], shares_memory: bool = True
     ) -> dict[int, int]:
         """Sends each server its part of a step; the numbers of the requests.
 
         Args:
             steps: by server.
-            is_sequential: bool, as for `Connection.begin`.
+            shares_memory: bool, as for `Connection.begin`.
         """
         with self._lock:
             return {
                 server: self._connections[server].begin(
-                    ("step", step, self.owner), is_sequential
+                    ("step", step, self.owner), shares_memory
                 )
                 for server, step in steps.items()
             }
 
-    def is_lent(self, array: np.ndarray) -> bool:
+    def is_shared(self, array: np.ndarray) -> bool:
         """Whether an array lies in a server's memory, which is written to again."""
-        return any(connection.is_lent(array) for connection in self._connections)
+        return any(connection.is_shared(array) for connection in self._connections)
 
-    def finish_steps(self, numbers: dict[int, int]) -> dict[int, Pulled]:
+    def receive_steps(self, numbers: dict[int, int]) -> dict[int, StepReply]:
         """What the servers answer."""
         with self._lock:
             return {
@@ -111,61 +113,65 @@ class Servers:
         if self._is_closed:
             raise WorkerError(
                 "The cluster of this strategy has been closed, and the values of its "
-                "variables have ended with it. Save a model before `close()`, or "
-                "before the end of the `with` block."
+                "variables are gone. Save the model before `close()` or the end of the "
+                "`with` block."
             )
 
     # Whole variables
 
-    def pieces(self, described: Described) -> Iterator[tuple[int, np.ndarray]]:
+    def pieces(
+        self, description: VariableDescription
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """A variable piece by piece: the first row of each, and the rows."""
-        for part in described.parts[: 1 if described.kind == "scalar" else None]:
+        for part in description.parts[: 1 if description.kind == "scalar" else None]:
             rows = part.stop - part.start
-            step = max(1, _CHUNK_BYTES // max(1, _row_bytes(described)))
+            step = max(1, _CHUNK_BYTES // max(1, _row_bytes(description)))
             for start in range(0, max(rows, 1), step):
-                key = (described.number, part.start)
+                key = (description.number, part.start)
                 stop = min(start + step, rows)
                 yield (
                     part.start + start,
-                    self.ask(part.server, "read", (key, start, stop)),
+                    self.request(part.server, "read", (key, start, stop)),
                 )
 
-    def read(self, described: Described) -> np.ndarray:
+    def read(self, description: VariableDescription) -> np.ndarray:
         """A whole variable."""
-        pieces = [piece for _, piece in self.pieces(described)]
+        pieces = [piece for _, piece in self.pieces(description)]
         if len(pieces) == 1:
             # The message's memory is read-only, and may be large beside the array.
             return np.array(pieces[0])
         return np.concatenate(pieces)
 
-    def write(self, described: Described, value: np.ndarray) -> None:
+    def write(self, description: VariableDescription, value: np.ndarray) -> None:
         """Sets a whole variable."""
         if value.ndim == 0:
-            for part in described.parts:
-                key = (described.number, part.start)
-                self.ask(part.server, "write", (key, 0, value))
+            for part in description.parts:
+                key = (description.number, part.start)
+                self.request(part.server, "write", (key, 0, value))
             return
-        step = max(1, _CHUNK_BYTES // max(1, _row_bytes(described)))
-        for start in range(0, described.shape[0], step):
-            self.write_rows(described, start, value[start : start + step])
+        step = max(1, _CHUNK_BYTES // max(1, _row_bytes(description)))
+        for start in range(0, description.shape[0], step):
+            self.write_rows(description, start, value[start : start + step])
 
-    def write_rows(self, described: Described, start: int, rows: np.ndarray) -> None:
+    def write_rows(
+        self, description: VariableDescription, start: int, rows: np.ndarray
+    ) -> None:
         """Sets consecutive rows, whichever parts they are in."""
         stop = start + len(rows)
-        for part in described.parts:
+        for part in description.parts:
             first, last = max(start, part.start), min(stop, part.stop)
             if first < last:
-                key = (described.number, part.start)
+                key = (description.number, part.start)
                 own = np.ascontiguousarray(
-                    rows[first - start : last - start], _dtype(described)
+                    rows[first - start : last - start], _dtype(description)
                 )
-                self.ask(part.server, "write", (key, first - part.start, own))
+                self.request(part.server, "write", (key, first - part.start, own))
 
-    def add(self, described: Described, delta: np.ndarray) -> None:
+    def add(self, description: VariableDescription, delta: np.ndarray) -> None:
         """Adds to a whole variable, each part in one piece."""
-        for part in described.parts:
+        for part in description.parts:
             rows = delta if delta.ndim == 0 else delta[part.start : part.stop]
-            key = (described.number, part.start)
+            key = (description.number, part.start)
             # A number of its own: a request whose reply was lost is sent again.
             request = (
                 key,
@@ -173,18 +179,18 @@ class Servers:
                 self._name,
                 next(self._additions),
             )
-            self.ask(part.server, "add", request)
+            self.request(part.server, "add", request)
 
-    def rows(self, described: Described, ids: np.ndarray) -> np.ndarray:
+    def rows(self, description: VariableDescription, ids: np.ndarray) -> np.ndarray:
         """Some rows of a variable, in the order of the ids."""
-        found = np.empty((len(ids), *described.shape[1:]), _dtype(described))
-        for part in described.parts:
+        found = np.empty((len(ids), *description.shape[1:]), _dtype(description))
+        for part in description.parts:
             here = (ids >= part.start) & (ids < part.stop)
             if here.any():
-                key = (described.number, part.start)
+                key = (description.number, part.start)
                 own = ids[here] - part.start
-                step = Step(pull_rows=((key, own, len(own)),))
-                found[here] = self.ask(part.server, "step", step).rows[0]
+                step = StepRequest(pull_rows=((key, own, len(own)),))
+                found[here] = self.request(part.server, "step", step).rows[0]
         return found
 
     def close(self) -> None:
@@ -195,14 +201,14 @@ class Servers:
                 connection.close()
 
 
-def _row_bytes(described: Described) -> int:
-    itemsize = _dtype(described).itemsize
-    return int(np.prod(described.shape[1:], dtype=np.int64)) * itemsize
+def _row_bytes(description: VariableDescription) -> int:
+    itemsize = _dtype(description).itemsize
+    return int(np.prod(description.shape[1:], dtype=np.int64)) * itemsize
 
 
-def _dtype(described: Described) -> np.dtype[Any]:
-    if described.dtype == "bfloat16":
+def _dtype(description: VariableDescription) -> np.dtype[Any]:
+    if description.dtype == "bfloat16":
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(described.dtype)
+    return np.dtype(description.dtype)

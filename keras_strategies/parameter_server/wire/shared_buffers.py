@@ -6,8 +6,8 @@ cost a tenth of what they cost through a socket, where they are copied four time
 pieces. A region has no name that could be left behind, and is gone with the last
 process that has it.
 
-Only for requests and replies that take turns, because regions do: `Lender` says when
-one is written to again.
+Used only for requests and replies that alternate; see `SharedBufferWriter` for when
+a region is reused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Lent:
+class SharedBufferReference:
     """Where arrays lie.
 
     Args:
@@ -88,14 +88,14 @@ class _Region:
         os.close(self.descriptor)
 
 
-class Lender:
+class SharedBufferWriter:
     """Puts arrays where one peer can read them.
 
     Two regions take turns. What is in one stays until the peer has answered a later
     message than the one that told of it; if that has not happened when its turn comes,
     because the peer was slow and has been given up, a new region takes its place.
 
-    What is made for a message can be made in its region: between `begin` and `lend`,
+    What is made for a message can be made in its region: between `begin` and `write`,
     `empty` gives arrays that need no copy then.
     """
 
@@ -123,7 +123,7 @@ class Lender:
         found = self._begun.empty(shape, dtype)
         return empty_aligned(shape, dtype) if found is None else found
 
-    def lend(self, arrays: Sequence[memoryview], number: int) -> Lent:
+    def write(self, arrays: Sequence[memoryview], number: int) -> SharedBufferReference:
         """Copies those arrays to the message's region that are not in it.
 
         Args:
@@ -150,7 +150,7 @@ class Lender:
                 region.used += _padded(array.nbytes)
             places.append((place, array.nbytes))
         self._most = max(self._most, region.used)
-        return Lent(
+        return SharedBufferReference(
             os.getpid(), region.descriptor, region.serial, region.size, tuple(places)
         )
 
@@ -186,31 +186,33 @@ def _address(array: np.ndarray) -> int:
     return address
 
 
-class Borrower:
+class SharedBufferReader:
     """Reads what one peer has lent."""
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}
 
-    def borrow(self, lent: Lent) -> list[memoryview]:
+    def read(self, reference: SharedBufferReference) -> list[memoryview]:
         """The memory of the arrays.
 
         Raises:
             OSError: if the peer is gone.
         """
-        key = (lent.pid, lent.serial)
+        key = (reference.pid, reference.serial)
         if key not in self._mapped:
             # Of more than the two that take turns, the oldest has been replaced.
             for old in list(self._mapped)[:-1]:
                 del self._mapped[old]
-            descriptor = os.open(f"/proc/{lent.pid}/fd/{lent.descriptor}", os.O_RDWR)
+            descriptor = os.open(
+                f"/proc/{reference.pid}/fd/{reference.descriptor}", os.O_RDWR
+            )
             try:
                 # Writable: frameworks may use memory that is nobody else's.
-                self._mapped[key] = mmap.mmap(descriptor, lent.size)
+                self._mapped[key] = mmap.mmap(descriptor, reference.size)
             finally:
                 os.close(descriptor)
         memory = memoryview(self._mapped[key])
-        return [memory[start : start + length] for start, length in lent.places]
+        return [memory[start : start + length] for start, length in reference.places]
 
     def has(self, array: np.ndarray) -> bool:
         """Whether an array lies in memory that the peer will write to again."""

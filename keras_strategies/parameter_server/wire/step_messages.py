@@ -35,7 +35,7 @@ class ScaleReport:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRequest:
     """The one message of a step: what to push, and what to pull.
 
     Args:
@@ -62,7 +62,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Pulled:
+class StepReply:
     """What a server sends back.
 
     Args:

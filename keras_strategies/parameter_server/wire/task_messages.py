@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Definition:
+class FunctionDefinition:
     """A function that tasks will call, sent once.
 
     Args:
@@ -29,7 +29,7 @@ class Definition:
 
 
 @dataclass(frozen=True)
-class Task:
+class ScheduledTask:
     """One closure to be run.
 
     Args:
@@ -54,7 +54,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskResult:
     """What became of a task.
 
     Args:
@@ -80,7 +80,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Reference:
+class WorkerReference:
     """Stands for something that each worker has one of its own of.
 
     Args:
@@ -91,13 +91,13 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Resource:
-    """How a worker makes what a `Reference` stands for.
+class WorkerResource:
+    """How a worker makes what a `WorkerReference` stands for.
 
     Args:
         number: int.
         kind: str, `"value"` or `"iterator"`.
-        blob: bytes, the pickled function, or the dataset's `Reference` number.
+        blob: bytes, the pickled function, or the dataset's `WorkerReference` number.
         generation: int.
     """
 

@@ -26,7 +26,10 @@ from keras_strategies.errors import ClusterTimeoutError, PeerError
 from keras_strategies.parameter_server.wire import shared_buffers
 from keras_strategies.parameter_server.wire.array_messages import nbytes, pack, unpack
 from keras_strategies.parameter_server.wire.row_arrays import Empty, empty_aligned
-from keras_strategies.parameter_server.wire.shared_buffers import Borrower, Lender
+from keras_strategies.parameter_server.wire.shared_buffers import (
+    SharedBufferReader,
+    SharedBufferWriter,
+)
 
 #: What answers a request, given what makes arrays for the reply.
 Handle = Callable[[Any, Empty], Any]
@@ -34,7 +37,7 @@ Handle = Callable[[Any, Empty], Any]
 #: Below so many bytes a copy costs less than keeping track of the memory.
 COPY_BYTES = 65536
 #: Ends a message whose arrays are lent; no array of a message is empty.
-_LENT = b""
+_SHARED = b""
 #: Milliseconds that a socket may go on sending when it is closed.
 _LINGER_MS = 500
 #: Seconds between checks whether a wait for a reply is in vain.
@@ -81,7 +84,7 @@ def _needs_keys(address: str) -> bool:
     return address.startswith("tcp://")
 
 
-class _OnlyClients:
+class _ClientKeyCheck:
     """Lets in who has the cluster's client key."""
 
     def __init__(self, keys: Keys):
@@ -121,7 +124,7 @@ class Service:
         self.received_bytes = 0
         self.sent_bytes = 0
         # By peer: those that lend, and those that have asked for loans.
-        self._peers: dict[bytes, _Loans] = {}
+        self._peers: dict[bytes, _SharedBuffers] = {}
         # Other threads wake the loop through this pair.
         name = f"inproc://wake-{id(self)}"
         self._wake_in = self._context.socket(zmq.PULL)
@@ -138,7 +141,7 @@ class Service:
 
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OnlyClients(keys))
+        self._authenticator.configure_curve_callback("*", _ClientKeyCheck(keys))
         self._socket.curve_server = True
         self._socket.curve_publickey = keys.service_public
         self._socket.curve_secretkey = keys.service_secret
@@ -172,37 +175,39 @@ class Service:
         sender, *frames = self._socket.recv_multipart(copy=False)
         buffers = [frame.buffer for frame in frames]
         name = sender.bytes
-        if _is_lent(buffers):
+        if _is_shared(buffers):
             try:
-                buffers = self._loans(name).read(buffers)
+                buffers = self._shared_buffers(name).read(buffers)
             except OSError:
                 return None  # It is gone, and waits for nothing.
         self.received_bytes += nbytes(buffers)
         return name, unpack(buffers)
 
-    def _loans(self, peer: bytes) -> _Loans:
+    def _shared_buffers(self, peer: bytes) -> _SharedBuffers:
         if peer not in self._peers:
-            for gone in [n for n, loans in self._peers.items() if not loans.is_alive]:
+            for gone in [
+                n for n, buffers in self._peers.items() if not buffers.is_alive
+            ]:
                 self._peers.pop(gone).close()
-            self._peers[peer] = _Loans()
+            self._peers[peer] = _SharedBuffers()
         return self._peers[peer]
 
-    def begin(self, receiver: bytes, loan: int | None) -> Empty:
+    def begin(self, receiver: bytes, turn: int | None) -> Empty:
         """Begins a reply; what makes arrays for it.
 
         Args:
             receiver: bytes, the peer.
             loan: int, as for `send`, which is to follow.
         """
-        if loan is None:
+        if turn is None:
             return empty_aligned
-        lender = self._loans(receiver).lender
+        writer = self._shared_buffers(receiver).writer
         # It had read all replies but this one and the last when it asked.
-        lender.answered(loan - 1)
-        lender.begin(loan)
-        return lender.empty
+        writer.answered(turn - 1)
+        writer.begin(turn)
+        return writer.empty
 
-    def send(self, receiver: bytes, message: Any, loan: int | None = None) -> None:
+    def send(self, receiver: bytes, message: Any, turn: int | None = None) -> None:
         """Sends a message to a peer; one that is gone gets nothing.
 
         Args:
@@ -213,8 +218,8 @@ class Service:
         """
         parts = pack(message)
         self.sent_bytes += nbytes(parts)
-        if loan is not None:
-            parts = self._loans(receiver).lend(parts, loan)
+        if turn is not None:
+            parts = self._shared_buffers(receiver).write(parts, turn)
         self._socket.send(receiver, self._zmq.SNDMORE)
         _send(self._socket, parts)
 
@@ -228,33 +233,33 @@ class Service:
             self._wake_in.close()
             self._socket.close()
             self._context.term()
-        for loans in self._peers.values():
-            loans.close()
+        for buffers in self._peers.values():
+            buffers.close()
 
 
-def _is_lent(buffers: Sequence[Any]) -> bool:
+def _is_shared(buffers: Sequence[Any]) -> bool:
     return len(buffers) == 3 and not len(buffers[2])
 
 
-class _Loans:
+class _SharedBuffers:
     """What two processes of one machine lend each other, on one side."""
 
     def __init__(self) -> None:
-        self.lender = Lender()
-        self.borrower = Borrower()
+        self.writer = SharedBufferWriter()
+        self.reader = SharedBufferReader()
         self._pid: int | None = None
 
-    def lend(self, parts: list[Any], number: int) -> list[Any]:
+    def write(self, parts: list[Any], number: int) -> list[Any]:
         """A message whose arrays, if they are large, are lent and not sent."""
         if nbytes(parts[1:]) < shared_buffers.LEAST_BYTES:
             return parts
-        return [parts[0], pickle.dumps(self.lender.lend(parts[1:], number)), _LENT]
+        return [parts[0], pickle.dumps(self.writer.write(parts[1:], number)), _SHARED]
 
     def read(self, buffers: Sequence[Any]) -> list[Any]:
-        """The parts of a message as they were before `lend`."""
-        lent = pickle.loads(buffers[1])
-        self._pid = lent.pid
-        return [buffers[0], *self.borrower.borrow(lent)]
+        """The parts of a message as they were before `write`."""
+        reference = pickle.loads(buffers[1])
+        self._pid = reference.pid
+        return [buffers[0], *self.reader.read(reference)]
 
     @property
     def is_alive(self) -> bool:
@@ -262,7 +267,7 @@ class _Loans:
         return self._pid is None or os.path.exists(f"/proc/{self._pid}")
 
     def close(self) -> None:
-        self.lender.close()
+        self.writer.close()
 
 
 class Connection:
@@ -308,7 +313,7 @@ class Connection:
         #: When the service went away; None while it is there, or has not come yet.
         self.lost_since: float | None = None
         #: How often it has come back.
-        self.returns = 0
+        self.reconnects = 0
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -319,27 +324,27 @@ class Connection:
         self._waiting: dict[int, list[Any]] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
-        can_lend = address.startswith("ipc://") and shared_buffers.IS_AVAILABLE
-        self._loans = _Loans() if can_lend else None
+        can_share = address.startswith("ipc://") and shared_buffers.IS_AVAILABLE
+        self._shared_buffers = _SharedBuffers() if can_share else None
         self._turns = itertools.count(1)
 
-    def begin(self, message: Any, is_sequential: bool = False) -> int:
+    def begin(self, message: Any, shares_memory: bool = False) -> int:
         """Sends a request without waiting; returns its number for `finish`.
 
         Args:
             message: anything that pickle takes.
-            is_sequential: bool, whether what this reply brings will have been read when
+            shares_memory: bool, whether what this reply brings will have been read when
                 the request after the next one is sent, so that its memory may be
                 written to then.
         """
         number = next(self._numbers)
-        lends = is_sequential and self._loans is not None
-        turn = next(self._turns) if lends else None
+        shares = shares_memory and self._shared_buffers is not None
+        turn = next(self._turns) if shares else None
         parts = pack((number, message, turn))
         self.sent_bytes += nbytes(parts)
-        if lends:
-            assert self._loans is not None
-            parts = self._loans.lend(parts, number)
+        if shares:
+            assert self._shared_buffers is not None
+            parts = self._shared_buffers.write(parts, number)
         self._waiting[number] = parts
         _send(self._socket, parts)
         return number
@@ -380,12 +385,12 @@ class Connection:
                 del self._waiting[number]
                 raise ClusterTimeoutError(
                     f"{self.peer} at {self.address} did not answer within "
-                    f"{timeout:g} seconds. It may have died, be stopped, or be too "
-                    "busy; `timeout_seconds` of the strategy changes the wait."
+                    f"{timeout:g} seconds. It may be dead, stopped or too busy. "
+                    "`timeout_seconds` of the strategy sets the timeout."
                 )
             found, reply = message
-            if self._loans is not None:
-                self._loans.lender.answered(found)
+            if self._shared_buffers is not None:
+                self._shared_buffers.writer.answered(found)
             # Of a request that was sent twice, one reply is enough.
             if self._waiting.pop(found, None) is not None:
                 self._replies[found] = reply
@@ -403,17 +408,19 @@ class Connection:
             return None
         frames = self._socket.recv_multipart(copy=False)
         buffers = [frame.buffer for frame in frames]
-        if self._loans is not None and _is_lent(buffers):
+        if self._shared_buffers is not None and _is_shared(buffers):
             try:
-                buffers = self._loans.read(buffers)
+                buffers = self._shared_buffers.read(buffers)
             except OSError:
                 return None  # It has died since; what it is asked again, it answers.
         self.received_bytes += nbytes(buffers)
         return unpack(buffers)
 
-    def is_lent(self, array: np.ndarray) -> bool:
+    def is_shared(self, array: np.ndarray) -> bool:
         """Whether an array lies in memory that later replies are written to."""
-        return self._loans is not None and self._loans.borrower.has(array)
+        return self._shared_buffers is not None and self._shared_buffers.reader.has(
+            array
+        )
 
     def _watch(self) -> None:
         """Sends again what a service that has been started anew did not answer.
@@ -428,7 +435,7 @@ class Connection:
                 self.lost_since = self.lost_since or time.monotonic()
             elif self.lost_since is not None:
                 self.lost_since = None
-                self.returns += 1
+                self.reconnects += 1
                 for parts in self._waiting.values():
                     _send(self._socket, parts)
 
@@ -443,8 +450,8 @@ class Connection:
         self._monitor.close()
         self._socket.close()
         self._context.term()
-        if self._loans is not None:
-            self._loans.close()
+        if self._shared_buffers is not None:
+            self._shared_buffers.close()
 
 
 def _send(socket: Any, parts: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardRange:
     """Consecutive rows of a variable on one server.
 
     Args:
@@ -27,7 +27,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Described:
+class VariableDescription:
     """What is said of a variable that is sent.
 
     Args:
@@ -49,21 +49,21 @@ class Described:
     dtype: str
     trainable: bool
     kind: str
-    parts: tuple[Part, ...]
+    parts: tuple[ShardRange, ...]
     regularizer: Any = None
 
 
-def is_sharded(about: Described) -> bool:
+def is_sharded(description: VariableDescription) -> bool:
     """Whether a variable is in several parts; scalars of optimizers are copied."""
-    return len(about.parts) > 1 and about.kind != "scalar"
+    return len(description.parts) > 1 and description.kind != "scalar"
 
 
-def device_places(about: Described) -> list[tuple[str, int, int]]:
+def device_places(description: VariableDescription) -> list[tuple[str, int, int]]:
     """Device, first row and the row after the last of each part of a variable."""
-    if about.kind == "local":
-        rows = about.shape[0] if about.shape else 1
+    if description.kind == "local":
+        rows = description.shape[0] if description.shape else 1
         return [(_device("chief", 0), 0, rows)]
-    return [(server_device(p.server), p.start, p.stop) for p in about.parts]
+    return [(server_device(p.server), p.start, p.stop) for p in description.parts]
 
 
 def server_device(server: int) -> str:

@@ -13,16 +13,18 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.engines.step_engine import Applied
+from keras_strategies.parameter_server.engines.engine_interface import OptimizerCall
 from keras_strategies.parameter_server.wire.step_messages import ScaleReport
-from keras_strategies.parameter_server.wire.variable_description import Described
+from keras_strategies.parameter_server.wire.variable_description import (
+    VariableDescription,
+)
 
 
-def judged(
+def unscale(
     optimizer: Any,
     gradients: Sequence[np.ndarray | None],
     used: np.ndarray,
-    describe: Callable[[Any], Described],
+    describe: Callable[[Any], VariableDescription],
 ) -> tuple[ScaleReport, list[np.ndarray | None]]:
     """What there is to report of a step, and its gradients without the scale.
 
@@ -50,23 +52,23 @@ def judged(
     return report, [None if g is None else g / used for g in gradients]
 
 
-def shared_out(applied: Applied) -> list[Applied]:
+def split_by_optimizer(call: OptimizerCall) -> list[OptimizerCall]:
     """An update by the optimizers that make it: several of a `MultiOptimizer`."""
     found = []
-    optimizers = keras_compat.optimizers_of(applied.optimizer)
+    optimizers = keras_compat.optimizers_of(call.optimizer)
     if not optimizers:
-        return [applied]
-    pairs = list(zip(applied.variables, applied.gradients, strict=True))
+        return [call]
+    pairs = list(zip(call.variables, call.gradients, strict=True))
     for optimizer in optimizers:
         own = {id(v) for v in keras_compat.trained_variables(optimizer)}
         mine = [(v, g) for v, g in pairs if id(v) in own]
         if mine:
             variables, gradients = map(list, zip(*mine, strict=True))
-            found.append(Applied(optimizer, variables, gradients))
+            found.append(OptimizerCall(optimizer, variables, gradients))
     return found
 
 
-def prepared(
+def clip(
     optimizer: Any, gradients: Sequence[np.ndarray | None]
 ) -> list[np.ndarray | None]:
     """Gradients without `loss_scale_factor`, clipped as the optimizer clips.

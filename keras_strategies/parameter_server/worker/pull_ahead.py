@@ -11,17 +11,17 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keras_strategies.parameter_server.wire.server_connections import Servers
-from keras_strategies.parameter_server.wire.step_messages import Pulled, Step
-from keras_strategies.parameter_server.wire.task_messages import Task
-from keras_strategies.parameter_server.worker.step_execution import Plan
+from keras_strategies.parameter_server.wire.server_connections import ServerConnections
+from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
+from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
+from keras_strategies.parameter_server.worker.step_execution import PullPlan
 
 #: Steps whose values may be on their way.
-DEPTH = 2
+PULL_AHEAD_STEPS = 2
 
 
 @dataclass
-class Ahead:
+class PrefetchedStep:
     """A step that is to come.
 
     Args:
@@ -31,10 +31,10 @@ class Ahead:
         pulled: the values by server, None until they are here.
     """
 
-    task: Task
+    task: ScheduledTask
     index: int
-    plan: Plan
-    pulled: dict[int, Pulled] | None = None
+    plan: PullPlan
+    pulled: dict[int, StepReply] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class _Sent:
     """
 
     numbers: dict[int, int]
-    ahead: Ahead | None
-    confirm: Callable[[dict[int, Pulled]], None] | None
+    ahead: PrefetchedStep | None
+    confirm: Callable[[dict[int, StepReply]], None] | None
     pushed: tuple[int, ...]
 
 
-class Pipeline:
+class PullAheadQueue:
     """The steps ahead of a worker, in the order in which they will be made.
 
     Args:
         servers: the servers.
     """
 
-    def __init__(self, servers: Servers):
+    def __init__(self, servers: ServerConnections):
         self._servers = servers
-        self._ahead: collections.deque[Ahead] = collections.deque()
+        self._ahead: collections.deque[PrefetchedStep] = collections.deque()
         self._sent: collections.deque[_Sent] = collections.deque()
 
     def __len__(self) -> int:
@@ -75,7 +75,9 @@ class Pipeline:
         """Whether the next step's values have been asked for and are not here."""
         return bool(self._ahead) and self._ahead[0].pulled is None
 
-    def take(self, task: Task, index: int) -> tuple[Plan, dict[int, Pulled]] | None:
+    def take(
+        self, task: ScheduledTask, index: int
+    ) -> tuple[PullPlan, dict[int, StepReply]] | None:
         """A step's plan and values, if they are here."""
         if not self._ahead:
             return None
@@ -87,9 +89,9 @@ class Pipeline:
 
     def send(
         self,
-        pushes: Mapping[int, Step],
-        steps: Sequence[Ahead],
-        confirm: Callable[[dict[int, Pulled]], None],
+        pushes: Mapping[int, StepRequest],
+        steps: Sequence[PrefetchedStep],
+        confirm: Callable[[dict[int, StepReply]], None],
     ) -> None:
         """Sends what a step has come to, and asks for the values of others.
 
@@ -98,7 +100,7 @@ class Pipeline:
         Args:
             pushes: by server, what to update.
             steps: those to come, in their order; the first goes with the pushes.
-            confirm: called by `settle` with the answers to the pushes.
+            confirm: called by `await_replies` with the answers to the pushes.
         """
         first = steps[0] if steps else None
         pulls = first.plan.pulls if first is not None else {}
@@ -106,18 +108,18 @@ class Pipeline:
             server: merge(pushes.get(server), pulls.get(server))
             for server in {*pushes, *pulls}
         }
-        numbers = self._servers.begin_steps(merged)
+        numbers = self._servers.send_steps(merged)
         self._sent.append(_Sent(numbers, first, confirm, tuple(pushes)))
         for ahead in steps[1:]:
-            numbers = self._servers.begin_steps(ahead.plan.pulls, is_sequential=False)
+            numbers = self._servers.send_steps(ahead.plan.pulls, shares_memory=False)
             self._sent.append(_Sent(numbers, ahead, None, ()))
         self._ahead.extend(steps)
 
-    def settle(self) -> None:
+    def await_replies(self) -> None:
         """Takes in the answers to all that has been sent."""
         while self._sent:
             sent = self._sent.popleft()
-            found = self._servers.finish_steps(sent.numbers)
+            found = self._servers.receive_steps(sent.numbers)
             if sent.ahead is not None:
                 sent.ahead.pulled = found
             if sent.confirm is not None:
@@ -129,7 +131,7 @@ class Pipeline:
         self._sent = collections.deque(replace(sent, ahead=None) for sent in self._sent)
 
 
-def merge(push: Step | None, pull: Step | None) -> Step:
+def merge(push: StepRequest | None, pull: StepRequest | None) -> StepRequest:
     """One message of what to push and what to pull."""
     if push is None:
         assert pull is not None

@@ -10,7 +10,7 @@ import numpy as np
 from keras_strategies.errors import InvalidArgumentError
 
 
-class Places:
+class RowPositions:
     """Finds the rows that lookups touch, and where each lookup's are among them."""
 
     #: Rows of a table for each id below which all rows are looked through for those
@@ -55,7 +55,7 @@ def _wrapped(ids: np.ndarray, rows: int) -> np.ndarray:
     return np.where(flat < 0, flat + rows, flat) if (flat < 0).any() else flat
 
 
-def checked_ids(ids: np.ndarray, rows: int, table: Any) -> np.ndarray:
+def validate_ids(ids: np.ndarray, rows: int, table: Any) -> np.ndarray:
     """Ids of any shape as Keras takes them, `(n,)`, from 0 to `rows - 1`.
 
     Raises:
@@ -66,6 +66,6 @@ def checked_ids(ids: np.ndarray, rows: int, table: Any) -> np.ndarray:
         wrong = int(flat[(flat < 0) | (flat >= rows)][0])
         raise InvalidArgumentError(
             f"Row {wrong} of {table.path!r} was looked up, which has {rows} rows. "
-            f"Ids are from 0 to {rows - 1}."
+            f"Ids must be from 0 to {rows - 1}."
         )
     return flat

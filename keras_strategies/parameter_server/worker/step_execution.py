@@ -10,11 +10,12 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.engines.step_engine import (
-    Applied,
-    Engine,
-    Program,
+from keras_strategies.parameter_server.engines.engine_interface import (
+    OptimizerCall,
+    ParameterServerEngine,
+    StepProgram,
     StepResult,
+    StepVariables,
     bucket,
 )
 from keras_strategies.parameter_server.variables.optimizer_wrappers import (
@@ -22,49 +23,52 @@ from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     innermost,
 )
 from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
-from keras_strategies.parameter_server.wire.object_pickling import Receiver
+from keras_strategies.parameter_server.wire.object_pickling import UnpicklingContext
 from keras_strategies.parameter_server.wire.row_arrays import empty_aligned, pad_rows
-from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.step_messages import (
-    Pulled,
     ScaleReport,
-    Step,
+    StepReply,
+    StepRequest,
     UpdateId,
 )
 from keras_strategies.parameter_server.wire.variable_description import (
-    Described,
+    VariableDescription,
     is_sharded,
 )
 from keras_strategies.parameter_server.worker.gradient_transforms import (
-    judged,
-    prepared,
-    shared_out,
+    clip,
+    split_by_optimizer,
+    unscale,
 )
-from keras_strategies.parameter_server.worker.row_positions import Places, checked_ids
+from keras_strategies.parameter_server.worker.row_positions import (
+    RowPositions,
+    validate_ids,
+)
 
 
-class WorkerReceiver(Receiver):
+class WorkerVariables(UnpicklingContext):
     """Makes variables whose values come from the servers step by step.
 
     Args:
         engine: the backend's.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: ParameterServerEngine):
         super().__init__()
         self._engine = engine
         self._strategy: Any = None
-        self.variables: dict[int, Any] = {}
-        self.described: dict[int, Described] = {}
+        self.by_number: dict[int, Any] = {}
+        self._descriptions: dict[int, VariableDescription] = {}
         self._numbers: dict[int, int] = {}
         #: Keeps values where closures use variables outside of programs.
         self.host: Any = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begins as at first, for a coordinator whose numbers mean other things."""
         for known in (
-            self.variables,
-            self.described,
+            self.by_number,
+            self._descriptions,
             self._numbers,
             self.objects,
             self.generations,
@@ -84,49 +88,43 @@ class WorkerReceiver(Receiver):
         """Says what stands for the coordinator's strategy."""
         self._strategy = strategy
 
-    def variable(self, described: Described) -> Any:
-        number = described.number
-        if number not in self.variables:
+    def variable(self, description: VariableDescription) -> Any:
+        number = description.number
+        if number not in self.by_number:
             made = self._engine.new_variable(
-                described.path, described.trainable, described.dtype, described.shape
+                description.path,
+                description.trainable,
+                description.dtype,
+                description.shape,
             )
             keras_compat.host_made_variable(made, self.host)
-            if is_sharded(described):
+            if is_sharded(description):
                 keras_compat.mix_in(made, ShardedVariable)
-            self.variables[number] = made
+            self.by_number[number] = made
             self._numbers[id(made)] = number
-        self.variables[number].trainable = described.trainable
-        self.variables[number].regularizer = described.regularizer
-        self.described[number] = described
-        return self.variables[number]
+        self.by_number[number].trainable = description.trainable
+        self.by_number[number].regularizer = description.regularizer
+        self._descriptions[number] = description
+        return self.by_number[number]
 
-    def describe(self, variable: Any) -> Described:
+    def description(self, number: int) -> VariableDescription:
+        """The description of the variable with a number."""
+        return self._descriptions[number]
+
+    def describe(self, variable: Any) -> VariableDescription:
         """What the coordinator said of a variable."""
         try:
-            return self.described[self._numbers[id(variable)]]
+            return self._descriptions[self._numbers[id(variable)]]
         except KeyError:
             raise InvalidArgumentError(
-                f"Variable {variable.path!r} was made on the worker, so no parameter "
-                "server has it. Make variables in the strategy's scope, before they "
-                "are used in a scheduled function."
+                f"Variable {variable.path!r} was created on the worker, so no "
+                "parameter server has it. Create variables in the strategy's scope, "
+                "before a scheduled function uses them."
             ) from None
 
 
 @dataclass
-class ProgramVariables:
-    """The variables of one program: which are tables, and which travel whole."""
-
-    tables: list[Any]
-    others: list[Any]
-
-    def become_dense(self, variables: Sequence[Any]) -> None:
-        for variable in variables:
-            self.tables = [v for v in self.tables if v is not variable]
-            self.others.append(variable)
-
-
-@dataclass
-class Plan:
+class PullPlan:
     """What a step pulls, and where its rows will be.
 
     Args:
@@ -140,10 +138,10 @@ class Plan:
     ids: list[tuple[Any, np.ndarray]] = field(default_factory=list)
     lookups: list[tuple[Any, np.ndarray]] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
-    pulls: dict[int, Step] = field(default_factory=dict)
+    pulls: dict[int, StepRequest] = field(default_factory=dict)
     dense: dict[int, list[tuple[Any, int, int]]] = field(default_factory=dict)
 
-    def is_of(self, program: Program) -> bool:
+    def is_of(self, program: StepProgram) -> bool:
         """Whether the program still has the tables that it had."""
         tables = program.variables.tables
         return len(tables) == len(self.ids) and all(
@@ -151,7 +149,7 @@ class Plan:
         )
 
 
-class Execution:
+class StepExecution:
     """Runs programs against the servers.
 
     Args:
@@ -160,83 +158,95 @@ class Execution:
         engine: the backend's.
     """
 
-    def __init__(self, servers: Servers, receiver: WorkerReceiver, engine: Engine):
+    def __init__(
+        self,
+        servers: ServerConnections,
+        variables: WorkerVariables,
+        engine: ParameterServerEngine,
+    ):
         self.servers = servers
-        self.receiver = receiver
+        self.variables = variables
         self.engine = engine
-        self._places = Places()
+        self._places = RowPositions()
 
-    def variables(self, numbers: Sequence[int]) -> ProgramVariables:
+    def step_variables(self, numbers: Sequence[int]) -> StepVariables:
         """Which variables a program may use, by their numbers."""
         tables: list[Any] = []
         others: list[Any] = []
         for number in numbers:
-            described = self.receiver.described[number]
-            variable = self.receiver.variables[number]
-            if described.kind == "slot":
+            description = self.variables.description(number)
+            variable = self.variables.by_number[number]
+            if description.kind == "slot":
                 continue
             may_be_table = (
-                described.kind == "weight"
-                and len(described.shape) == 2
-                and "float" in described.dtype
-                and described.regularizer is None
+                description.kind == "weight"
+                and len(description.shape) == 2
+                and "float" in description.dtype
+                and description.regularizer is None
             )
             (tables if may_be_table else others).append(variable)
-        return ProgramVariables(tables, others)
+        return StepVariables(tables, others)
 
-    def plan(self, program: Program, batch: Any) -> Plan:
+    def plan(self, program: StepProgram, batch: Any) -> PullPlan:
         """Finds out what a step needs."""
         lookups = program.lookups(batch)
-        described = self.receiver.describe
+        describe = self.variables.describe
         ids: list[tuple[Any, np.ndarray]] = []
         positions: list[Any] = [None] * len(lookups)
         for table in program.variables.tables:
-            rows = described(table).shape[0]
+            rows = describe(table).shape[0]
             asked = [i for i, (t, _) in enumerate(lookups) if t is table]
-            wanted = [checked_ids(lookups[i][1], rows, table) for i in asked]
+            wanted = [validate_ids(lookups[i][1], rows, table) for i in asked]
             found, places = self._places.find(wanted, rows)
             ids.append((table, found))
             for i, where in zip(asked, places, strict=True):
                 positions[i] = where.reshape(lookups[i][1].shape)
         whole: dict[int, list[tuple[Any, int, int]]] = {}
         for variable in program.variables.others:
-            about = described(variable)
-            if about.kind == "local":
+            description = describe(variable)
+            if description.kind == "local":
                 continue
-            for part in about.parts[: 1 if about.kind == "scalar" else None]:
+            for part in description.parts[
+                : 1 if description.kind == "scalar" else None
+            ]:
                 whole.setdefault(part.server, []).append(
                     (variable, part.start, part.stop)
                 )
         rows_of: dict[int, list[Any]] = {}
         for table, found in ids:
-            about = described(table)
-            for part, low, high in _cut(about, found):
+            description = describe(table)
+            for part, low, high in _cut(description, found):
                 if low < high:
-                    key = (about.number, part.start)
+                    key = (description.number, part.start)
                     # Of several parts, the worker pads what they are put together to.
-                    count = self._padded(found) if len(about.parts) == 1 else high - low
+                    count = (
+                        self._padded(found)
+                        if len(description.parts) == 1
+                        else high - low
+                    )
                     rows_of.setdefault(part.server, []).append(
                         (key, found[low:high] - part.start, count)
                     )
         pulls = {
-            server: Step(
+            server: StepRequest(
                 pull=tuple(
-                    (described(v).number, start)
-                    for v, start, _ in whole.get(server, ())
+                    (describe(v).number, start) for v, start, _ in whole.get(server, ())
                 ),
                 pull_rows=tuple(rows_of.get(server, ())),
             )
             for server in {*whole, *rows_of}
         }
-        return Plan(ids, lookups, positions, pulls, whole)
+        return PullPlan(ids, lookups, positions, pulls, whole)
 
     def _padded(self, ids: np.ndarray) -> int:
         """How many rows a window has."""
         return bucket(len(ids)) if self.engine.pads_rows else len(ids)
 
-    def fill(self, program: Program, plan: Plan, pulled: dict[int, Pulled]) -> None:
+    def fill(
+        self, program: StepProgram, plan: PullPlan, pulled: dict[int, StepReply]
+    ) -> None:
         """Gives the variables what has been pulled."""
-        engine, described = self.engine, self.receiver.describe
+        engine, describe = self.engine, self.variables.describe
         parts: dict[int, list[tuple[int, np.ndarray]]] = {}
         for server, wanted in plan.dense.items():
             for (variable, start, _), value in zip(
@@ -252,32 +262,32 @@ class Execution:
                 engine.set_value(variable, whole)
         answers = {server: iter(pulled[server].rows) for server in pulled}
         for table, found in plan.ids:
-            about = described(table)
+            description = describe(table)
             count = self._padded(found)
             pieces = [
                 next(answers[part.server])
-                for part, low, high in _cut(about, found)
+                for part, low, high in _cut(description, found)
                 if low < high
             ]
             if len(pieces) == 1:
                 rows = pad_rows(pieces[0], count)
             else:
                 dtype = pieces[0].dtype if pieces else np.dtype("float32")
-                rows = empty_aligned((count, *about.shape[1:]), dtype)
+                rows = empty_aligned((count, *description.shape[1:]), dtype)
                 rows[len(found) :] = 0
                 if pieces:
                     np.concatenate(pieces, out=rows[: len(found)])
             engine.set_value(table, rows)
 
     def pushes(
-        self, plan: Plan, result: StepResult, update: UpdateId, done: int
-    ) -> tuple[dict[int, Step], dict[int, np.ndarray]]:
+        self, plan: PullPlan, result: StepResult, update: UpdateId, done: int
+    ) -> tuple[dict[int, StepRequest], dict[int, np.ndarray]]:
         """What a step's result means for the servers, and for metrics.
 
         Returns:
             A step for each server, and changes of variables that no server has.
         """
-        describe = self.receiver.describe
+        describe = self.variables.describe
         count = len(self.servers)
         updates: dict[int, list[Any]] = {i: [] for i in range(count)}
         adds: dict[int, list[Any]] = {i: [] for i in range(count)}
@@ -285,37 +295,37 @@ class Execution:
         scales: dict[int, list[ScaleReport]] = {i: [] for i in range(count)}
         local: dict[int, np.ndarray] = {}
         ids = {id(table): found for table, found in plan.ids}
-        for applied in result.applied:
-            if has_dynamic_scale(applied.optimizer):
-                server, report, applied = self._unscaled(applied)
+        for call in result.optimizer_calls:
+            if has_dynamic_scale(call.optimizer):
+                server, report, call = self._unscaled(call)
                 scales[server].append(report)
                 if not report.is_finite:
                     continue
-            for own in shared_out(applied):
-                self._divide(own, ids, updates)
-            if keras_compat.optimizers_of(applied.optimizer):
+            for own in split_by_optimizer(call):
+                self._split_updates(own, ids, updates)
+            if keras_compat.optimizers_of(call.optimizer):
                 # The optimizers that it shares variables out to count for themselves.
-                about = describe(applied.optimizer.iterations)
-                one = np.ones((), about.dtype)
-                for part in about.parts:
-                    adds[part.server].append(((about.number, part.start), one))
+                description = describe(call.optimizer.iterations)
+                one = np.ones((), description.dtype)
+                for part in description.parts:
+                    adds[part.server].append(((description.number, part.start), one))
         for variable, after in result.changed:
-            about = describe(variable)
+            description = describe(variable)
             before = self.engine.get_value(variable)
-            if about.kind == "local":
-                local[about.number] = _difference(after, before)
+            if description.kind == "local":
+                local[description.number] = _difference(after, before)
                 continue
             if np.array_equal(after, before):
                 continue
-            for part in about.parts:
-                cut = slice(part.start, part.stop) if about.shape else ...
-                key = (about.number, part.start)
+            for part in description.parts:
+                cut = slice(part.start, part.stop) if description.shape else ...
+                key = (description.number, part.start)
                 if after.dtype == bool:
                     writes[part.server].append((key, after[cut]))
                 else:
                     adds[part.server].append((key, _difference(after, before)[cut]))
         steps = {
-            server: Step(
+            server: StepRequest(
                 update=update,
                 done=done,
                 optimizers=tuple(updates[server]),
@@ -326,80 +336,82 @@ class Execution:
             for server in range(count)
             # Every server is to know the name of an update that nothing came of: its
             # closure may run again, with another scale.
-            if result.applied or adds[server] or writes[server]
+            if result.optimizer_calls or adds[server] or writes[server]
         }
         return steps, local
 
-    def _divide(
+    def _split_updates(
         self,
-        applied: Applied,
+        call: OptimizerCall,
         ids: Mapping[int, np.ndarray],
         updates: dict[int, list[Any]],
     ) -> None:
         """Appends to each server's updates what it is to make of gradients.
 
         Args:
-            applied: of one optimizer that updates variables itself.
+            call: of one optimizer that updates variables itself.
             ids: the rows of tables, by the `id` of the variable.
             updates: by server.
         """
-        optimizer, count = applied.optimizer, len(self.servers)
-        number = self.receiver_number(optimizer)
-        gradients = prepared(optimizer, applied.gradients)
+        optimizer, count = call.optimizer, len(self.servers)
+        number = self.optimizer_number(optimizer)
+        gradients = clip(optimizer, call.gradients)
         dense: dict[int, list[Any]] = {i: [] for i in range(count)}
         rows: dict[int, list[Any]] = {i: [] for i in range(count)}
-        for variable, gradient in zip(applied.variables, gradients, strict=True):
-            about = self.receiver.describe(variable)
+        for variable, gradient in zip(call.variables, gradients, strict=True):
+            description = self.variables.describe(variable)
             if gradient is None:
                 continue
             if id(variable) in ids:
                 found = ids[id(variable)]
-                for part, low, high in _cut(about, found):
-                    key = (about.number, part.start)
-                    own = gradient[low:high] if len(about.parts) > 1 else gradient
+                for part, low, high in _cut(description, found):
+                    key = (description.number, part.start)
+                    own = gradient[low:high] if len(description.parts) > 1 else gradient
                     rows[part.server].append((key, found[low:high] - part.start, own))
                 continue
-            for part in about.parts:
-                key = (about.number, part.start)
+            for part in description.parts:
+                key = (description.number, part.start)
                 own = gradient
-                if len(about.parts) > 1:
+                if len(description.parts) > 1:
                     own = gradient[part.start : part.stop]
                 dense[part.server].append((key, own))
         for server in range(count):
             updates[server].append((number, dense[server], rows[server]))
 
-    def _unscaled(self, applied: Applied) -> tuple[int, ScaleReport, Applied]:
+    def _unscaled(self, call: OptimizerCall) -> tuple[int, ScaleReport, OptimizerCall]:
         """Which server hears what of a scaled loss, and what its gradients mean."""
-        optimizer = applied.optimizer
-        about = self.receiver.describe(optimizer.dynamic_scale)
-        used = applied.scale
+        optimizer = call.optimizer
+        description = self.variables.describe(optimizer.dynamic_scale)
+        used = call.scale
         if used is None:
             used = self.engine.get_value(optimizer.dynamic_scale)
-        report, gradients = judged(
-            optimizer, applied.gradients, used, self.receiver.describe
+        report, gradients = unscale(
+            optimizer, call.gradients, used, self.variables.describe
         )
-        inner = Applied(innermost(optimizer), applied.variables, gradients)
-        return about.parts[0].server, report, inner
+        inner = OptimizerCall(innermost(optimizer), call.variables, gradients)
+        return description.parts[0].server, report, inner
 
-    def receiver_number(self, made: Any) -> int:
+    def optimizer_number(self, made: Any) -> int:
         """The number that an object came with."""
-        for number, found in self.receiver.objects.items():
+        for number, found in self.variables.objects.items():
             if found is made:
                 return number
         raise InvalidArgumentError(
-            f"Optimizer {made.name!r} was made on the worker. Make it in the "
-            "strategy's scope, before it is used in a scheduled function."
+            f"Optimizer {made.name!r} was created on the worker. Create it "
+            "in the strategy's scope, before a scheduled function uses it."
         )
 
 
-def _cut(about: Described, ids: np.ndarray) -> list[tuple[Any, int, int]]:
+def _cut(
+    description: VariableDescription, ids: np.ndarray
+) -> list[tuple[Any, int, int]]:
     """Which of sorted ids are in each part of a variable."""
-    if len(about.parts) == 1:
-        return [(about.parts[0], 0, len(ids))]
-    bounds = np.searchsorted(ids, [part.start for part in about.parts[1:]])
+    if len(description.parts) == 1:
+        return [(description.parts[0], 0, len(ids))]
+    bounds = np.searchsorted(ids, [part.start for part in description.parts[1:]])
     lows = [0, *bounds.tolist()]
     highs = [*bounds.tolist(), len(ids)]
-    return list(zip(about.parts, lows, highs, strict=True))
+    return list(zip(description.parts, lows, highs, strict=True))
 
 
 def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:

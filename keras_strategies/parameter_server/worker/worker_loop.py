@@ -15,38 +15,42 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.errors import WorkerError
-from keras_strategies.parameter_server.engines.step_engine import (
-    OtherLookupsError,
-    Program,
+from keras_strategies.parameter_server.engines.engine_interface import (
+    LookupMismatchError,
+    StepProgram,
     StepResult,
 )
-from keras_strategies.parameter_server.wire.heartbeat import coordinator_lost
+from keras_strategies.parameter_server.wire.heartbeat import coordinator_lost_message
 from keras_strategies.parameter_server.wire.object_pickling import load
 from keras_strategies.parameter_server.wire.task_messages import (
-    Definition,
-    Outcome,
-    Reference,
-    Resource,
-    Task,
+    FunctionDefinition,
+    ScheduledTask,
+    TaskResult,
+    WorkerReference,
+    WorkerResource,
 )
 from keras_strategies.parameter_server.wire.transport import Connection
-from keras_strategies.parameter_server.worker.pull_ahead import DEPTH, Ahead, Pipeline
-from keras_strategies.parameter_server.worker.running_closure import (
-    Closure,
-    WorkerHost,
+from keras_strategies.parameter_server.worker.pull_ahead import (
+    PULL_AHEAD_STEPS,
+    PrefetchedStep,
+    PullAheadQueue,
+)
+from keras_strategies.parameter_server.worker.running_task import (
+    RunningTask,
+    WorkerVariableHost,
     is_array,
     portable_error,
     portable_value,
     to_numpy,
 )
 from keras_strategies.parameter_server.worker.step_execution import (
-    Execution,
-    Plan,
-    ProgramVariables,
+    PullPlan,
+    StepExecution,
+    StepVariables,
 )
 
 #: Seconds between looks at whether the coordinator is there.
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 
 
 class Worker:
@@ -64,37 +68,39 @@ class Worker:
         self,
         index: int,
         connection: Connection,
-        execution: Execution,
+        execution: StepExecution,
         incarnation: int,
-        patience: float = math.inf,
+        coordinator_seconds: float = math.inf,
     ):
         self.index = index
         self.execution = execution
-        self.receiver = execution.receiver
-        self.receiver.host = WorkerHost(self)
-        self.closure: Closure | None = None
+        self.variables = execution.variables
+        self.variables.host = WorkerVariableHost(self)
+        self.running_task: RunningTask | None = None
         self.in_program = True  # Until a closure runs.
         self._connection = connection
         self._incarnation = incarnation
-        self._patience = patience
-        self._returns = 0
+        self._coordinator_seconds = coordinator_seconds
+        self._reconnects = 0
         self._counted = (0, 0)
         self._is_stopped = False
         self._owner: str | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Begins as at first; what another coordinator has said means nothing."""
-        self._definitions: dict[int, Definition] = {}
+        self._definitions: dict[int, FunctionDefinition] = {}
         self._functions: dict[int, Any] = {}
-        self._programs: dict[Any, Program] = {}
-        self._kept: list[Any] = []
-        self._resources: dict[int, Resource] = {}
+        self._programs: dict[Any, StepProgram] = {}
+        self._functions_in_use: list[Any] = []
+        self._resources: dict[int, WorkerResource] = {}
         self._values: dict[int, Any] = {}
-        self._tasks: collections.deque[Task] = collections.deque()
-        self._pipeline = Pipeline(self.execution.servers)
+        self._tasks: collections.deque[ScheduledTask] = collections.deque()
+        self._pipeline = PullAheadQueue(self.execution.servers)
         # Tasks that are done but for the answers to their last updates.
-        self._unreported: collections.deque[Callable[[], Outcome]] = collections.deque()
+        self._unreported: collections.deque[Callable[[], TaskResult]] = (
+            collections.deque()
+        )
 
     # Messages
 
@@ -104,22 +110,24 @@ class Worker:
         Raises:
             RuntimeError: `WorkerError` if the coordinator is gone for too long.
         """
-        self._post("hello", (self.index, self._incarnation, os.getpid()))
+        self._post("worker", (self.index, self._incarnation, os.getpid()))
         while not self._is_stopped:
-            self._receive(_LOOK_SECONDS if not self._tasks else 0.0)
-            self._look_for_coordinator()
+            self._receive(_CHECK_SECONDS if not self._tasks else 0.0)
+            self._check_coordinator()
             while self._tasks and not self._is_stopped:
                 self._do(self._tasks.popleft())
                 self._receive(0.0)
 
-    def _look_for_coordinator(self) -> None:
+    def _check_coordinator(self) -> None:
         connection = self._connection
-        if connection.is_lost_for(self._patience):
-            raise WorkerError(coordinator_lost(connection, self._patience))
-        if connection.returns > self._returns:
+        if connection.is_lost_for(self._coordinator_seconds):
+            raise WorkerError(
+                coordinator_lost_message(connection, self._coordinator_seconds)
+            )
+        if connection.reconnects > self._reconnects:
             # It may be another one, which does not know this worker.
-            self._returns = connection.returns
-            self._post("hello", (self.index, self._incarnation, os.getpid()))
+            self._reconnects = connection.reconnects
+            self._post("worker", (self.index, self._incarnation, os.getpid()))
 
     def _post(self, kind: str, value: Any) -> None:
         self._connection.post((0, (kind, value)))
@@ -137,10 +145,10 @@ class Worker:
                 self._definitions[value.number] = value
             elif kind == "resource":
                 self._resources[value.number] = value
-            elif kind == "welcome":
+            elif kind == "registered":
                 if self._owner not in (None, value):
-                    self._forget()
-                    self.receiver.forget()
+                    self._reset()
+                    self.variables.reset()
                 self._owner = self.execution.servers.owner = value
             elif kind == "stop":
                 self._is_stopped = True
@@ -149,46 +157,46 @@ class Worker:
 
     # Tasks
 
-    def _do(self, task: Task) -> None:
+    def _do(self, task: ScheduledTask) -> None:
         start = time.monotonic()
         definition = self._definitions[task.definition]
         try:
             function = self._function(definition)
             self._load_local(task)
-            closure = Closure(self, task, definition.variables)
-            self.closure = closure
+            running_task = RunningTask(self, task, definition.variables)
+            self.running_task = running_task
             if definition.kind == "call":
-                self._settle()
-                value = self._call(closure, function)
-                steps = max(1, closure.steps)
+                self._await_replies()
+                value = self._call(running_task, function)
+                steps = max(1, running_task.steps)
             else:
-                value = self._model_steps(closure, definition)
+                value = self._model_steps(running_task, definition)
                 steps = len(task.arguments)
             seconds = time.monotonic() - start
             # It is done when the servers have its last update.
             self._unreported.append(
-                lambda: Outcome(
+                lambda: TaskResult(
                     task.number,
                     value,
                     None,
-                    closure.local,
+                    running_task.local,
                     seconds,
                     steps,
                     self._traffic(),
-                    closure.staleness,
+                    running_task.staleness,
                 )
             )
             self._receive(0.0)
             if not self._tasks or not task.pulls_ahead:
-                self._settle()
+                self._await_replies()
         except Exception as error:  # The user's: the coordinator raises it.
-            failed = Outcome(task.number, error=portable_error(error, self.index))
+            failed = TaskResult(task.number, error=portable_error(error, self.index))
             self._pipeline.drop()
             with contextlib.suppress(Exception):  # One error is enough.
-                self._settle()
+                self._await_replies()
             self._report(failed)
         finally:
-            self.closure = None
+            self.running_task = None
             self.in_program = True
 
     def _traffic(self) -> tuple[int, int]:
@@ -197,39 +205,39 @@ class Worker:
         self._counted = self.execution.servers.traffic
         return self._counted[0] - before[0], self._counted[1] - before[1]
 
-    def _report(self, outcome: Outcome) -> None:
+    def _report(self, result: TaskResult) -> None:
         try:
-            self._post("outcome", outcome)
+            self._post("result", result)
         except Exception as error:  # Pickling runs the user's code: anything may fail.
-            failed = Outcome(outcome.number, error=portable_error(error, self.index))
-            self._post("outcome", failed)
+            failed = TaskResult(result.number, error=portable_error(error, self.index))
+            self._post("result", failed)
 
-    def _function(self, definition: Definition) -> Any:
+    def _function(self, definition: FunctionDefinition) -> Any:
         number = definition.number
         if number not in self._functions:
             self._functions[number] = load(
-                definition.blob, self.receiver, definition.generation
+                definition.blob, self.variables, definition.generation
             )
         return self._functions[number]
 
-    def _load_local(self, task: Task) -> None:
+    def _load_local(self, task: ScheduledTask) -> None:
         for number, value in task.local.items():
-            if number in self.receiver.variables:
-                self.execution.engine.set_value(self.receiver.variables[number], value)
+            if number in self.variables.by_number:
+                self.execution.engine.set_value(self.variables.by_number[number], value)
 
-    def _call(self, closure: Closure, function: Callable[..., Any]) -> Any:
+    def _call(self, running_task: RunningTask, function: Callable[..., Any]) -> Any:
         args, kwargs = load(
-            closure.task.arguments, self.receiver, closure.task.generation
+            running_task.task.arguments, self.variables, running_task.task.generation
         )
         args, kwargs = self._resolved((args, kwargs))
         self.in_program = False
-        strategy = self.receiver.strategy()
-        with strategy.scope(), keras_compat.applying_through(closure.apply):
+        strategy = self.variables.strategy()
+        with strategy.scope(), keras_compat.applying_through(running_task.apply):
             value = function(*args, **kwargs)
         return keras.tree.map_structure(portable_value, value)
 
     def _resolved(self, structure: Any) -> Any:
-        if isinstance(structure, Reference):
+        if isinstance(structure, WorkerReference):
             return self._value(structure.number)
         if isinstance(structure, (list, tuple)) and type(structure) in (list, tuple):
             return type(structure)(self._resolved(item) for item in structure)
@@ -243,59 +251,68 @@ class Worker:
             if resource.kind == "iterator":
                 self._values[number] = iter(self._value(resource.blob))
             else:
-                make = load(resource.blob, self.receiver, resource.generation)
+                make = load(resource.blob, self.variables, resource.generation)
                 self._values[number] = make()
         return self._values[number]
 
-    def _model_steps(self, closure: Closure, definition: Definition) -> Any:
+    def _model_steps(
+        self, running_task: RunningTask, definition: FunctionDefinition
+    ) -> Any:
         """A model's steps on one batch or on several."""
         program = self._model_program(definition)
-        batches = closure.task.arguments
+        batches = running_task.task.arguments
         outputs = []
         for i, batch in enumerate(batches):
             if self._pipeline.is_waiting:
-                self._settle()
-            ready = self._pipeline.take(closure.task, i)
+                self._await_replies()
+            ready = self._pipeline.take(running_task.task, i)
             if ready is None:
                 plan = self.execution.plan(program, batch)
                 servers = self.execution.servers
-                pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
+                pulled = servers.receive_steps(servers.send_steps(plan.pulls))
             else:
                 plan, pulled = ready
-            result = self.compute(closure, program, plan, pulled, batch)
+            result = self.compute(running_task, program, plan, pulled, batch)
             outputs.append(result.outputs)
-            self._push(closure, plan, result, pulled, i)
+            self._push(running_task, plan, result, pulled, i)
             if i + 1 < len(batches):
-                self._advance_local(closure)
+                self._advance_local(running_task)
         if definition.kind == "predict":
             return outputs
         return outputs[-1]
 
-    def _advance_local(self, closure: Closure) -> None:
+    def _advance_local(self, running_task: RunningTask) -> None:
         """Lets metrics go on from where the last step left them."""
-        for number, change in closure.local.items():
-            value = closure.task.local[number] + change
-            self.execution.engine.set_value(self.receiver.variables[number], value)
+        for number, change in running_task.local.items():
+            value = running_task.task.local[number] + change
+            self.execution.engine.set_value(self.variables.by_number[number], value)
 
     def _push(
-        self, closure: Closure, plan: Plan, result: StepResult, pulled: Any, i: int
+        self,
+        running_task: RunningTask,
+        plan: PullPlan,
+        result: StepResult,
+        pulled: Any,
+        i: int,
     ) -> None:
         """Sends what a step has come to, and asks for the values of later ones."""
         pushes, local = self.execution.pushes(
-            plan, result, closure.next_update(), closure.task.done
+            plan, result, running_task.next_update(), running_task.task.done
         )
-        closure.local = (
+        running_task.local = (
             local
             if i == 0
             else {
-                n: _sum(closure.local.get(n), local.get(n))
-                for n in {*closure.local, *local}
+                n: _sum(running_task.local.get(n), local.get(n))
+                for n in {*running_task.local, *local}
             }
         )
         # The steps before this one.
-        self._settle()
-        depth = DEPTH if closure.task.pulls_ahead else 1
-        following = self._following(closure.task, i, depth)[len(self._pipeline) :]
+        self._await_replies()
+        depth = PULL_AHEAD_STEPS if running_task.task.pulls_ahead else 1
+        following = self._upcoming_steps(running_task.task, i, depth)[
+            len(self._pipeline) :
+        ]
         steps = []
         for task, index in following:
             try:
@@ -303,12 +320,14 @@ class Worker:
                 plan_ahead = self.execution.plan(program, task.arguments[index])
             except Exception:  # It is raised again when it is that step's turn.
                 break
-            steps.append(Ahead(task, index, plan_ahead))
+            steps.append(PrefetchedStep(task, index, plan_ahead))
         self._pipeline.send(
-            pushes, steps, lambda found: closure.note_staleness(pulled, found)
+            pushes, steps, lambda found: running_task.record_staleness(pulled, found)
         )
 
-    def _following(self, task: Task, i: int, count: int) -> list[tuple[Task, int]]:
+    def _upcoming_steps(
+        self, task: ScheduledTask, i: int, count: int
+    ) -> list[tuple[ScheduledTask, int]]:
         """The next steps that are known already, as far as they are models'."""
         found = [(task, index) for index in range(i + 1, len(task.arguments))]
         if len(found) < count:
@@ -320,7 +339,7 @@ class Worker:
             found += [(following, index) for index in range(len(following.arguments))]
         return found[:count]
 
-    def _settle(self) -> None:
+    def _await_replies(self) -> None:
         """Waits for the servers' answers, and reports the tasks that end with them.
 
         Raises:
@@ -328,25 +347,25 @@ class Worker:
         """
         error = None
         try:
-            self._pipeline.settle()
+            self._pipeline.await_replies()
         except Exception as found:  # A server's: the coordinator raises it.
             self._pipeline.drop()
             error = found
             if not self._unreported:
                 raise
         while self._unreported:
-            outcome = self._unreported.popleft()()
+            result = self._unreported.popleft()()
             if error is not None:
-                outcome = Outcome(
-                    outcome.number, error=portable_error(error, self.index)
+                result = TaskResult(
+                    result.number, error=portable_error(error, self.index)
                 )
-            self._report(outcome)
+            self._report(result)
 
-    def _model_program(self, definition: Definition) -> Program:
+    def _model_program(self, definition: FunctionDefinition) -> StepProgram:
         if definition.number not in self._programs:
             model = self._function(definition)
             engine = self.execution.engine
-            variables = self.execution.variables(definition.variables)
+            variables = self.execution.step_variables(definition.variables)
             body = engine.model_body(model, definition.kind)
             self._programs[definition.number] = engine.program(
                 body, variables, definition.kind == "train"
@@ -355,7 +374,7 @@ class Worker:
 
     def function_program(
         self, fn: Callable[..., Any], arguments: Any, numbers: tuple[int, ...]
-    ) -> tuple[Program, Any]:
+    ) -> tuple[StepProgram, Any]:
         """The program of a function, and the arrays among its arguments."""
         leaves = keras.tree.flatten(arguments)
         sent = [is_array(leaf) for leaf in leaves]
@@ -363,7 +382,7 @@ class Worker:
         shape = keras.tree.map_structure(lambda leaf: 0, arguments)
         key = (id(fn), repr(shape), repr(rest))
         if key not in self._programs:
-            self._kept.append(fn)
+            self._functions_in_use.append(fn)
 
             def body(arrays: Any) -> Any:
                 found = iter(arrays)
@@ -373,35 +392,42 @@ class Worker:
                 args, kwargs = keras.tree.pack_sequence_as(arguments, filled)
                 return fn(*args, **kwargs)
 
-            variables: ProgramVariables = self.execution.variables(numbers)
+            variables: StepVariables = self.execution.step_variables(numbers)
             self._programs[key] = self.execution.engine.program(body, variables, True)
         batch = [to_numpy(leaf) for a, leaf in zip(sent, leaves, strict=True) if a]
         return self._programs[key], batch
 
     def compute(
-        self, closure: Closure, program: Program, plan: Plan, pulled: Any, batch: Any
+        self,
+        running_task: RunningTask,
+        program: StepProgram,
+        plan: PullPlan,
+        pulled: Any,
+        batch: Any,
     ) -> StepResult:
         """Runs a program on what was pulled."""
-        closure.steps += 1
+        running_task.steps += 1
         result = self._run(program, plan, pulled, batch)
         # A program may return a variable as it is.
-        result.outputs = keras.tree.map_structure(self._own, result.outputs)
+        result.outputs = keras.tree.map_structure(self._copy_shared, result.outputs)
         return result
 
-    def _own(self, value: Any) -> Any:
+    def _copy_shared(self, value: Any) -> Any:
         """A value that stays as it is when the servers are asked again."""
-        if isinstance(value, np.ndarray) and self.execution.servers.is_lent(value):
+        if isinstance(value, np.ndarray) and self.execution.servers.is_shared(value):
             return np.array(value)
         return value
 
-    def _run(self, program: Program, plan: Plan, pulled: Any, batch: Any) -> StepResult:
+    def _run(
+        self, program: StepProgram, plan: PullPlan, pulled: Any, batch: Any
+    ) -> StepResult:
         with self.inside_program():
             if plan.is_of(program):
                 self.execution.fill(program, plan, pulled)
                 try:
                     return program.run(batch, plan.lookups, plan.positions)
-                except OtherLookupsError:
-                    program.foresee_nothing()
+                except LookupMismatchError:
+                    program.disable_lookup_prediction()
             # Nothing has been sent; this step begins again, with a closer look.
             again = self.execution.plan(program, batch)
             plan.ids, plan.lookups = again.ids, again.lookups
@@ -409,8 +435,8 @@ class Worker:
             plan.pulls, plan.dense = again.pulls, again.dense
             servers = self.execution.servers
             # Out of turn: the values of later steps may be here already.
-            numbers = servers.begin_steps(plan.pulls, is_sequential=False)
-            self.execution.fill(program, plan, servers.finish_steps(numbers))
+            numbers = servers.send_steps(plan.pulls, shares_memory=False)
+            self.execution.fill(program, plan, servers.receive_steps(numbers))
             return program.run(batch, plan.lookups, plan.positions)
 
     @contextlib.contextmanager

@@ -10,12 +10,12 @@ from typing import Any
 from keras_strategies import context, keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.parameter_server.engines import get_engine
-from keras_strategies.parameter_server.wire.heartbeat import start_beating
-from keras_strategies.parameter_server.wire.server_connections import Servers
+from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
+from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.transport import Connection, Keys
 from keras_strategies.parameter_server.worker.step_execution import (
-    Execution,
-    WorkerReceiver,
+    StepExecution,
+    WorkerVariables,
 )
 from keras_strategies.parameter_server.worker.worker_loop import Worker
 from keras_strategies.runtime.base import Placement
@@ -59,9 +59,9 @@ class WorkerStrategy(Strategy):
     ) -> Any:
         """Makes a step: pulls what `fn` needs, runs it compiled, pushes updates."""
         RunOptions.parse(options)
-        closure = self._worker.closure
-        assert closure is not None, "outside of a scheduled function"
-        return closure.run(fn, tuple(args), dict(kwargs or {}))
+        running_task = self._worker.running_task
+        assert running_task is not None, "outside of a scheduled function"
+        return running_task.run(fn, tuple(args), dict(kwargs or {}))
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -76,7 +76,7 @@ def run_worker(
     keys: Keys | None,
     addresses: list[str],
     timeout: float,
-    patience: float = math.inf,
+    coordinator_seconds: float = math.inf,
 ) -> None:
     """A worker's process.
 
@@ -90,14 +90,18 @@ def run_worker(
         patience: float, seconds that the coordinator may be gone.
     """
     engine = get_engine()
-    receiver = WorkerReceiver(engine)
-    servers = Servers(addresses, keys, timeout)
+    variables = WorkerVariables(engine)
+    servers = ServerConnections(addresses, keys, timeout)
     connection = Connection(control, keys, "the coordinator")
     worker = Worker(
-        index, connection, Execution(servers, receiver, engine), incarnation, patience
+        index,
+        connection,
+        StepExecution(servers, variables, engine),
+        incarnation,
+        coordinator_seconds,
     )
-    receiver.set_strategy(WorkerStrategy(worker))
-    start_beating(control, keys, index, incarnation)
+    variables.set_strategy(WorkerStrategy(worker))
+    start_heartbeats(control, keys, index, incarnation)
     try:
         worker.work()
     finally:

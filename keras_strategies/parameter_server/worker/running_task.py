@@ -12,23 +12,26 @@ import keras
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.engines.step_engine import Applied, StepResult
+from keras_strategies.parameter_server.engines.engine_interface import (
+    OptimizerCall,
+    StepResult,
+)
 from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     has_dynamic_scale,
 )
-from keras_strategies.parameter_server.wire.step_messages import Pulled, Step
-from keras_strategies.parameter_server.wire.task_messages import Task
+from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
+from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
 from keras_strategies.parameter_server.wire.variable_description import device_places
-from keras_strategies.parameter_server.worker.step_execution import Plan
+from keras_strategies.parameter_server.worker.step_execution import PullPlan
 
 if TYPE_CHECKING:
     from keras_strategies.parameter_server.worker.worker_loop import Worker
 
 
-class Closure:
+class RunningTask:
     """A closure under way: names its updates, and keeps what it has read."""
 
-    def __init__(self, worker: Worker, task: Task, numbers: tuple[int, ...]):
+    def __init__(self, worker: Worker, task: ScheduledTask, numbers: tuple[int, ...]):
         self.worker = worker
         self.task = task
         self.numbers = numbers
@@ -50,49 +53,51 @@ class Closure:
     # Variables outside of programs (`keras_compat.VariableHost`)
 
     def read(self, variable: Any) -> np.ndarray:
-        about = self.worker.receiver.describe(variable)
-        if about.kind == "local":
-            return self._local(about.number)
-        if about.number not in self._cache:
-            self._cache[about.number] = self.worker.execution.servers.read(about)
-        if about.kind == "scalar":
-            self._scalars[about.number] = self._cache[about.number]
-        return self._cache[about.number]
+        description = self.worker.variables.describe(variable)
+        if description.kind == "local":
+            return self._local(description.number)
+        if description.number not in self._cache:
+            self._cache[description.number] = self.worker.execution.servers.read(
+                description
+            )
+        if description.kind == "scalar":
+            self._scalars[description.number] = self._cache[description.number]
+        return self._cache[description.number]
 
     def _local(self, number: int) -> np.ndarray:
         value = self.task.local[number]
         return value + self.local[number] if number in self.local else value
 
     def write(self, variable: Any, value: np.ndarray) -> None:
-        about = self.worker.receiver.describe(variable)
-        if about.kind == "local":
-            self.local[about.number] = value - self.task.local[about.number]
+        description = self.worker.variables.describe(variable)
+        if description.kind == "local":
+            self.local[description.number] = value - self.task.local[description.number]
             return
         writes: dict[int, list[Any]] = {}
-        for part in about.parts:
-            cut = value[part.start : part.stop] if about.shape else value
-            key = (about.number, part.start)
+        for part in description.parts:
+            cut = value[part.start : part.stop] if description.shape else value
+            key = (description.number, part.start)
             writes.setdefault(part.server, []).append((key, cut))
-        self._send({i: Step(writes=tuple(w)) for i, w in writes.items()})
+        self._send({i: StepRequest(writes=tuple(w)) for i, w in writes.items()})
 
     def add(self, variable: Any, delta: np.ndarray) -> None:
-        about = self.worker.receiver.describe(variable)
-        if about.kind == "local":
+        description = self.worker.variables.describe(variable)
+        if description.kind == "local":
             self.write(variable, self.read(variable) + delta)
             return
         adds: dict[int, list[Any]] = {}
-        for part in about.parts:
-            cut = delta[part.start : part.stop] if about.shape else delta
-            key = (about.number, part.start)
+        for part in description.parts:
+            cut = delta[part.start : part.stop] if description.shape else delta
+            key = (description.number, part.start)
             adds.setdefault(part.server, []).append((key, cut))
-        self._send({i: Step(adds=tuple(a)) for i, a in adds.items()})
+        self._send({i: StepRequest(adds=tuple(a)) for i, a in adds.items()})
 
-    def _send(self, steps: dict[int, Step]) -> None:
+    def _send(self, steps: dict[int, StepRequest]) -> None:
         update = self.next_update()
         done = self.task.done
         named = {i: replace(s, update=update, done=done) for i, s in steps.items()}
         servers = self.worker.execution.servers
-        servers.finish_steps(servers.begin_steps(named))
+        servers.receive_steps(servers.send_steps(named))
         self._cache.clear()
 
     def apply(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
@@ -103,18 +108,18 @@ class Closure:
         scale = None
         if has_dynamic_scale(optimizer):
             scale = self._scale(optimizer.dynamic_scale)
-        applied = Applied(optimizer, list(variables), arrays, scale)
+        applied = OptimizerCall(optimizer, list(variables), arrays, scale)
         result = StepResult(None, [applied])
-        self.push(Plan(), result, {})
+        self.push(PullPlan(), result, {})
         return optimizer.iterations
 
     def _scale(self, variable: Any) -> np.ndarray:
         """The loss scale that this closure has computed with."""
-        number = self.worker.receiver.describe(variable).number
+        number = self.worker.variables.describe(variable).number
         return self._scalars[number] if number in self._scalars else self.read(variable)
 
     def push(
-        self, plan: Plan, result: StepResult, pulled: Mapping[int, Pulled]
+        self, plan: PullPlan, result: StepResult, pulled: Mapping[int, StepReply]
     ) -> None:
         """Sends the servers what a step has come to, and waits until they have it.
 
@@ -129,11 +134,11 @@ class Closure:
         )
         self.merge_local(local)
         servers = execution.servers
-        self.note_staleness(pulled, servers.finish_steps(servers.begin_steps(steps)))
+        self.record_staleness(pulled, servers.receive_steps(servers.send_steps(steps)))
         self._cache.clear()
 
-    def note_staleness(
-        self, pulled: Mapping[int, Pulled], pushed: Mapping[int, Pulled]
+    def record_staleness(
+        self, pulled: Mapping[int, StepReply], pushed: Mapping[int, StepReply]
     ) -> None:
         """Counts the updates between the pull and the push of a step."""
         missed = [
@@ -160,18 +165,18 @@ class Closure:
         with self.worker.inside_program():
             plan = self.worker.execution.plan(program, batch)
         servers = self.worker.execution.servers
-        pulled = servers.finish_steps(servers.begin_steps(plan.pulls))
+        pulled = servers.receive_steps(servers.send_steps(plan.pulls))
         result = self.worker.compute(self, program, plan, pulled, batch)
         for variable in program.variables.others:
-            about = self.worker.receiver.describe(variable)
-            if about.kind == "scalar":
+            description = self.worker.variables.describe(variable)
+            if description.kind == "scalar":
                 value = np.array(self.worker.execution.engine.get_value(variable))
-                self._scalars[about.number] = value
+                self._scalars[description.number] = value
         self.push(plan, result, pulled)
         return keras.tree.map_structure(_to_tensor, result.outputs)
 
 
-class WorkerHost:
+class WorkerVariableHost:
     """Where a worker's variables have their values: the closure under way."""
 
     def __init__(self, worker: Worker):
@@ -181,22 +186,22 @@ class WorkerHost:
     def is_local(self) -> bool:
         return self._worker.in_program
 
-    def _closure(self) -> Closure:
-        closure = self._worker.closure
-        assert closure is not None, "outside of a closure"
-        return closure
+    def _running_task(self) -> RunningTask:
+        running_task = self._worker.running_task
+        assert running_task is not None, "outside of a closure"
+        return running_task
 
     def read(self, variable: Any) -> Any:
-        return self._closure().read(variable)
+        return self._running_task().read(variable)
 
     def read_slice(self, variable: Any, index: Any) -> Any:
         return self.read(variable)[index]
 
     def write(self, variable: Any, value: Any) -> None:
-        self._closure().write(variable, to_numpy(value))
+        self._running_task().write(variable, to_numpy(value))
 
     def add(self, variable: Any, delta: Any) -> Any:
-        self._closure().add(variable, to_numpy(delta))
+        self._running_task().add(variable, to_numpy(delta))
         return variable.value
 
     def is_large(self, variable: Any) -> bool:
@@ -211,7 +216,7 @@ class WorkerHost:
         self.write(variable, value)
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
-        return device_places(self._worker.receiver.describe(variable))
+        return device_places(self._worker.variables.describe(variable))
 
     def place(self, variable: Any) -> str:
         return "on parameter servers"

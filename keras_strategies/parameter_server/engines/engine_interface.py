@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -25,7 +25,7 @@ Body = Callable[[Any], Any]
 
 
 @dataclass
-class Applied:
+class OptimizerCall:
     """One call of `optimizer.apply` in a step.
 
     Args:
@@ -54,22 +54,31 @@ class StepResult:
     """
 
     outputs: Any
-    applied: list[Applied] = field(default_factory=list)
+    optimizer_calls: list[OptimizerCall] = field(default_factory=list)
     changed: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-class Variables(Protocol):
-    """The variables that a step may use."""
+@dataclass
+class StepVariables:
+    """The variables that a step may use.
+
+    Args:
+        tables: list of embedding tables, of which only the looked-up rows are pulled.
+        others: list of variables that are pulled in full.
+    """
 
     tables: list[Any]
     others: list[Any]
 
-    def become_dense(self, variables: Sequence[Any]) -> None:
-        """These tables are read as wholes, and travel as wholes from now on."""
+    def mark_dense(self, variables: Sequence[Any]) -> None:
+        """From now on pulls and pushes these tables in full."""
+        for variable in variables:
+            self.tables = [v for v in self.tables if v is not variable]
+            self.others.append(variable)
 
 
-class OtherLookupsError(Exception):
-    """A step made other lookups than `Program.lookups` had said."""
+class LookupMismatchError(Exception):
+    """A step made other lookups than `StepProgram.lookups` had said."""
 
 
 class CompiledStep:
@@ -80,15 +89,15 @@ class CompiledStep:
         is_asked_for: bool, whether the model was compiled with `jit_compile=True`.
     """
 
-    def __init__(self, step: Body, is_asked_for: bool):
+    def __init__(self, step: Body, is_requested: bool):
         self._step = step
-        self.is_asked_for = is_asked_for
+        self.is_requested = is_requested
 
     def __call__(self, batch: Any) -> Any:
         return self._step(batch)
 
 
-class Program(abc.ABC):
+class StepProgram(abc.ABC):
     """A step, compiled for a worker.
 
     Args:
@@ -97,7 +106,7 @@ class Program(abc.ABC):
         gradients: bool, whether it may ask for updates.
     """
 
-    def __init__(self, body: Body, variables: Variables, gradients: bool):
+    def __init__(self, body: Body, variables: StepVariables, gradients: bool):
         self.body = body
         self.variables = variables
         self.gradients = gradients
@@ -132,11 +141,11 @@ class Program(abc.ABC):
             OtherLookupsError: if it makes other lookups than were foreseen.
         """
 
-    def foresee_nothing(self) -> None:  # noqa: B027
+    def disable_lookup_prediction(self) -> None:  # noqa: B027
         """Looks at every batch before its step from now on."""
 
 
-class Engine(abc.ABC):
+class ParameterServerEngine(abc.ABC):
     """One framework's part in parameter servers."""
 
     #: Whether programs are compiled for exact shapes, so that row counts are padded.
@@ -157,7 +166,9 @@ class Engine(abc.ABC):
         return step
 
     @abc.abstractmethod
-    def program(self, body: Body, variables: Variables, gradients: bool) -> Program:
+    def program(
+        self, body: Body, variables: StepVariables, gradients: bool
+    ) -> StepProgram:
         """Makes a step of a body."""
 
     def new_variable(
@@ -195,7 +206,7 @@ class Engine(abc.ABC):
         """
 
 
-class Outputs:
+class TracedOutputs:
     """What a traced step returns: tensors, and Python objects that stay as they are.
 
     Args:
@@ -228,20 +239,20 @@ class Outputs:
         return keras.tree.pack_sequence_as(self._structure, leaves)
 
 
-class Sink:
+class OptimizerCallRecorder:
     """Collects the updates that a step asks for instead of making them."""
 
     def __init__(self) -> None:
-        self.applied: list[Applied] = []
+        self.calls: list[OptimizerCall] = []
 
     def __call__(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
         if variables is None:
             variables = keras_compat.trained_variables(optimizer)
-        self.applied.append(Applied(optimizer, list(variables), list(gradients)))
+        self.calls.append(OptimizerCall(optimizer, list(variables), list(gradients)))
         return optimizer.iterations
 
 
-def regularized_scope(variables: Variables) -> Any:
+def regularized_scope(variables: StepVariables) -> Any:
     """A `StatelessScope` in which regularizers find the values of their variables.
 
     Keras asks the scope for them, where it asks variables themselves for all else.
