@@ -205,7 +205,7 @@ def test_what_several_variables_share_is_refused(synchronous) -> None:
     with synchronous.scope():
         model = build(Shared(0.05))
     message = (
-        r"Optimizer Shared has a variable of shape \(1,\), '\w+/columns', which was "
+        r"Optimizer Shared has a variable of shape \(1,\), '\w+/columns', that was "
         r"not created by .*The updates of 5 variables use it, among them "
         r"'\w+/embedding/emb"
     )
