@@ -104,9 +104,11 @@ MUTANTS = [
     ),
     Mutant(
         "central_update_with_half_the_gradient",
-        "engines/jax/fit/central_storage_trainer.py",
-        "        self._gradients = list(grads)",
-        "        self._gradients = [g / 2 for g in grads]",
+        "engines/jax/fit/partitioned_step.py",
+        "        return jax.jit(update)(*args, **kwargs)",
+        "        optimizer_variables, grads, trainable = args\n"
+        "        halves = [g / 2 for g in grads]\n"
+        "        return jax.jit(update)(optimizer_variables, halves, trainable)",
         {
             "jax": f"{EXACTNESS}[global_clipnorm_accumulation_ema-central] "
             f"{EXACTNESS}[on_batch-central]"

@@ -24,7 +24,7 @@ if keras.backend.backend() != "jax":
 import jax
 
 from keras_strategies.engines.jax.batch_placement import MeshPlacer
-from keras_strategies.engines.jax.fit import mesh_programs
+from keras_strategies.engines.jax.fit import mesh_copies
 from keras_strategies.types import ReduceOp
 
 ks.set_virtual_cpu_devices(4)
@@ -576,7 +576,7 @@ def transfers(monkeypatch):
         return original(arrays, *args, **kwargs)
 
     fake = type("jax", (), {**vars(jax), "device_put": staticmethod(device_put)})
-    monkeypatch.setattr(mesh_programs, "jax", fake)
+    monkeypatch.setattr(mesh_copies, "jax", fake)
     return shapes
 
 
@@ -626,16 +626,20 @@ class Uses(keras.Model):
             optimizer_variables=optimizer,
         )
         apply = self.optimizer.stateless_apply
+        if self.use == "jitted":
+            apply = jax.jit(lambda *args: self.optimizer.stateless_apply(*args))
         if self.use == "before":
             trainable = [value * 0.5 for value in trainable]
         new, new_optimizer = apply(optimizer, gradients, trainable)
         logs = {"loss": loss}
         if self.use == "norm":
             logs["norm"] = sum(jax.numpy.sum(value) for value in new)
+            logs["constant"] = 1.0
         if self.use == "times":
             new = [value * 0.5 for value in new]
         if self.use == "call":
-            self.stateless_call(new, non_trainable, x)
+            output, _ = self.stateless_call(new, non_trainable, x)
+            logs["output"] = jax.numpy.mean(output)
         if self.use == "twice":
             new, new_optimizer = apply(new_optimizer, gradients, new)
         if self.use == "slots":
@@ -643,28 +647,23 @@ class Uses(keras.Model):
         return logs, (new, non_trainable, new_optimizer, metrics)
 
 
-@pytest.mark.parametrize("use", ["before", "norm", "times", "call", "twice"])
-def test_central_storage_says_what_a_step_cannot_do(use):
-    x, y, _ = rows(16)
-    with STRATEGIES["central"]().scope():
-        model = Uses(use)
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    with pytest.raises(ks.errors.ContextError, match="CentralStorageStrategy"):
-        model.fit(x, y, batch_size=8, verbose=0)
-    model.use = None
-    model.fit(x, y, batch_size=8, verbose=0)
-
-
-def test_central_storage_lets_a_step_read_slots():
+@pytest.mark.parametrize(
+    ("use", "eager"),
+    [(use, False) for use in ("before", "norm", "times", "call", "twice", "slots")]
+    + [("jitted", False), ("call", True), ("times", True)],
+)
+def test_central_storage_runs_any_step(use, eager):
     x, y, _ = rows(16)
 
     def fitted(strategy):
         with scope_of(strategy):
             keras.utils.set_random_seed(1)
-            model = Uses("slots")
-            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+            model = Uses(use)
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            model.compile(optimizer, "mse", run_eagerly=eager)
         history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
-        return {"weights": model.get_weights(), "slots": history.history["slots"]}
+        model.evaluate(x, y, batch_size=8, verbose=0)
+        return {"weights": model.get_weights(), **history.history}
 
     assert_same(fitted(STRATEGIES["central"]()), fitted(None))
 

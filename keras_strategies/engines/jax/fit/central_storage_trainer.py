@@ -1,42 +1,31 @@
 """Central storage: variables and updates on one device, computation on a mesh.
 
-# A step in two programs
-
-A compiled program runs on one set of devices, so a step is two of them. The first
-runs on the mesh of the compute devices: it is `model.train_step` up to the place
-where that calls `optimizer.stateless_apply`, and returns gradients. The second runs
-on the parameter device: it is `optimizer.stateless_apply`, and writes variables and
-slots where they lie. A step is thereby cut in the middle of somebody's Python
-function; what the first half gets in place of updated variables is an object that
-raises when it is used.
-
-What the compute devices produce themselves, metric states and the statistics of
-batch normalization, stays with them between the steps of an epoch, and goes to the
-parameter device when Keras gives variables their values back.
+Arrays that the compute devices produce, metric states and the statistics of batch
+normalization, stay there between the steps of an epoch. Keras moves them to the
+parameter device when it assigns the variables at its end.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from keras_strategies import keras_compat
 from keras_strategies.engines.jax.fit import compiled_steps
-from keras_strategies.engines.jax.fit.mesh_programs import MeshCopies, MeshProgram
+from keras_strategies.engines.jax.fit.mesh_copies import MeshCopies
 from keras_strategies.engines.jax.fit.mesh_trainer import DistributionTrainer
+from keras_strategies.engines.jax.fit.partitioned_step import (
+    PartitionedStep,
+    marked_update,
+    replaced_update,
+)
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
-from keras_strategies.errors import ContextError
 
 if TYPE_CHECKING:
     from keras_strategies.strategies.base import Strategy
-
-_USE_ANOTHER = (
-    "Call `optimizer.stateless_apply` last in the step, once, with the variables as "
-    "the step received them, or train this model under ks.MirroredStrategy."
-)
 
 
 class CentralStorageTrainer(DistributionTrainer):
@@ -48,209 +37,126 @@ class CentralStorageTrainer(DistributionTrainer):
             strategy, StrategyDistribution(placement.replicas, placement.variables)
         )
         self.at_home = jax.sharding.SingleDeviceSharding(self.home)
-        self.copies_on_mesh = MeshCopies(self.replicated)
+        self.mesh_copies = MeshCopies(self.replicated)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
-        if kind == "train":
-            return _TrainStep(self, model)
-        return _ReadingStep(self, model, kind)
+        if compiled_steps.compiles(model):
+            return _CompiledStep(self, model, kind)
+        return _EagerStep(self, model, kind)
 
     def prepared(self, state: Any) -> Any:
-        # Bound to the device in the same way as what an update returns.
+        # Committed, as the outputs of an update are.
         return jax.device_put(compiled_steps.unshared(state), self.at_home)
 
 
-class _ReadingStep:
-    """A step of `evaluate` or `predict`, which does not update variables."""
+class _CentralStep:
+    """A step whose state is a list of groups, traced with one flat list."""
 
     def __init__(self, trainer: CentralStorageTrainer, model: Any, kind: str):
-        self._copies = trainer.copies_on_mesh
+        self._trainer = trainer
+        self._model = model
+        self._kind = kind
         self._step = compiled_steps.keras_step(model, kind)
         self._lengths: list[int] = []
-        self._program = (
-            MeshProgram(self._flat_step, trainer.replicated)
-            if compiled_steps.compiles(model)
-            else None
-        )
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         self._lengths = [len(group) for group in state]
-        flat = _joined(state)
-        if self._program is None:
-            outputs, _, new = self._flat_step(self._copies.get(flat, keep=True), batch)
-        else:
-            program = self._program.for_batch(flat, batch)
-            read = self._copies.get([flat[i] for i in program.reads], keep=True)
-            outputs, _, new = program(flat, read, batch)
-        return outputs, _split(new, self._lengths)
+        outputs, new = self._run([array for group in state for array in group], batch)
+        return outputs, self._groups(new)
 
-    def _flat_step(self, state: list[Any], batch: Any) -> Any:
-        outputs, new = self._step(_split(state, self._lengths), batch)
-        return outputs, [], _joined(new)
+    def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
+        raise NotImplementedError
+
+    def _groups(self, flat: Sequence[Any]) -> tuple[list[Any], ...]:
+        values = iter(flat)
+        return tuple([next(values) for _ in range(n)] for n in self._lengths)
+
+    def _flat_step(self, flat: list[Any], batch: Any) -> tuple[Any, list[Any]]:
+        outputs, new = self._step(self._groups(flat), batch)
+        return outputs, [array for group in new for array in group]
+
+    def _replacing(
+        self, replacement: Callable[..., contextlib.AbstractContextManager[None]]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Replaces the update while a training step is traced or run."""
+        optimizer = self._model.optimizer
+        if self._kind != "train" or optimizer is None:
+            return contextlib.nullcontext()
+        return replacement(optimizer)
 
 
-class _TrainStep:
-    """Gradients on the mesh, the update on the parameter device."""
+class _CompiledStep(_CentralStep):
+    """A `PartitionedStep` for each shape of a batch."""
 
-    def __init__(self, trainer: CentralStorageTrainer, model: Any):
-        self._model = model
-        self._step = compiled_steps.keras_step(model, "train")
-        self._copies = trainer.copies_on_mesh
-        self._home = trainer.at_home
-        self._lengths: list[int] = []
-        self._program: MeshProgram | None = None
-        self._update: Callable[..., Any] = self._apply
-        if compiled_steps.compiles(model):
-            self._program = MeshProgram(self._flat_step, trainer.replicated)
-            self._update = jax.jit(
-                self._apply, donate_argnums=(0, 2), out_shardings=self._home
-            )
+    def __init__(self, trainer: CentralStorageTrainer, model: Any, kind: str):
+        super().__init__(trainer, model, kind)
+        self._programs: dict[Any, PartitionedStep] = {}
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        trainable, non_trainable, optimizer, metrics = state
-        self._lengths = [len(group) for group in state]
-        logs, gradients, new = self._compute(_joined(state), batch)
-        _, non_trainable, _, metrics = _split(new, self._lengths)
-        state = (trainable, non_trainable, optimizer, metrics)
-        if gradients:
-            gradients = jax.device_put(gradients, self._home)
-            state = self._updated(state, gradients)
-        return logs, state
+    def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
+        program = self._program(state, batch)
+        read = [state[i] for i in program.reads]
+        # A copy of an array that the step replaces is used once.
+        unchanged = [i not in program.changes for i in program.reads]
+        copies = self._trainer.mesh_copies.get(read, unchanged)
+        values = program.compute(state, copies, batch)
+        new = program.new_state(state, values)
+        updated = self._update(program, values, new) if program.updates else []
+        return program.outputs(values, updated), new
 
-    def _compute(self, flat: list[Any], batch: Any) -> tuple[Any, Any, list[Any]]:
-        count = self._lengths[0]
-        if self._program is None:
-            # Step by step nothing shows in advance what is read.
-            return self._flat_step(self._copies.get(flat, keep=False), batch)
-        program = self._program.for_batch(flat, batch)
-        # Weights are new in every step; a copy of them is of use only once.
-        weights = [flat[i] for i in program.reads if i < count]
-        others = [flat[i] for i in program.reads if i >= count]
-        read = self._copies.get(weights, keep=False)
-        read += self._copies.get(others, keep=True)
-        return program(flat, read, batch)
-
-    def _updated(self, state: Any, gradients: Any) -> Any:
-        """The state after the update, noted as soon as it exists."""
-        trainable, non_trainable, optimizer, metrics = state
+    def _update(
+        self, program: PartitionedStep, values: dict[Any, Any], new: list[Any]
+    ) -> list[Any]:
+        """Runs the update, and records the new state as soon as it exists."""
+        arguments = [[array] for array in program.update_arguments(values)]
         # As in `compiled_steps.compiled`: no interrupt between the call and the list.
         results: list[Any] = []
         try:
-            results.extend(map(self._update, (optimizer,), (gradients,), (trainable,)))
+            results.extend(map(program.at_home, *arguments))
         finally:
             if results:
-                trainable, optimizer = results[0]
-                state = (trainable, non_trainable, optimizer, metrics)
-                keras_compat.record_jax_state(self._model, "train", state)
-        return state
+                for i, position in program.updates:
+                    new[i] = results[0][position]
+                groups = self._groups(new)
+                keras_compat.record_jax_state(self._model, self._kind, groups)
+        return results[0]  # type: ignore[no-any-return]
 
-    def _apply(self, optimizer: Any, gradients: Any, trainable: Any) -> tuple[Any, Any]:
-        return self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
-
-    def _flat_step(self, flat: list[Any], batch: Any) -> tuple[Any, Any, list[Any]]:
-        """`train_step` without its update; the gradients come out instead."""
-        state = _split(flat, self._lengths)
-        record = _UpdateRecord(state)
-        with record.in_place_of_update(self._model.optimizer):
-            logs, new = self._step(state, batch)
-        gradients = record.gradients_of(new)
-        return logs, gradients, _joined((state[0], new[1], state[2], new[3]))
-
-
-class _UpdateRecord:
-    """Stands in for `optimizer.stateless_apply` and notes the gradients.
-
-    Args:
-        state: the state that the step received, four lists of arrays.
-    """
-
-    def __init__(self, state: Sequence[list[Any]]):
-        self._trainable, _, self._optimizer, _ = state
-        self._gradients: list[Any] | None = None
-        self._updated: tuple[list[Any], list[Any]] = ([], [])
-
-    @contextlib.contextmanager
-    def in_place_of_update(self, optimizer: Any) -> Iterator[None]:
-        # Past Keras's tracking of attributes.
-        object.__setattr__(optimizer, "stateless_apply", self)
-        try:
-            yield
-        finally:
-            object.__delattr__(optimizer, "stateless_apply")
-
-    def __call__(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[list[Any], list[Any]]:
-        if self._gradients is not None:
-            raise ContextError(
-                "This train_step calls `optimizer.stateless_apply` twice; under "
-                f"ks.CentralStorageStrategy a step has one update. {_USE_ANOTHER}"
-            )
-        if not _same(trainable_variables, self._trainable) or not _same(
-            optimizer_variables, self._optimizer
-        ):
-            raise ContextError(
-                "This train_step changes variables before it calls "
-                "`optimizer.stateless_apply`; under ks.CentralStorageStrategy they "
-                f"lie on the parameter device. {_USE_ANOTHER}"
-            )
-        self._gradients = list(grads)
-        self._updated = (
-            [NotYetUpdated() for _ in self._trainable],
-            [NotYetUpdated() for _ in self._optimizer],
-        )
-        return self._updated
-
-    def gradients_of(self, new: Sequence[Any]) -> list[Any]:
-        """The gradients of the update that a step returned; empty without one."""
-        trainable, _, optimizer, _ = new
-        if _same(trainable, self._trainable) and _same(optimizer, self._optimizer):
-            return []
-        if self._gradients is not None and (
-            _same(trainable, self._updated[0]) and _same(optimizer, self._updated[1])
-        ):
-            return self._gradients
-        raise ContextError(
-            "This train_step returns other variables than those that it got from "
-            "`optimizer.stateless_apply`; under ks.CentralStorageStrategy the update "
-            f"is made on the parameter device. {_USE_ANOTHER}"
-        )
+    def _program(self, state: Sequence[jax.Array], batch: Any) -> PartitionedStep:
+        arrays, structure = jax.tree.flatten(batch)
+        key = (structure, *(array.aval for array in arrays))
+        program = self._programs.get(key)
+        if program is None:
+            trainer = self._trainer
+            with self._replacing(marked_update):
+                program = self._programs[key] = PartitionedStep(
+                    self._flat_step, trainer.replicated, trainer.at_home, state, batch
+                )
+        return program
 
 
-class NotYetUpdated:
-    """What a step on the compute devices gets for a variable after the update."""
+class _EagerStep(_CentralStep):
+    """A step that is not compiled; its update runs on the parameter device."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # JAX asks every argument for `__jax_array__`.
-        _refuse()
+    def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
+        copies = self._trainer.mesh_copies.get(state, [False] * len(state))
+        # By id, copies with their originals on the parameter device.
+        self._copies = {
+            id(copy): (copy, array) for copy, array in zip(copies, state, strict=True)
+        }
+        with self._replacing(self._update_at_home):
+            outputs, new = self._flat_step(copies, batch)
+        return outputs, [self._copies.get(id(a), (a, a))[1] for a in new]
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse()
+    def _update_at_home(
+        self, optimizer: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        apply, trainer = optimizer.stateless_apply, self._trainer
 
+        def apply_at_home(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = jax.device_put((args, kwargs), trainer.at_home)
+            updated = apply(*args, **kwargs)
+            copies = jax.device_put(updated, trainer.replicated)
+            pairs = zip(jax.tree.leaves(copies), jax.tree.leaves(updated), strict=True)
+            self._copies |= {id(copy): (copy, array) for copy, array in pairs}
+            return copies
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ContextError(
-        "This train_step goes on computing with variables that the optimizer has "
-        "updated; under ks.CentralStorageStrategy they are updated on the parameter "
-        f"device, when the step on the compute devices has ended. {_USE_ANOTHER}"
-    )
-
-
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg", "getitem"):
-    setattr(NotYetUpdated, f"__{_name}__", _refuse)
-    setattr(NotYetUpdated, f"__r{_name}__", _refuse)
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(
-        a is b for a, b in zip(one, other, strict=True)
-    )
-
-
-def _joined(groups: Sequence[Sequence[Any]]) -> list[Any]:
-    return [array for group in groups for array in group]
-
-
-def _split(flat: Sequence[Any], lengths: Sequence[int]) -> tuple[list[Any], ...]:
-    values = iter(flat)
-    return tuple([next(values) for _ in range(length)] for length in lengths)
+        return replaced_update(optimizer, apply_at_home)
