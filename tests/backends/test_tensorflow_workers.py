@@ -380,7 +380,7 @@ LOOP = """
 @pytest.mark.parametrize(
     ("fault", "timeout", "train", "how"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 60, LOOP, "has ended"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 60, LOOP, "connection ended"),
         ("os.kill(os.getpid(), signal.SIGSTOP)", 5, FIT, "no heartbeat for"),
     ],
     ids=["killed-in-a-loop", "stopped-in-fit"],

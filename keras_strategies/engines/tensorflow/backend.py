@@ -24,7 +24,7 @@ from keras_strategies.engines.tensorflow.iteration import (
     loop_over,
 )
 from keras_strategies.engines.tensorflow.random import random_state, set_random_state
-from keras_strategies.engines.tensorflow.team import reduce_tensors
+from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.engines.tensorflow.workers import TensorFlowWorkers
 from keras_strategies.errors import BackendError, OutOfRangeError
@@ -100,7 +100,7 @@ class TensorFlowBackend(Backend):
 
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
         with tf.device(tf_device(device_of(tensors[0]))):
-            reduced = reduce_tensors(op, tensors)
+            reduced = PRIMITIVES.reduce(op, tensors)
         return self.broadcast(reduced, [device_of(tensor) for tensor in tensors])
 
     def all_gather(self, tensors: Sequence[Any], axis: int) -> list[Any]:

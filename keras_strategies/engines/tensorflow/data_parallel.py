@@ -21,6 +21,7 @@ from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.gradients import (
     in_dtype_of,
     sums_of,
+    sums_over_workers,
     widened,
 )
 from keras_strategies.engines.tensorflow.graph_copies import (
@@ -34,7 +35,7 @@ from keras_strategies.engines.tensorflow.replicas import (
     NestedCollectiveError,
     ReplicaEngine,
 )
-from keras_strategies.engines.tensorflow.team import Spread
+from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers import workers_of
 from keras_strategies.errors import ContextError
 from keras_strategies.input.row_splits import split_sizes
@@ -43,6 +44,7 @@ from keras_strategies.runtime.data_parallel import (
     DataParallelCall,
     ReplicaResult,
 )
+from keras_strategies.runtime.replica_set import RowSplit
 from keras_strategies.runtime.row_probes import Randomness
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         # While a step is traced: its batch's tensors, and their first values.
         self._values: dict[int, tuple[Any, Any]] = {}
         # Calls do not nest: none is routed while one is under way.
-        self._job = _Job(self, Spread.local([]))
+        self._job = _Job(self, RowSplit.local(PRIMITIVES, []))
 
     def __call__(
         self,
@@ -114,18 +116,18 @@ class TensorFlowDataParallelCall(DataParallelCall):
         # Replicas without rows do not take part, where that is known: they would add
         # nothing.
         if self._workers is None:
-            spread = Spread.local(every)
-            is_alone = len(spread.sizes) == 1 and self._devices[0] == self._lead
-            if not spread.sizes or (is_alone and self.reduction is None):
+            row_split = RowSplit.local(PRIMITIVES, every)
+            is_alone = len(row_split.sizes) == 1 and self._devices[0] == self._lead
+            if not row_split.sizes or (is_alone and self.reduction is None):
                 return None
         else:
-            found = Spread.over(every, self._workers)
+            found = RowSplit.over(PRIMITIVES, every, self._workers)
             if found is None:
                 # Too few for all workers: each computes all of them.
                 return None
-            spread = found
-        self._job = _Job(self, spread)
-        return spread.sizes
+            row_split = found
+        self._job = _Job(self, row_split)
+        return row_split.sizes
 
     def _at_least_one_each(self, layer: Any, rows: Any) -> Any:
         count = self._share.total
@@ -158,7 +160,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
 
     def split(self, tensor: Any, sizes: Sequence[Any]) -> list[Any]:
         parts = []
-        tensor = self._job.spread.own(tensor)
+        tensor = self._job.row_split.own(tensor)
         pieces = tf.split(tensor, list(sizes)) if len(sizes) > 1 else [tensor]
         for i, part in enumerate(pieces):
             with tf.device(self._devices[i]):
@@ -172,11 +174,14 @@ class TensorFlowDataParallelCall(DataParallelCall):
         return self._run_tasks(self._job, tasks)
 
     def _run_tasks(self, job: _Job, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        team = job.spread.team
+        replicas = job.row_split.replica_set
 
         def in_context(replica_id: int) -> Callable[[], Any]:
             replica = ReplicaOfAny(
-                self.strategy, team.first + replica_id, job.communicator, team.total
+                self.strategy,
+                replicas.first + replica_id,
+                job.communicator,
+                replicas.total,
             )
 
             def run() -> Any:
@@ -239,7 +244,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
         value = self._job.read(raw) if own is None else own.read_value()
         with tf.device(device):
-            everywhere = self._job.spread.team.first + replica_id
+            everywhere = self._job.row_split.replica_set.first + replica_id
             offset = keras_compat.seed_offset(variable, everywhere)
             if offset:
                 return value + tf.constant([offset, 0], dtype=value.dtype)
@@ -284,14 +289,14 @@ class TensorFlowDataParallelCall(DataParallelCall):
 
     def joined(self, parts: list[Any]) -> Any:
         with tf.device(self._lead):
-            return self._job.spread.joined(super().joined(parts))
+            return self._job.row_split.joined(super().joined(parts))
 
     def all_fractions(self, sizes: list[Any], rows: Any) -> list[Any]:
-        return self.fractions(self._job.spread.every, rows)
+        return self.fractions(self._job.row_split.every, rows)
 
     def on_all_workers(self, columns: list[list[Any]]) -> list[list[Any]]:
         with tf.device(self._lead):
-            return self._job.spread.team.everywhere(columns)
+            return self._job.row_split.replica_set.all_values(columns)
 
     @contextlib.contextmanager
     def tracing(self, traced: Any, batch: Any) -> Iterator[None]:
@@ -356,7 +361,7 @@ class _Job:
     """One data-parallel call, from its first slice to its backward pass."""
 
     call: TensorFlowDataParallelCall
-    spread: Spread
+    row_split: RowSplit
     slices: list[list[Any]] = field(init=False)
     tapes: list[Any] = field(init=False)
     # By replica: ids of the copies of variables that the tape watches.
@@ -370,7 +375,7 @@ class _Job:
     _zeros: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sizes = self.spread.sizes
+        self.sizes = self.row_split.sizes
         count = len(self.sizes)
         self.slices = [[] for _ in range(count)]
         self.tapes = [None] * count
@@ -380,7 +385,7 @@ class _Job:
         self.communicator = LockstepCommunicator(
             placement.replicas[:count],
             placement.variables,
-            self.spread.team,
+            self.row_split.replica_set,
             self.call.reduction,
         )
         self.traces = ReplicaTraces(
@@ -505,14 +510,14 @@ class _Job:
             parts = [tf.stop_gradient(part) for part in channel.parts]
             if channel.weights is None:
                 own = tf.concat(parts, 0) if len(parts) > 1 else tf.identity(parts[0])
-                return self.spread.joined(own)
+                return self.row_split.joined(own)
             terms = [
                 self.zero_if_empty(part, i) * tf.cast(weight, part.dtype)
                 for i, (part, weight) in enumerate(
                     zip(map(widened, parts), channel.weights, strict=True)
                 )
             ]
-            [total] = self.spread.summed([tf.add_n(terms)])
+            [total] = self.row_split.summed([tf.add_n(terms)])
             return tf.cast(total, parts[0].dtype)
 
     def sources(
@@ -537,7 +542,7 @@ class _Job:
         for tensor, slices in inputs:
             if _is_float(tensor):
                 with tf.device(self.lead):
-                    own = self.spread.own_source(tensor)
+                    own = _own_source(self.row_split, tensor)
                 sources.append(_Source(own, list(slices), by_rows=True))
         return sources
 
@@ -579,7 +584,9 @@ class _Job:
         with tf.device(self.lead):
             found = self._together(sources, list(zip(*per_replica, strict=True)))
             shared = [i for i, source in enumerate(sources) if not source.by_rows]
-            totals = self.spread.team.sum_gradients([found[i] for i in shared])
+            totals = sums_over_workers(
+                [found[i] for i in shared], self.row_split.workers
+            )
             for i, total in zip(shared, totals, strict=True):
                 found[i] = in_dtype_of(total, sources[i].tensor)
             return found
@@ -588,7 +595,7 @@ class _Job:
         self, sources: Sequence[_Source], gradients: Sequence[Any]
     ) -> list[Any]:
         """The same gradients, of operations that an outer tape can record."""
-        if self.spread.workers is not None:
+        if self.row_split.workers is not None:
             raise ContextError(
                 "A gradient that goes through a layer called on several workers was "
                 "asked for while another `tf.GradientTape` records it; gradients of "
@@ -640,7 +647,7 @@ class _Job:
                     tf.cast(wide * tf.cast(w, wide.dtype), gradient.dtype)
                     for w in channel.weights
                 ]
-            gradient = self.spread.own(gradient)
+            gradient = self.row_split.own(gradient)
             if len(channel.parts) == 1:
                 return [gradient]
             sizes = [
@@ -682,6 +689,19 @@ def _boundary(
         return [job.combine(channel) for channel in channels], grad
 
     return list(connected(*(source.tensor for source in sources)))
+
+
+def _own_source(row_split: RowSplit, tensor: Any) -> Any:
+    """This worker's rows, through which a gradient goes to the global batch."""
+    if row_split.workers is None:
+        return tensor
+
+    # Workers exchange that gradient only where an outer tape needs it.
+    @custom_gradient
+    def own(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return row_split.own(tensor), row_split.joined
+
+    return own(tensor)
 
 
 def _cannot_take_no_rows(layer: Any) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.base import Workers
 
 
 def sums_of(
@@ -98,3 +102,39 @@ def in_dtype_of(total: Any, gradient: Any) -> Any:
     if total is None or not dtypes or total.dtype == dtypes[0]:
         return total
     return tf.cast(total, dtypes[0])
+
+
+def sums_over_workers(gradients: Sequence[Any], workers: Workers | None) -> list[Any]:
+    """The sums over workers of gradients, which are of the same tensors on all.
+
+    Those that come last in a layer are first in its backward pass, and travel while
+    the rest of it is computed. Rows of a table stay rows.
+    """
+    if workers is None:
+        return list(gradients)
+    results = list(gradients)
+    dense = [
+        i
+        for i, gradient in enumerate(gradients)
+        if gradient is not None and not isinstance(gradient, tf.IndexedSlices)
+    ][::-1]
+    totals = workers.all_reduce(
+        ReduceOp.SUM, [tf.convert_to_tensor(gradients[i]) for i in dense]
+    )
+    for i, total in zip(dense, totals, strict=True):
+        results[i] = total
+    for i, gradient in enumerate(gradients):
+        if isinstance(gradient, tf.IndexedSlices):
+            results[i] = _all_slices(gradient, workers)
+    return results
+
+
+def _all_slices(gradient: Any, workers: Workers) -> Any:
+    own = tf.shape(gradient.indices)[:1]
+    count = workers.group.count
+    counts = tf.unstack(workers.gather_rows(own, [1] * count), count)
+    return tf.IndexedSlices(
+        workers.gather_rows(gradient.values, counts),
+        workers.gather_rows(gradient.indices, counts),
+        gradient.dense_shape,
+    )

@@ -23,9 +23,10 @@ from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.custom_gradient import custom_gradient
 from keras_strategies.engines.tensorflow.devices import tf_device
-from keras_strategies.engines.tensorflow.team import Team
+from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
 from keras_strategies.runtime.base import Communicator
+from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import regroup, select_replica
 
@@ -108,7 +109,7 @@ class LockstepCommunicator(Communicator):
     Args:
         devices: the device of each replica that takes part.
         lead: the device that values are combined on.
-        team: the replicas of other processes too, None where there are none.
+        replica_set: the replicas of all workers; None for those of one process.
         reduction: the strategy's `CrossDeviceOps`; None for TensorFlow's own sums.
     """
 
@@ -116,11 +117,11 @@ class LockstepCommunicator(Communicator):
         self,
         devices: Sequence[Device],
         lead: Device,
-        team: Team | None = None,
+        replica_set: ReplicaSet | None = None,
         reduction: LocalReduction | None = None,
     ):
         self.reduction = reduction
-        self.team = team or Team(None, (len(devices),), 0)
+        self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
         self._devices = [tf_device(device) for device in devices]
         self._lead = tf_device(lead)
         self._arrived: list[Any] = [None] * len(devices)
@@ -178,7 +179,7 @@ class LockstepCommunicator(Communicator):
     # Collectives.
 
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        replica_id -= self.team.first
+        replica_id -= self.replica_set.first
         leaves = [
             keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)
         ]
@@ -187,8 +188,8 @@ class LockstepCommunicator(Communicator):
         def reduce(tensors: Sequence[Any]) -> list[Any]:
             def combine(values: list[Any]) -> list[Any]:
                 if self.reduction is None:
-                    return [self.team.reduce(op, values)] * count
-                workers, total = self.team.workers, self.team.total
+                    return [self.replica_set.reduce(op, values)] * count
+                workers, total = self.replica_set.workers, self.replica_set.total
                 return self.reduction.all_reduce(op, values, workers, total)
 
             found = self.exchange(replica_id, f"all_reduce {op.name}", tensors, combine)
@@ -209,22 +210,22 @@ class LockstepCommunicator(Communicator):
         return keras.tree.pack_sequence_as(value, list(reduced(*leaves)))
 
     def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        replica_id -= self.team.first
+        replica_id -= self.replica_set.first
         leaves = [
             keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)
         ]
         count = len(self._devices)
 
         def gather(values: list[Any]) -> list[Any]:
-            return [self.team.gather(values, axis)] * count
+            return [self.replica_set.gather(values, axis)] * count
 
         @custom_gradient
         def gathered(*tensors: Any) -> Any:
             found, lengths = self.exchange(replica_id, "all_gather", tensors, gather)
 
             def scatter(values: list[Any]) -> list[Any]:
-                first = self.team.first
-                totals = self.team.reduce(ReduceOp.SUM, values)
+                first = self.replica_set.first
+                totals = self.replica_set.reduce(ReduceOp.SUM, values)
                 parts = [
                     tf.split(total, sizes, axis)[first : first + count]
                     for total, sizes in zip(totals, lengths, strict=True)
@@ -248,7 +249,7 @@ class LockstepCommunicator(Communicator):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        replica_id -= self.team.first
+        replica_id -= self.replica_set.first
         replica = context.current_replica()
         assert replica is not None
         strategy = replica.strategy

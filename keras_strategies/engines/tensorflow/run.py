@@ -38,9 +38,10 @@ from keras_strategies.engines.tensorflow.replicas import (
     LockstepCommunicator,
     ReplicaEngine,
 )
-from keras_strategies.engines.tensorflow.team import Team
+from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers import workers_of
 from keras_strategies.runtime import run_state
+from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.run_state import CreatedVariables, LocalValues, RunState
 from keras_strategies.values import DistributedValues
 
@@ -87,9 +88,9 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 class TensorFlowLocalValues(LocalValues):
     """On-read values: a `tf.Variable` for each replica, on its device."""
 
-    def __init__(self, devices: Sequence[str], team: Team):
+    def __init__(self, devices: Sequence[str], replica_set: ReplicaSet):
         self._devices = tuple(devices)
-        self._team = team
+        self._replica_set = replica_set
         # By the id of the Keras variable, for as long as that lives.
         self._variables: dict[int, list[tf.Variable]] = {}
 
@@ -112,12 +113,12 @@ class TensorFlowLocalValues(LocalValues):
         return made
 
     def _parts(self, variable: Any, value: Any) -> list[Any]:
-        first = self._team.first
-        parts = run_state.parts(variable, value, self._team.total)
+        first = self._replica_set.first
+        parts = run_state.parts(variable, value, self._replica_set.total)
         return parts[first : first + len(self._devices)]
 
     def get(self, variable: Any, replica_id: int) -> Any:
-        own = self._all(variable)[replica_id - self._team.first]
+        own = self._all(variable)[replica_id - self._replica_set.first]
         with tf.device(own.device):
             return own.read_value()
 
@@ -126,7 +127,7 @@ class TensorFlowLocalValues(LocalValues):
             own.assign(value)
         raw = keras_compat.raw_value(variable)
         with tf.device(raw.device):
-            [everywhere] = self._team.everywhere([values])
+            [everywhere] = self._replica_set.all_values([values])
             raw.assign(run_state.cross_replica_value(variable, everywhere))
 
     def assigned(self, variable: Any, value: Any) -> None:
@@ -151,9 +152,9 @@ class TensorFlowRun:
         self.lead = tf_device(self.placement.variables)
         workers, share = workers_of(self.placement), self.placement.share
         counts = (share.count,) if workers is None else workers.replicas
-        self.team = Team(workers, counts, share.first)
+        self.replica_set = ReplicaSet(PRIMITIVES, workers, counts, share.first)
         self.reduction = LocalReduction.of(strategy)
-        self.local_values = TensorFlowLocalValues(self._devices, self.team)
+        self.local_values = TensorFlowLocalValues(self._devices, self.replica_set)
         # Functions that are `tf.function`s themselves, as programs of all replicas.
         self._programs: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()
@@ -167,7 +168,7 @@ class TensorFlowRun:
     ) -> list[Any]:
         fn = program_of(fn)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            if self.team.total > 1:
+            if self.replica_set.total > 1:
                 program = self._program(fn)
                 with self._watched():
                     return program(list(args), list(kwargs))  # type: ignore[no-any-return]
@@ -181,7 +182,7 @@ class TensorFlowRun:
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
         """Names the worker that was lost, where a collective fails of it."""
-        workers = self.team.workers
+        workers = workers_of(self.placement)
         return contextlib.nullcontext() if workers is None else workers.watched()
 
     def _program(self, fn: Any) -> Any:
@@ -211,7 +212,7 @@ class TensorFlowRun:
         made = CreatedVariables()
         for i in range(len(args)):
             replica = context.ReplicaContext(
-                self.strategy, self.team.first + i, communicator
+                self.strategy, self.replica_set.first + i, communicator
             )
             state = RunState(
                 replica, self._copier(i), self.local_values.get, made, _assigned
@@ -219,7 +220,7 @@ class TensorFlowRun:
             communicator.states.append(state)
             device = self._devices[i]
             tasks.append(_task(fn, args[i], kwargs[i], replica, state, device))
-        if self.team.total > 1:
+        if self.replica_set.total > 1:
             refuse_xla()
         if len(tasks) == 1:
             communicator.begin()
@@ -245,7 +246,7 @@ class TensorFlowRun:
             with base, tf.device(device):
                 value = tf.stop_gradient(raw.read_value())
                 offset = keras_compat.seed_offset(
-                    variable, self.team.first + replica_id
+                    variable, self.replica_set.first + replica_id
                 )
                 if offset:
                     value += tf.constant([offset, 0], dtype=value.dtype)
@@ -266,7 +267,7 @@ class TensorFlowRun:
             else:
                 values = [state.updates[key][1] for state in having]
                 with tf.device(self.lead):
-                    if self.team.workers is not None:
+                    if self.replica_set.workers is not None:
                         # All of them, as the other workers' are.
                         own = [
                             state.updates[key][1]
@@ -274,7 +275,7 @@ class TensorFlowRun:
                             else keras_compat.raw_value(variable).read_value()
                             for state in states
                         ]
-                        [values] = self.team.everywhere([own])
+                        [values] = self.replica_set.all_values([own])
                     merged = run_state.merged(variable, values)
                     keras_compat.raw_value(variable).assign(merged)
             for state in states:
@@ -316,7 +317,7 @@ class _RunCommunicator(LockstepCommunicator):
     def __init__(self, run: TensorFlowRun):
         placement = run.placement
         super().__init__(
-            placement.replicas, placement.variables, run.team, run.reduction
+            placement.replicas, placement.variables, run.replica_set, run.reduction
         )
         self._run = run
         self.states: list[RunState] = []

@@ -16,7 +16,10 @@ from keras_strategies.engines.tensorflow.data_parallel import (
     TensorFlowDataParallelCall,
 )
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
-from keras_strategies.engines.tensorflow.gradients import in_dtype_of
+from keras_strategies.engines.tensorflow.gradients import (
+    in_dtype_of,
+    sums_over_workers,
+)
 from keras_strategies.engines.tensorflow.input import AheadPlacer
 from keras_strategies.engines.tensorflow.mirrors import MirroredVariable, mirror
 from keras_strategies.engines.tensorflow.plain_variables import (
@@ -190,7 +193,7 @@ class TensorFlowTrainer(TrainerAdapter):
             if aggregate:
                 count = len(self.placement.replicas)
                 own = sum_gradients(gradients, count, self.run.reduction)
-                total = self.run.team.sum_gradients(own)
+                total = sums_over_workers(own, self.placement.workers)
                 total = list(map(in_dtype_of, total, gradients))
             else:
                 total = [select_replica(0, gradient) for gradient in gradients]

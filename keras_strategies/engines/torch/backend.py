@@ -19,9 +19,7 @@ from keras_strategies.engines.torch.devices import (
     torch_device,
 )
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
-from keras_strategies.engines.torch.replicas.thread_collectives import (
-    reduce_tensors,
-)
+from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.trainer import TorchTrainer
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
@@ -78,7 +76,7 @@ class TorchBackend(Backend):
         by_nccl = nccl_all_reduce(op, tensors) if len(tensors) > 1 else None
         if by_nccl is not None:
             return by_nccl
-        reduced = reduce_tensors(op, [t.to(tensors[0].device) for t in tensors])
+        reduced = PRIMITIVES.reduce(op, [t.to(tensors[0].device) for t in tensors])
         return [reduced.to(t.device) for t in tensors]
 
     def all_gather(

@@ -1,4 +1,4 @@
-"""Rows of a data-parallel call on replicas, and sums of its gradients."""
+"""Sums of the gradients of a data-parallel call, over replicas and workers."""
 
 from __future__ import annotations
 
@@ -6,85 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.engines.torch.replicas.thread_collectives import ActiveReplicas
 from keras_strategies.engines.torch.worker_collectives import Pack, TorchWorkers
+from keras_strategies.runtime.replica_set import RowSplit
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues
-
-if TYPE_CHECKING:
-    from keras_strategies.runtime.base import Workers
-
-
-@dataclass(frozen=True)
-class RowSplit:
-    """Rows of one call on each participating replica.
-
-    Args:
-        every: the rows of each replica that has any, of all workers.
-        sizes: those of the local ones.
-        start: int, the first row of this worker.
-        worker_rows: the rows of each worker.
-        team: the replicas that take part.
-    """
-
-    every: list[int]
-    sizes: list[int]
-    start: int
-    worker_rows: list[int]
-    team: ActiveReplicas
-
-    @classmethod
-    def local(cls, sizes: Sequence[int]) -> RowSplit:
-        """Over the replicas of this process alone."""
-        present = [size for size in sizes if size]
-        team = ActiveReplicas(None, (len(present),), 0)
-        return cls(present, present, 0, [sum(present)], team)
-
-    @classmethod
-    def over(cls, sizes: Sequence[int], workers: Workers) -> RowSplit:
-        """Over the replicas of all workers."""
-        own, remaining = [], list(sizes)
-        for count in workers.replicas:
-            own.append([size for size in remaining[:count] if size])
-            remaining = remaining[count:]
-        index = workers.group.index
-        before = own[:index]
-        counts = tuple(len(each) for each in own)
-        team = ActiveReplicas(workers, counts, sum(counts[:index]))
-        return cls(
-            [size for each in own for size in each],
-            own[index],
-            sum(sum(each) for each in before),
-            [sum(each) for each in own],
-            team,
-        )
-
-    @property
-    def workers(self) -> Workers | None:
-        return self.team.workers
-
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This worker's rows of a tensor of the global batch."""
-        if self.workers is None:
-            return tensor
-        return tensor[self.start : self.start + sum(self.sizes)]
-
-    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All rows, from those of this worker."""
-        if self.workers is None:
-            return tensor
-        return self.workers.gather_rows(tensor, self.worker_rows)
-
-    def summed(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums over workers."""
-        if self.workers is None or not tensors:
-            return tensors
-        return self.workers.all_reduce(ReduceOp.SUM, tensors)
 
 
 @dataclass
@@ -181,7 +111,7 @@ class WorkerSums:
 
     Args:
         sources: what gradients go to.
-        spread: the rows of the call.
+        row_split: the rows of the call.
         count: int, the local replicas.
         reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
     """
@@ -189,15 +119,15 @@ class WorkerSums:
     def __init__(
         self,
         sources: Sequence[GradientTarget],
-        spread: RowSplit,
+        row_split: RowSplit,
         count: int,
         reduction: LocalReduction | None = None,
     ):
         self._reduction = reduction
         self._sources = list(sources)
-        self._row_split = spread
-        assert isinstance(spread.workers, TorchWorkers)
-        self._workers = spread.workers
+        self._row_split = row_split
+        assert isinstance(row_split.workers, TorchWorkers)
+        self._workers = row_split.workers
         # What a layer computes last has its gradient first.
         self._order = [i for i, source in enumerate(sources) if not source.by_rows]
         self._order.reverse()

@@ -15,7 +15,6 @@ from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.data_parallel.call_cost import Work, measure
 from keras_strategies.engines.torch.data_parallel.gradient_sums import (
     GradientTarget,
-    RowSplit,
     WorkerSums,
     local_gradients,
     widened,
@@ -32,6 +31,7 @@ from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVar
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCommunicator,
 )
+from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
 from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.runtime.data_parallel import (
@@ -39,6 +39,7 @@ from keras_strategies.runtime.data_parallel import (
     DataParallelCall,
     ReplicaResult,
 )
+from keras_strategies.runtime.replica_set import RowSplit
 from keras_strategies.runtime.row_probes import Randomness, flags
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class TorchDataParallelCall(DataParallelCall):
         self.reduction = LocalReduction.of(strategy)
         self._communicator: ThreadCommunicator | None = None
         # How the rows of the call under way are spread.
-        self._row_split = RowSplit.local([1])
+        self._row_split = RowSplit.local(PRIMITIVES, [1])
         self._random_calls = RandomCalls()
         self._random: ReplicaRandom = NoRandom()
         # On one physical device a small call is faster whole; what it computes is the
@@ -128,18 +129,19 @@ class TorchDataParallelCall(DataParallelCall):
             return None
         every = split_sizes(rows, self._share.total)
         if self._workers is None:
-            spread = RowSplit.local(every)
+            row_split = RowSplit.local(PRIMITIVES, every)
         else:
-            spread = RowSplit.over(every, self._workers)
-            if not all(spread.worker_rows):
+            found = RowSplit.over(PRIMITIVES, every, self._workers)
+            if found is None:
                 # Too few for all workers: each computes all of them.
                 return None
+            row_split = found
         # Replicas without rows do not take part: they would add nothing.
-        sizes = spread.sizes
-        is_alone = len(spread.every) == 1 and self._devices[0] == self._lead
+        sizes = row_split.sizes
+        is_alone = len(row_split.every) == 1 and self._devices[0] == self._lead
         if not sizes or (is_alone and self.reduction is None):
             return None
-        self._row_split = spread
+        self._row_split = row_split
         if self._may_call_unsplit:
             try:
                 work = self._work_of(layer, call_few)
@@ -188,7 +190,7 @@ class TorchDataParallelCall(DataParallelCall):
         # not nest: none is routed while one is under way.
         self._communicator = ThreadCommunicator(
             self.placement.replicas[: len(tasks)],
-            team=self._row_split.team,
+            replica_set=self._row_split.replica_set,
             reduction=self.reduction,
         )
         return self._run(tasks, self._communicator, self._random)
@@ -199,11 +201,11 @@ class TorchDataParallelCall(DataParallelCall):
         communicator: ThreadCommunicator,
         random: ReplicaRandom,
     ) -> list[Any]:
-        team = communicator.team
+        replicas = communicator.replica_set
 
         def in_context(replica_id: int, task: Callable[[], Any]) -> Callable[[], Any]:
             replica = context.ReplicaContext(
-                self.strategy, team.first + replica_id, communicator, team.total
+                self.strategy, replicas.first + replica_id, communicator, replicas.total
             )
 
             def run() -> Any:
@@ -265,7 +267,7 @@ class TorchDataParallelCall(DataParallelCall):
     def on_all_workers(
         self, columns: list[list[torch.Tensor]]
     ) -> list[list[torch.Tensor]]:
-        return self._row_split.team.everywhere(columns)
+        return self._row_split.replica_set.all_values(columns)
 
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -307,10 +309,10 @@ class _Job:
         sources: Sequence[GradientTarget],
         count: int,
         communicator: ThreadCommunicator,
-        spread: RowSplit,
+        row_split: RowSplit,
     ):
         self.call = call
-        self.spread = spread
+        self.row_split = row_split
         self.channels = channels
         self.sources = sources
         self.count = count
@@ -326,11 +328,11 @@ class _Job:
         for channel in self.channels:
             parts = [part.detach().to(self.lead) for part in channel.parts]
             if channel.weights is None:
-                combined.append(self.spread.joined(torch.cat(parts)))
+                combined.append(self.row_split.joined(torch.cat(parts)))
             else:
                 pairs = zip(parts, channel.weights, strict=True)
                 own = torch.stack([widened(p) * w for p, w in pairs]).sum(0)
-                [total] = self.spread.summed([own])
+                [total] = self.row_split.summed([own])
                 combined.append(total.to(parts[0].dtype))
         return combined
 
@@ -344,7 +346,7 @@ class _Job:
             if gradient is None:
                 continue
             if channel.weights is None:
-                gradient = self.spread.own(gradient)
+                gradient = self.row_split.own(gradient)
             shares = _share(channel, gradient)
             for i, (part, share) in enumerate(zip(channel.parts, shares, strict=True)):
                 if part.requires_grad:
@@ -374,9 +376,9 @@ class _Job:
 
         self.communicator.restart()
         sums = None
-        if self.spread.workers is not None:
+        if self.row_split.workers is not None:
             sums = WorkerSums(
-                self.sources, self.spread, self.count, self.call.reduction
+                self.sources, self.row_split, self.count, self.call.reduction
             )
         with sums or contextlib.nullcontext():
             per_replica = self.call._run(

@@ -18,11 +18,12 @@ from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.thread_collectives import (
-    ActiveReplicas,
     ThreadCommunicator,
 )
+from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
 from keras_strategies.runtime import run_state
+from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.run_state import (
     CreatedVariables,
     LocalValues,
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 class TorchLocalValues(LocalValues):
     """On-read values: tensors on the replicas' devices."""
 
-    def __init__(self, devices: Sequence[torch.device], team: ActiveReplicas):
+    def __init__(self, devices: Sequence[torch.device], replica_set: ReplicaSet):
         self._devices = tuple(devices)
-        self._team = team
+        self._replica_set = replica_set
         self._values = WeakTensorKeyDictionary()
 
     def _all(self, variable: Any) -> list[torch.Tensor]:
@@ -50,20 +51,22 @@ class TorchLocalValues(LocalValues):
         return self._values[raw]
 
     def _distribute(self, variable: Any, value: torch.Tensor) -> None:
-        first = self._team.first
-        parts = run_state.parts(variable, value, self._team.total)
+        first = self._replica_set.first
+        parts = run_state.parts(variable, value, self._replica_set.total)
         parts = parts[first : first + len(self._devices)]
         self._values[keras_compat.raw_value(variable)] = [
             part.to(device) for part, device in zip(parts, self._devices, strict=True)
         ]
 
     def get(self, variable: Any, replica_id: int) -> torch.Tensor:
-        return self._all(variable)[replica_id - self._team.first]
+        return self._all(variable)[replica_id - self._replica_set.first]
 
     def commit(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
         raw = keras_compat.raw_value(variable)
         kept = [value.detach() for value in values]
-        [lead] = self._team.everywhere([[value.to(raw.device) for value in kept]])
+        [lead] = self._replica_set.all_values(
+            [[value.to(raw.device) for value in kept]]
+        )
         with torch.no_grad():
             raw.copy_(run_state.cross_replica_value(variable, lead))
         self._values[raw] = kept
@@ -88,9 +91,9 @@ class TorchRun:
         self._devices = [torch_device(d) for d in self.placement.replicas]
         workers, share = self.placement.workers, self.placement.share
         counts = (share.count,) if workers is None else workers.replicas
-        self.team = ActiveReplicas(workers, counts, share.first)
+        self.replica_set = ReplicaSet(PRIMITIVES, workers, counts, share.first)
         self.reduction = LocalReduction.of(strategy)
-        self.local_values = TorchLocalValues(self._devices, self.team)
+        self.local_values = TorchLocalValues(self._devices, self.replica_set)
         self._random_calls = RandomCalls()
         self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -130,7 +133,7 @@ class TorchRun:
         made = CreatedVariables(communicator.is_sequential)
         for i in range(len(args)):
             replica = context.ReplicaContext(
-                self.strategy, self.team.first + i, communicator
+                self.strategy, self.replica_set.first + i, communicator
             )
             state = RunState(
                 replica, self._copier(i), self.local_values.get, made, _assigned
@@ -159,10 +162,10 @@ class TorchRun:
             else:
                 raw = keras_compat.raw_value(variable)
                 found = [state.updates[key][1] for state in having]
-                if self.team.workers is not None:
+                if self.replica_set.workers is not None:
                     # All of them, as the other workers' are.
                     found = [state.read(variable) for state in states]
-                [values] = self.team.everywhere(
+                [values] = self.replica_set.all_values(
                     [[value.detach().to(raw.device) for value in found]]
                 )
                 variable.assign(run_state.merged(variable, values))
@@ -210,7 +213,9 @@ class _RunCommunicator(ThreadCommunicator):
     """Collectives of a run; merged functions see and change the variables."""
 
     def __init__(self, run: TorchRun, is_sequential: bool):
-        super().__init__(run.placement.replicas, is_sequential, run.team, run.reduction)
+        super().__init__(
+            run.placement.replicas, is_sequential, run.replica_set, run.reduction
+        )
         self._run = run
         self.is_sequential = is_sequential
         self.states: list[RunState] = []
@@ -218,7 +223,7 @@ class _RunCommunicator(ThreadCommunicator):
 
     def check_restart(self, name: str) -> None:
         """Raises if the run so far cannot be repeated."""
-        met_workers = self.team.workers is not None and self.has_exchanged
+        met_workers = self.replica_set.workers is not None and self.has_exchanged
         if self._has_merged or met_workers:
             raise ContextError(
                 f"{name!r} created a variable after a `merge_call` or "

@@ -122,7 +122,7 @@ class ReplicaThreads:
                 with (
                     keras_compat.with_thread_state(own),
                     torch.set_grad_enabled(grad),
-                    random.numbers(communicator.team.first + replica_id),
+                    random.numbers(communicator.replica_set.first + replica_id),
                 ):
                     return task()
             except BaseException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -14,106 +13,16 @@ import torch
 from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
+from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import (
     GatherError,
     ReplicaAbortedError,
     ReplicaMismatchError,
 )
-from keras_strategies.runtime.base import Communicator, Workers
+from keras_strategies.runtime.base import Communicator
+from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import regroup, select_replica
-
-
-@dataclass(frozen=True)
-class ActiveReplicas:
-    """The replicas of a computation, on all workers.
-
-    Args:
-        workers: the engine between workers; None where there is one worker.
-        counts: how many replicas take part on each worker.
-        first: int, the number of this worker's first replica.
-    """
-
-    workers: Workers | None
-    counts: tuple[int, ...]
-    first: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts)
-
-    def reduce(self, op: ReduceOp, values: Sequence[Any]) -> list[torch.Tensor]:
-        """Reduces the local replicas' tensors, and those of other workers.
-
-        Args:
-            op: the operation.
-            values: for each local replica a list of tensors.
-        """
-        lead = [tensor.device for tensor in values[0]]
-        columns = zip(*values, strict=True)
-        moved = [
-            [t.to(device) for t in column]
-            for device, column in zip(lead, columns, strict=True)
-        ]
-        if self.workers is None:
-            return [reduce_tensors(op, column) for column in moved]
-        mean = op is ReduceOp.MEAN
-        own = ReduceOp.SUM if mean else op
-        local = [reduce_tensors(own, column) for column in moved]
-        found = self.workers.all_reduce(own, local)
-        return [tensor / self.total for tensor in found] if mean else found
-
-    def gather(
-        self, values: Sequence[Any], axis: int
-    ) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Concatenates tensors of all replicas; also returns the lengths."""
-        gathered, lengths = [], []
-        for column in zip(*values, strict=True):
-            parts = [part.to(column[0].device) for part in column]
-            sizes = [part.shape[axis] for part in parts]
-            if self.workers is None:
-                gathered.append(torch.cat(parts, dim=axis))
-            else:
-                whole, sizes = self._gather(parts, sizes, axis)
-                gathered.append(whole)
-            lengths.append(sizes)
-        return gathered, lengths
-
-    def everywhere(
-        self, columns: Sequence[Sequence[torch.Tensor]]
-    ) -> list[list[torch.Tensor]]:
-        """The values of all replicas, from those of the local ones.
-
-        Args:
-            columns: for each of several things, a tensor of each local replica, of
-                equal shapes. They travel in one message for each dtype.
-        """
-        if self.workers is None:
-            return [list(column) for column in columns]
-        found: list[Any] = [None] * len(columns)
-        for kind in dict.fromkeys(column[0].dtype for column in columns):
-            places = [i for i, column in enumerate(columns) if column[0].dtype == kind]
-            flat = [
-                torch.stack(list(columns[i])).reshape(len(columns[i]), -1)
-                for i in places
-            ]
-            rows = self.workers.gather_rows(torch.cat(flat, dim=1), self.counts)
-            widths = [part.shape[1] for part in flat]
-            for i, part in zip(places, rows.split(widths, dim=1), strict=True):
-                shape = columns[i][0].shape
-                found[i] = [value.reshape(shape) for value in part]
-        return found
-
-    def _gather(
-        self, parts: list[torch.Tensor], sizes: list[int], axis: int
-    ) -> tuple[torch.Tensor, list[int]]:
-        assert self.workers is not None
-        own = torch.tensor(sizes, dtype=torch.int64)
-        found: list[int] = self.workers.gather_rows(own, self.counts).tolist()
-        remaining = iter(found)
-        rows = [sum(itertools.islice(remaining, count)) for count in self.counts]
-        joined = torch.cat(parts, dim=axis).movedim(axis, 0)
-        return self.workers.gather_rows(joined, rows).movedim(0, axis), found
 
 
 class _Slot:
@@ -136,7 +45,7 @@ class ThreadCommunicator(Communicator):
         devices: the device of each replica.
         is_sequential: bool, whether replicas run one at a time, in their order, from
             one collective to the next, so that the first one creates shared objects.
-        team: the replicas of other processes, None where there are none.
+        replica_set: the replicas of all workers; None for those of one process.
         reduction: the strategy's `CrossDeviceOps`; None for torch's own sums.
     """
 
@@ -144,12 +53,13 @@ class ThreadCommunicator(Communicator):
         self,
         devices: Sequence[Device],
         is_sequential: bool = False,
-        team: ActiveReplicas | None = None,
+        replica_set: ReplicaSet | None = None,
         reduction: LocalReduction | None = None,
     ):
         self.reduction = reduction
         self._devices = tuple(devices)
-        self._team = team or ActiveReplicas(None, (len(self._devices),), 0)
+        #: All replicas that take part.
+        self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
         # The replica that runs; None if they run concurrently.
         self._turn: int | None = 0 if is_sequential else None
         self._condition = threading.Condition()
@@ -159,11 +69,6 @@ class ThreadCommunicator(Communicator):
         self.error: BaseException | None = None
         #: bool, whether the replicas have completed a collective.
         self.has_exchanged = False
-
-    @property
-    def team(self) -> ActiveReplicas:
-        """All replicas that take part."""
-        return self._team
 
     # Meeting.
 
@@ -269,14 +174,14 @@ class ThreadCommunicator(Communicator):
     # Collectives.
 
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        replica_id -= self._team.first
+        replica_id -= self.replica_set.first
         leaves = _tensors(value)
         number = self._next(replica_id)
         reduced = _AllReduce.apply(self, replica_id, number, op, *leaves)
         return keras.tree.pack_sequence_as(value, list(reduced))
 
     def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        replica_id -= self._team.first
+        replica_id -= self.replica_set.first
         leaves = _tensors(value)
         number = self._next(replica_id)
         gathered = _AllGather.apply(self, replica_id, number, axis, *leaves)
@@ -289,7 +194,7 @@ class ThreadCommunicator(Communicator):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        replica_id -= self._team.first
+        replica_id -= self.replica_set.first
         replica = context.current_replica()
         assert replica is not None
         strategy = replica.strategy
@@ -345,26 +250,26 @@ def _reduced(
     op: ReduceOp,
     tensors: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    team, reduction = communicator.team, communicator.reduction
+    replicas, reduction = communicator.replica_set, communicator.reduction
     if reduction is not None:
         rows = communicator.exchange(
             replica_id,
             key,
             "all_reduce",
             tensors,
-            lambda all: reduction.all_reduce(op, all, team.workers, team.total),
+            lambda all: reduction.all_reduce(op, all, replicas.workers, replicas.total),
         )
         pairs = zip(rows[replica_id], tensors, strict=True)
         return tuple(found.to(own.device, copy=True) for found, own in pairs)
-    if team.workers is None:
+    if replicas.workers is None:
         values = communicator.exchange(replica_id, key, "all_reduce", tensors)
         # Each on its own device, at the same time.
         return tuple(
-            reduce_tensors(op, [v.to(own.device) for v in column])
+            PRIMITIVES.reduce(op, [v.to(own.device) for v in column])
             for own, column in zip(tensors, zip(*values, strict=True), strict=True)
         )
     reduced = communicator.exchange(
-        replica_id, key, "all_reduce", tensors, lambda all: team.reduce(op, all)
+        replica_id, key, "all_reduce", tensors, lambda all: replicas.reduce(op, all)
     )
     return tuple(
         found.to(own.device, copy=True)
@@ -372,28 +277,18 @@ def _reduced(
     )
 
 
-def reduce_tensors(op: ReduceOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Reduces tensors of one device, in their order."""
-    stacked = torch.stack(list(tensors))
-    if op is ReduceOp.SUM:
-        return stacked.sum(0)
-    if op is ReduceOp.MEAN:
-        return stacked.mean(0)
-    return stacked.amin(0) if op is ReduceOp.MIN else stacked.amax(0)
-
-
 class _AllGather(torch.autograd.Function):
     """A concatenation; each replica's part gets the sum of the gradients of it."""
 
     @staticmethod
     def forward(ctx, communicator, replica_id, number, axis, *tensors):  # type: ignore[no-untyped-def]
-        team = communicator.team
+        replicas = communicator.replica_set
         found, lengths = communicator.exchange(
             replica_id,
             number,
             "all_gather",
             tensors,
-            lambda values: team.gather(values, axis),
+            lambda values: replicas.gather(values, axis),
         )
         ctx.call = (communicator, replica_id, number, axis)
         ctx.lengths = lengths
@@ -406,15 +301,15 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
         communicator, replica_id, number, axis = ctx.call
         key = ("backward", number)
-        team = communicator.team
+        replicas = communicator.replica_set
         total = communicator.exchange(
             replica_id,
             key,
             "all_gather",
             gradients,
-            lambda values: team.reduce(ReduceOp.SUM, values),
+            lambda values: replicas.reduce(ReduceOp.SUM, values),
         )
-        place = team.first + replica_id
+        place = replicas.first + replica_id
         own = [
             whole.narrow(axis, sum(lengths[:place]), lengths[place]).to(own.device)
             for own, whole, lengths in zip(gradients, total, ctx.lengths, strict=True)

@@ -1,0 +1,60 @@
+"""Torch's functions for combining the tensors of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from keras_strategies.runtime.base import Workers
+from keras_strategies.runtime.replica_set import TensorPrimitives
+from keras_strategies.types import ReduceOp
+
+
+class TorchPrimitives(TensorPrimitives):
+    """Functions of tensors on one device."""
+
+    def concatenate(
+        self, tensors: Sequence[torch.Tensor], axis: int = 0
+    ) -> torch.Tensor:
+        return torch.cat(list(tensors), dim=axis)
+
+    def stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(tensors))
+
+    def split(
+        self, tensor: torch.Tensor, sizes: Sequence[int], axis: int = 0
+    ) -> list[torch.Tensor]:
+        return list(tensor.split(list(sizes), dim=axis))
+
+    def reshape(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return tensor.reshape(list(shape))
+
+    def move_axis(
+        self, tensor: torch.Tensor, source: int, destination: int
+    ) -> torch.Tensor:
+        return tensor.movedim(source, destination)
+
+    def reduce(self, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        stacked = torch.stack(list(tensors))
+        if op is ReduceOp.SUM:
+            return stacked.sum(0)
+        if op is ReduceOp.MEAN:
+            return stacked.mean(0)
+        return stacked.amin(0) if op is ReduceOp.MIN else stacked.amax(0)
+
+    def to_device_of(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return tensor.to(other.device)
+
+    def lengths(self, tensors: Sequence[torch.Tensor], axis: int) -> list[int]:
+        return [tensor.shape[axis] for tensor in tensors]
+
+    def all_lengths(
+        self, lengths: Sequence[int], workers: Workers, counts: Sequence[int]
+    ) -> list[int]:
+        own = torch.tensor(list(lengths), dtype=torch.int64)
+        found: list[int] = workers.gather_rows(own, counts).tolist()
+        return found
+
+
+PRIMITIVES = TorchPrimitives()

@@ -1,0 +1,260 @@
+"""Replicas of one computation, on the devices of all workers, and their rows."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_strategies.runtime.base import Workers
+from keras_strategies.types import ReduceOp
+
+
+class TensorPrimitives(abc.ABC):
+    """Functions of a framework's tensors that combining replicas takes."""
+
+    @abc.abstractmethod
+    def concatenate(self, tensors: Sequence[Any], axis: int = 0) -> Any:
+        """Concatenates tensors of one device."""
+
+    @abc.abstractmethod
+    def stack(self, tensors: Sequence[Any]) -> Any:
+        """Stacks tensors of one device along a new first axis."""
+
+    @abc.abstractmethod
+    def split(self, tensor: Any, sizes: Sequence[Any], axis: int = 0) -> list[Any]:
+        """Splits a tensor into parts of these sizes."""
+
+    @abc.abstractmethod
+    def reshape(self, tensor: Any, shape: Sequence[int]) -> Any:
+        """Reshapes a tensor; one size may be -1."""
+
+    @abc.abstractmethod
+    def move_axis(self, tensor: Any, source: int, destination: int) -> Any:
+        """Moves an axis of a tensor to another position."""
+
+    @abc.abstractmethod
+    def reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> Any:
+        """Reduces tensors of one device, in their order."""
+
+    @abc.abstractmethod
+    def to_device_of(self, tensor: Any, other: Any) -> Any:
+        """A tensor on the device of another one."""
+
+    @abc.abstractmethod
+    def lengths(self, tensors: Sequence[Any], axis: int) -> list[Any]:
+        """Sizes of tensors along an axis; scalar tensors where a program has none."""
+
+    @abc.abstractmethod
+    def all_lengths(
+        self, lengths: Sequence[Any], workers: Workers, counts: Sequence[int]
+    ) -> list[Any]:
+        """Lengths of the replicas of all workers.
+
+        Args:
+            lengths: those of the local replicas.
+            workers: the communicator between workers.
+            counts: the number of replicas of each worker.
+        """
+
+
+@dataclass(frozen=True)
+class ReplicaSet:
+    """The replicas that take part in a computation: local devices times workers.
+
+    Args:
+        primitives: the functions of the framework's tensors.
+        workers: the communicator between workers; None with one worker.
+        counts: the number of replicas that take part on each worker.
+        first: int, the number of this worker's first replica among all.
+    """
+
+    primitives: TensorPrimitives
+    workers: Workers | None
+    counts: tuple[int, ...]
+    first: int
+
+    @classmethod
+    def local(cls, primitives: TensorPrimitives, count: int) -> ReplicaSet:
+        """Replicas of this process alone."""
+        return cls(primitives, None, (count,), 0)
+
+    @classmethod
+    def over(
+        cls, primitives: TensorPrimitives, workers: Workers, counts: Sequence[int]
+    ) -> ReplicaSet:
+        """Replicas of all workers, of which each has so many."""
+        first = sum(counts[: workers.group.index])
+        return cls(primitives, workers, tuple(counts), first)
+
+    @property
+    def total(self) -> int:
+        """The number of replicas of all workers."""
+        return sum(self.counts)
+
+    def reduce(self, op: ReduceOp, values: Sequence[Sequence[Any]]) -> list[Any]:
+        """Reduces tensors over all replicas, on the first replica's devices.
+
+        Args:
+            op: the operation.
+            values: for each local replica a list of tensors.
+
+        Returns:
+            list with one tensor for each in a replica's list.
+        """
+        columns = self._on_first_replica(values)
+        if self.workers is None:
+            return [self.primitives.reduce(op, column) for column in columns]
+        is_mean = op is ReduceOp.MEAN
+        own = ReduceOp.SUM if is_mean else op
+        local = [self.primitives.reduce(own, column) for column in columns]
+        found = self.workers.all_reduce(own, local)
+        return [tensor / self.total for tensor in found] if is_mean else found
+
+    def gather(
+        self, values: Sequence[Sequence[Any]], axis: int
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """Concatenates tensors of all replicas along an axis.
+
+        Args:
+            values: for each local replica a list of tensors.
+            axis: int, the axis along which lengths may differ.
+
+        Returns:
+            list with one tensor for each in a replica's list, and for each of them the
+            lengths of all replicas' parts.
+        """
+        gathered, lengths = [], []
+        for column in self._on_first_replica(values):
+            whole, sizes = self._gather(column, axis)
+            gathered.append(whole)
+            lengths.append(sizes)
+        return gathered, lengths
+
+    def _on_first_replica(self, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        return [
+            [self.primitives.to_device_of(tensor, column[0]) for tensor in column]
+            for column in zip(*values, strict=True)
+        ]
+
+    def _gather(self, parts: Sequence[Any], axis: int) -> tuple[Any, list[Any]]:
+        joined = self.primitives.concatenate(parts, axis)
+        sizes = self.primitives.lengths(parts, axis)
+        if self.workers is None:
+            return joined, sizes
+        sizes = self.primitives.all_lengths(sizes, self.workers, self.counts)
+        rows = [sum(each) for each in self._by_worker(sizes)]
+        if axis % len(joined.shape) == 0:
+            return self.workers.gather_rows(joined, rows), sizes
+        first = self.primitives.move_axis(joined, axis, 0)
+        whole = self.workers.gather_rows(first, rows)
+        return self.primitives.move_axis(whole, 0, axis), sizes
+
+    def _by_worker(self, values: Sequence[Any]) -> list[list[Any]]:
+        remaining = iter(values)
+        return [list(itertools.islice(remaining, count)) for count in self.counts]
+
+    def all_values(self, columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """The tensors of all replicas, from those of the local ones.
+
+        Args:
+            columns: lists with a tensor of each local replica, of equal shapes. They
+                travel in one message for each dtype.
+        """
+        if self.workers is None:
+            return [list(column) for column in columns]
+        ops = self.primitives
+        found: list[Any] = [None] * len(columns)
+        for kind in dict.fromkeys(column[0].dtype for column in columns):
+            numbers = [i for i, column in enumerate(columns) if column[0].dtype == kind]
+            flat = [
+                ops.reshape(ops.stack(columns[i]), [len(columns[i]), -1])
+                for i in numbers
+            ]
+            widths = [part.shape[1] for part in flat]
+            rows = self.workers.gather_rows(ops.concatenate(flat, 1), self.counts)
+            for i, part in zip(numbers, ops.split(rows, widths, 1), strict=True):
+                shape = columns[i][0].shape
+                values = ops.split(part, [1] * self.total, 0)
+                found[i] = [ops.reshape(value, shape) for value in values]
+        return found
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """Rows of one call on each replica that takes part.
+
+    Rows are ints, or scalar tensors in a program for any number of rows.
+
+    Args:
+        every: the rows of each replica, of all workers.
+        sizes: those of the local replicas.
+        replica_set: the replicas.
+    """
+
+    every: list[Any]
+    sizes: list[Any]
+    replica_set: ReplicaSet
+
+    @classmethod
+    def local(cls, primitives: TensorPrimitives, sizes: Sequence[Any]) -> RowSplit:
+        """Over the replicas of this process alone; those without rows take no part."""
+        present = [size for size in sizes if _may_have_rows(size)]
+        return cls(present, present, ReplicaSet.local(primitives, len(present)))
+
+    @classmethod
+    def over(
+        cls, primitives: TensorPrimitives, sizes: Sequence[Any], workers: Workers
+    ) -> RowSplit | None:
+        """Over the replicas of all workers; None if a worker has no rows."""
+        remaining = iter(sizes)
+        own = [
+            [
+                size
+                for size in itertools.islice(remaining, count)
+                if _may_have_rows(size)
+            ]
+            for count in workers.replicas
+        ]
+        if not all(own):
+            return None
+        return cls(
+            [size for each in own for size in each],
+            own[workers.group.index],
+            ReplicaSet.over(primitives, workers, [len(each) for each in own]),
+        )
+
+    @property
+    def workers(self) -> Workers | None:
+        return self.replica_set.workers
+
+    @property
+    def worker_rows(self) -> list[Any]:
+        """The rows of each worker."""
+        return [sum(each) for each in self.replica_set._by_worker(self.every)]
+
+    def own(self, tensor: Any) -> Any:
+        """This worker's rows of a tensor of the global batch."""
+        if self.workers is None:
+            return tensor
+        rows, index = self.worker_rows, self.workers.group.index
+        start = sum(rows[:index])
+        return tensor[start : start + rows[index]]
+
+    def joined(self, tensor: Any) -> Any:
+        """All rows, from those of this worker."""
+        if self.workers is None:
+            return tensor
+        return self.workers.gather_rows(tensor, self.worker_rows)
+
+    def summed(self, tensors: list[Any]) -> list[Any]:
+        """Sums of tensors over workers."""
+        if self.workers is None or not tensors:
+            return tensors
+        return self.workers.all_reduce(ReduceOp.SUM, tensors)
+
+
+def _may_have_rows(size: Any) -> bool:
+    return not isinstance(size, int) or size > 0
