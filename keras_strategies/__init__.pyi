@@ -50,7 +50,7 @@ from keras_strategies.parameter_server.variables.sharded_variable import (
 from keras_strategies.processes.launch_function import launch as launch
 from keras_strategies.reports.describe import Description as Description
 from keras_strategies.reports.plan import Plan as Plan
-from keras_strategies.runtime.base import VariableCopy as VariableCopy
+from keras_strategies.runtime.placement import VariableCopy as VariableCopy
 from keras_strategies.strategies.base import Strategy as Strategy
 from keras_strategies.strategies.base import ValueContext as ValueContext
 from keras_strategies.strategies.central_storage import (
@@ -80,10 +80,9 @@ from keras_strategies.strategies.one_device import (
 )
 from keras_strategies.strategies.tpu import DeviceAssignment as DeviceAssignment
 from keras_strategies.strategies.tpu import TPUStrategy as TPUStrategy
-from keras_strategies.training.checkpoints import Checkpoint as Checkpoint
-from keras_strategies.training.checkpoints import CheckpointManager as CheckpointManager
 from keras_strategies.training.custom_loops import function as function
 from keras_strategies.training.custom_loops import value_and_grad as value_and_grad
+from keras_strategies.training.dataset_creator import DatasetCreator as DatasetCreator
 from keras_strategies.training.losses import (
     compute_average_loss as compute_average_loss,
 )
@@ -93,13 +92,20 @@ from keras_strategies.training.losses import (
 from keras_strategies.training.model_hooks import (
     gradients_are_aggregated as gradients_are_aggregated,
 )
-from keras_strategies.training.model_input import DatasetCreator as DatasetCreator
-from keras_strategies.training.preemption import (
+from keras_strategies.training.saving.checkpoints import Checkpoint as Checkpoint
+from keras_strategies.training.saving.checkpoints import (
+    CheckpointManager as CheckpointManager,
+)
+from keras_strategies.training.saving.preemption import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
 )
-from keras_strategies.training.preemption import TerminationConfig as TerminationConfig
-from keras_strategies.training.sidecar import Evaluation as Evaluation
-from keras_strategies.training.sidecar import SidecarEvaluator as SidecarEvaluator
+from keras_strategies.training.saving.preemption import (
+    TerminationConfig as TerminationConfig,
+)
+from keras_strategies.training.saving.sidecar_evaluator import Evaluation as Evaluation
+from keras_strategies.training.saving.sidecar_evaluator import (
+    SidecarEvaluator as SidecarEvaluator,
+)
 from keras_strategies.types import AutoShardPolicy as AutoShardPolicy
 from keras_strategies.types import (
     CommunicationImplementation as CommunicationImplementation,

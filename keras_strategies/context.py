@@ -28,13 +28,12 @@ from keras_strategies.errors import (
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.base import Communicator
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import Communicator, StrategyCore
 
 
 @dataclass(frozen=True)
 class _Frame:
-    strategy: Strategy
+    strategy: StrategyCore
     replica: ReplicaContext | None
 
 
@@ -61,7 +60,7 @@ class ReplicaContext:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyCore,
         replica_id: int,
         communicator: Communicator,
         num_replicas: int | None = None,
@@ -72,7 +71,7 @@ class ReplicaContext:
         self._num_replicas = num_replicas
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategyCore:
         """The strategy that this replica belongs to."""
         return self._strategy
 
@@ -223,7 +222,7 @@ def _frame() -> _Frame | None:
     return _thread.frames[-1] if _thread.frames else None
 
 
-def current_strategy() -> Strategy | None:
+def current_strategy() -> StrategyCore | None:
     """The strategy of the innermost open scope or `run`; None outside.
 
     `ks.get_strategy`, in a higher layer, returns the default strategy there.
@@ -252,7 +251,7 @@ def current_replica() -> ReplicaContext | None:
 
 
 @contextlib.contextmanager
-def cross_replica(strategy: Strategy) -> Iterator[Strategy]:
+def cross_replica(strategy: StrategyCore) -> Iterator[StrategyCore]:
     """Makes a strategy current, in cross-replica context."""
     frame = _frame()
     if frame is not None and frame.strategy is not strategy:
@@ -271,7 +270,7 @@ def cross_replica(strategy: Strategy) -> Iterator[Strategy]:
 
 
 @contextlib.contextmanager
-def merged_replicas(strategy: Strategy) -> Iterator[Strategy]:
+def merged_replicas(strategy: StrategyCore) -> Iterator[StrategyCore]:
     """Cross-replica context inside replicas, for the function of a `merge_call`."""
     with _pushed(_Frame(strategy, None)):
         yield strategy
@@ -296,7 +295,7 @@ def _pushed(frame: _Frame) -> Iterator[None]:
         del _thread.frames[depth:]
 
 
-def set_strategy(strategy: Strategy | None) -> None:
+def set_strategy(strategy: StrategyCore | None) -> None:
     """Makes a strategy current until the next call, as an open scope would.
 
     Args:

@@ -258,9 +258,9 @@ MUTANTS = [
     # Values that replicas exchange.
     Mutant(
         "mean_of_means",
-        "strategies/base.py",
-        "        return total / self.num_replicas_in_sync if mean else total",
-        "        return total / self.workers.group.count if mean else total",
+        "collectives/reduce_gather.py",
+        "    return total / strategy.num_replicas_in_sync if mean else total",
+        "    return total / workers.group.count if mean else total",
         {"torch": "tests/multi_worker/test_custom_loops.py -k reduce"},
     ),
 ]

@@ -56,7 +56,7 @@ CENTRAL = f"s = ks.experimental.CentralStorageStrategy({TWO})"
 ORDERS = [
     f"import keras_strategies as ks; data = {CREATOR}",
     f"import keras_strategies as ks; data = {CREATOR}; {CENTRAL}",
-    f"import keras_strategies.training.model_input as ks; data = {CREATOR}",
+    f"import keras_strategies.training.dataset_creator as ks; data = {CREATOR}",
     f"import keras_strategies as ks; assert not ks.has_strategy(); {CENTRAL}",
     f"import keras_strategies.context as c; assert not c.has_strategy(); "
     f"import keras_strategies as ks; {CENTRAL}",
@@ -135,8 +135,9 @@ def test_workers_train_together(on_torch: Forker, tmp_path: Path) -> None:
 
 def test_parameter_servers_train(forker: Forker, tmp_path: Path) -> None:
     code = (
-        "import keras_strategies as ks; from keras_strategies.cluster import local\n"
-        "s = ks.experimental.ParameterServerStrategy(local.LocalClusterResolver(1, 1))"
+        "import keras_strategies as ks; from keras_strategies import cluster\n"
+        "local = cluster.LocalClusterResolver(1, 1)\n"
+        "s = ks.experimental.ParameterServerStrategy(local)"
     )
     found = result(start(forker, tmp_path / "log", code))
     assert found["owns"], found

@@ -10,7 +10,7 @@ import keras
 
 from keras_strategies.collectives.packing import pack, pack_indices, unpack
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.runtime.base import itemsize
+from keras_strategies.runtime.placement import itemsize
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -20,7 +20,8 @@ from keras_strategies.values import flatten, map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.devices import Device
-    from keras_strategies.runtime.base import Communicator, Workers
+    from keras_strategies.runtime.engine import Communicator
+    from keras_strategies.runtime.workers import Workers
 
 _AT_CONSTRUCTION = (
     "Pass it to the strategy, as in "

@@ -17,7 +17,7 @@ from keras_strategies.collectives.packing import pack, unpack
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
-from keras_strategies.runtime.base import Backend
+from keras_strategies.runtime.engine import Backend
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 
@@ -406,7 +406,7 @@ def _overrides(ops: CrossDeviceOps, method: str) -> bool:
     return getattr(type(ops), method) is not getattr(CrossDeviceOps, method)
 
 
-def is_built_in(ops: CrossDeviceOps) -> bool:
+def is_built_in(ops: CrossDeviceOps | None) -> bool:
     """Whether the reduction is one of this package, with a sum of its own."""
     kinds = (ReductionToOneDevice, NcclAllReduce, HierarchicalCopyAllReduce)
     return type(ops) in kinds and getattr(ops, "_accumulate", None) is None

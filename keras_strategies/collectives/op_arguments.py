@@ -12,7 +12,8 @@ from keras_strategies import keras_compat
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, is_device, parse_device
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.runtime.base import Backend, itemsize
+from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.placement import itemsize
 from keras_strategies.values import DistributedValues, PerReplica
 
 

@@ -10,14 +10,16 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_strategies.collectives.call_options import call_options
+from keras_strategies.collectives.cross_device_ops import ReductionToOneDevice
 from keras_strategies.errors import GatherError, InvalidArgumentError
 from keras_strategies.runtime.replica_state import HALF
-from keras_strategies.types import ReduceOp
-from keras_strategies.values import DistributedValues, map_structure
+from keras_strategies.types import CommunicationOptions, ReduceOp
+from keras_strategies.values import DistributedValues, PerReplica, map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.base import Workers
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
+    from keras_strategies.runtime.workers import Workers
 
 _ALONG_AXIS = {
     ReduceOp.SUM: ops.sum,
@@ -28,7 +30,7 @@ _ALONG_AXIS = {
 
 
 def reduce(
-    strategy: Strategy, op: ReduceOp, value: Any, axis: int | Sequence[int] | None
+    strategy: StrategyCore, op: ReduceOp, value: Any, axis: int | Sequence[int] | None
 ) -> Any:
     """Reduces a structure over replicas, and along axes if any are given."""
     axes = None if axis is None else _axes(axis)
@@ -46,7 +48,7 @@ def _axes(axis: Any) -> tuple[int, ...]:
 
 
 def _reduce_leaf(
-    strategy: Strategy, op: ReduceOp, leaf: Any, axes: tuple[int, ...] | None
+    strategy: StrategyCore, op: ReduceOp, leaf: Any, axes: tuple[int, ...] | None
 ) -> Any:
     tensors = components(strategy, leaf)
     dtype = keras.backend.standardize_dtype(tensors[0].dtype)
@@ -58,10 +60,13 @@ def _reduce_leaf(
 
 
 def _reduce_tensors(
-    strategy: Strategy, op: ReduceOp, tensors: list[Any], axes: tuple[int, ...] | None
+    strategy: StrategyCore,
+    op: ReduceOp,
+    tensors: list[Any],
+    axes: tuple[int, ...] | None,
 ) -> Any:
     if axes is None:
-        return strategy.reduce_components(op, tensors)
+        return reduce_components(strategy, op, tensors)
     for tensor in tensors:
         axes = _axes_of(tensor, axes)
     if op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -72,14 +77,14 @@ def _reduce_tensors(
         tensors = present or tensors
     along = [_ALONG_AXIS[op](tensor, axis=axes) for tensor in tensors]
     if op is not ReduceOp.MEAN:
-        return strategy.reduce_components(op, along)
-    total = strategy.reduce_components(ReduceOp.SUM, along)
+        return reduce_components(strategy, op, along)
+    total = reduce_components(strategy, ReduceOp.SUM, along)
     # The true denominator: the number of elements, not a mean of replicas' means.
     counts = [
         math.prod(ops.cast(ops.shape(tensor)[axis], total.dtype) for axis in axes)
         for tensor in tensors
     ]
-    return total / strategy.sum_counts(counts)
+    return total / sum_counts(strategy, counts)
 
 
 def _axes_of(tensor: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -110,12 +115,12 @@ def _no_rows(op: ReduceOp, tensor: Any, axes: tuple[int, ...]) -> Any:
     return ops.full(shape, extreme if op is ReduceOp.MIN else smallest, dtype=name)
 
 
-def gather(strategy: Strategy, value: Any, axis: int) -> Any:
+def gather(strategy: StrategyCore, value: Any, axis: int) -> Any:
     """Concatenates a structure over replicas along an axis."""
     return map_structure(lambda leaf: _gather_leaf(strategy, leaf, axis), value)
 
 
-def _gather_leaf(strategy: Strategy, leaf: Any, axis: int) -> Any:
+def _gather_leaf(strategy: StrategyCore, leaf: Any, axis: int) -> Any:
     tensors = components(strategy, leaf)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if any(len(shape) == 0 for shape in shapes):
@@ -158,7 +163,7 @@ def _alike(shapes: list[tuple[Any, ...]], axis: int) -> bool:
     )
 
 
-def components(strategy: Strategy, leaf: Any) -> list[Any]:
+def components(strategy: StrategyCore, leaf: Any) -> list[Any]:
     """A tensor for each replica; other values are the same on all replicas."""
     if isinstance(leaf, DistributedValues):
         values = list(leaf.values)
@@ -186,3 +191,58 @@ def stack_reduce(op: ReduceOp, tensors: list[Any]) -> Any:
         ReduceOp.MAX: ops.max,
     }
     return functions[op](stacked, axis=0)
+
+
+def reduce_components(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:
+    """Reduces one tensor per local replica, and those of other workers."""
+    workers = strategy.other_workers
+    if workers is None:
+        return _reduce_local(strategy, op, tensors)
+    mean = op is ReduceOp.MEAN
+    own = ReduceOp.SUM if mean else op
+    [total] = workers.all_reduce(own, [_reduce_local(strategy, own, tensors)])
+    return total / strategy.num_replicas_in_sync if mean else total
+
+
+def sum_counts(strategy: StrategyCore, counts: list[Any]) -> Any:
+    """The sum of element counts, without a `CrossDeviceOps`."""
+    home = strategy.placement.variables
+    moved = [strategy.backend.to_device(count, home) for count in counts]
+    own = stack_reduce(ReduceOp.SUM, moved)
+    if strategy.other_workers is None:
+        return own
+    return strategy.other_workers.all_reduce(ReduceOp.SUM, [own])[0]
+
+
+def reduce_onto(
+    strategy: StrategyCore,
+    op: ReduceOp,
+    pairs: Sequence[tuple[Any, Any]],
+    options: Any,
+) -> list[Any]:
+    """Reduces values onto devices; see `StrategyExtended.batch_reduce_to`."""
+    checked = call_options(options, strategy.workers)
+    ops_ = strategy.cross_device_ops or ReductionToOneDevice()
+    packs = CommunicationOptions(bytes_per_pack=checked.bytes_per_pack)
+    given = {"options": packs} if packs.bytes_per_pack else {}
+    workers = strategy.other_workers
+    if workers is None:
+        return ops_.batch_reduce(op, pairs, **given)
+    mean = op is ReduceOp.MEAN
+    own = ReduceOp.SUM if mean else op
+    onto = [(value, strategy.placement.variables) for value, _ in pairs]
+    totals = workers.all_reduce(own, ops_.batch_reduce(own, onto, **given))
+    if mean:
+        totals = [total / strategy.num_replicas_in_sync for total in totals]
+    return [
+        ops_.broadcast(total, destinations)
+        for total, (_, destinations) in zip(totals, pairs, strict=True)
+    ]
+
+
+def _reduce_local(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:
+    home = strategy.placement.variables
+    if strategy.cross_device_ops is not None:
+        return strategy.cross_device_ops.reduce(op, PerReplica(tensors), str(home))
+    moved = [strategy.backend.to_device(tensor, home) for tensor in tensors]
+    return stack_reduce(op, moved)

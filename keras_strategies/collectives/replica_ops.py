@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies import context
-from keras_strategies.collectives.cross_device_ops import CrossDeviceOps
 from keras_strategies.devices import Device
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.base import Workers
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
+    from keras_strategies.runtime.workers import Workers
 
 
 class LocalReduction:
@@ -26,13 +25,13 @@ class LocalReduction:
         cross_device_ops: how values are combined.
     """
 
-    def __init__(self, strategy: Strategy, cross_device_ops: CrossDeviceOps):
+    def __init__(self, strategy: StrategyCore, cross_device_ops: Any):
         self._strategy = strategy
         self._ops = cross_device_ops
         self._replicas = strategy.placement.replicas
 
     @classmethod
-    def of(cls, strategy: Strategy) -> LocalReduction | None:
+    def of(cls, strategy: StrategyCore) -> LocalReduction | None:
         """The reduction of a strategy; None for the backend's own."""
         ops = strategy.cross_device_ops
         return None if ops is None else cls(strategy, ops)

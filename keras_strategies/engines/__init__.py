@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.runtime.base import Backend
+from keras_strategies.runtime.engine import Backend
 
 _BACKENDS = ("jax", "torch", "tensorflow")
 

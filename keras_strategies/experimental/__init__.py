@@ -10,7 +10,7 @@ from keras_strategies.parameter_server.parameter_server_strategy import (
 )
 from keras_strategies.strategies.base import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
-from keras_strategies.training.preemption import (
+from keras_strategies.training.saving.preemption import (
     PreemptionCheckpointHandler,
     TerminationConfig,
 )

@@ -18,11 +18,11 @@ from keras_strategies.input.worker_shares import Share
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 def dataset(
-    strategy: Strategy,
+    strategy: StrategyCore,
     given: Any,
     options: InputOptions | None,
     batch_size: int | None,
@@ -50,7 +50,7 @@ def dataset(
 
 
 def from_function(
-    strategy: Strategy,
+    strategy: StrategyCore,
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions | None,
 ) -> DistributedDataset:
@@ -91,7 +91,7 @@ def iterates_batches(given: Any) -> bool:
 
 
 def _distributed(
-    strategy: Strategy, feed: Feed, options: InputOptions
+    strategy: StrategyCore, feed: Feed, options: InputOptions
 ) -> DistributedDataset:
     if strategy.workers is not None and not feed.is_global:
         feed = EqualStepsFeed(feed, strategy.workers.group)

@@ -9,7 +9,7 @@ from keras_strategies.devices import Device
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.feeds import Feed
 from keras_strategies.input.prefetch import Prefetcher
-from keras_strategies.runtime.base import Backend
+from keras_strategies.runtime.engine import Backend
 from keras_strategies.types import InputOptions
 from keras_strategies.values import PerReplica, map_structure, regroup
 

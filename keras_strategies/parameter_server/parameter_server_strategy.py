@@ -31,7 +31,7 @@ from keras_strategies.parameter_server.variables.variable_registry import (
 )
 from keras_strategies.parameter_server.wire.cluster_secret import cluster_keys
 from keras_strategies.parameter_server.wire.variable_description import server_device
-from keras_strategies.runtime.base import Placement
+from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.types import InputContext, RunOptions

@@ -11,7 +11,7 @@ from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 _SIZE = "bytes per device"
 _HEADER = ("variable", "shape", "dtype", "placement", _SIZE)
@@ -86,7 +86,7 @@ def layout_text(axes: Axes, rank: int) -> str:
     return f"({', '.join(axis or '-' for axis in full)})"
 
 
-def describe(strategy: Strategy, model: Any) -> Description:
+def describe(strategy: StrategyCore, model: Any) -> Description:
     """The table of a model's, its optimizer's and its metrics' variables."""
     variables = all_variables(model)
     if not variables:
@@ -121,7 +121,7 @@ def describe(strategy: Strategy, model: Any) -> Description:
     return Description(title, tuple(rows), totals, tuple(visited), mesh, layouts)
 
 
-def title_of(strategy: Strategy, model: Any) -> str:
+def title_of(strategy: StrategyCore, model: Any) -> str:
     """`MirroredStrategy: 2 replicas, model 'digits'`, and the mesh, if any."""
     name, mesh = type(strategy).__name__, strategy.placement.mesh
     if mesh is not None:

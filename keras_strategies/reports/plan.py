@@ -20,11 +20,11 @@ from keras_strategies.reports.describe import (
 )
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
-from keras_strategies.runtime.base import StepCost, itemsize
+from keras_strategies.runtime.placement import StepCost, itemsize
 from keras_strategies.runtime.state_scope import ShapesOnly
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,9 @@ def _largest(totals: dict[str, int]) -> str:
     return max(totals, key=lambda device: totals[device])
 
 
-def plan(strategy: Strategy, build_fn: Callable[[], Any], batch_shapes: Any) -> Plan:
+def plan(
+    strategy: StrategyCore, build_fn: Callable[[], Any], batch_shapes: Any
+) -> Plan:
     """See `Strategy.plan`."""
     batch = _abstract_batch(batch_shapes)
     with (
@@ -186,7 +188,7 @@ def plan(strategy: Strategy, build_fn: Callable[[], Any], batch_shapes: Any) -> 
     return Plan(title, variables, cost, strategy.placement.mesh)
 
 
-def _build(strategy: Strategy, model: Any, batch: Any) -> None:
+def _build(strategy: StrategyCore, model: Any, batch: Any) -> None:
     # Slots take their layouts from the weights, which have them first therefore.
     optimizer, model.optimizer = model.optimizer, None
     keras_compat.symbolic_build(model, batch)
@@ -215,7 +217,7 @@ def _abstract_batch(shapes: Any) -> Any:
     return tuple(_abstract_batch(shape) for shape in shapes)
 
 
-def _variables(strategy: Strategy, model: Any) -> tuple[PlannedVariable, ...]:
+def _variables(strategy: StrategyCore, model: Any) -> tuple[PlannedVariable, ...]:
     kinds = {"weight": model.variables, "slot": model.optimizer.variables}
     kinds["metric"] = model.metrics_variables
     found: dict[int, PlannedVariable] = {}

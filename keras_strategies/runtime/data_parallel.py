@@ -36,11 +36,11 @@ from keras_strategies.runtime.replica_state import (
     has_rows,
     merged_value,
 )
-from keras_strategies.runtime.row_checks import RowChecks
-from keras_strategies.runtime.row_probes import LayerCall, Randomness
+from keras_strategies.runtime.row_checks.layer_checks import RowChecks
+from keras_strategies.runtime.row_checks.layer_probes import LayerCall, Randomness
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 # Rows on which the arithmetic of a layer is measured.
 _MEASURED_ROWS = 4
@@ -63,7 +63,7 @@ class Channel:
 class DataParallelCall(abc.ABC):
     """Calls a layer on all replicas, each on its rows of the global batch."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         self.strategy = strategy
         self.placement = strategy.placement
         self._not_by_rows: weakref.WeakSet[Any] = weakref.WeakSet()

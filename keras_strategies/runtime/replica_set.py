@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategies.runtime.base import Workers
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 

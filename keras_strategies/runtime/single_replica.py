@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies import context
-from keras_strategies.runtime.base import Communicator
+from keras_strategies.runtime.engine import Communicator
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class SingleReplica(Communicator):
@@ -23,7 +23,7 @@ class SingleReplica(Communicator):
         strategy: the strategy that merged functions get.
     """
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         self._strategy = strategy
 
     def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:

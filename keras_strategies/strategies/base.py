@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import keras
-
 from keras_strategies import context, keras_compat
 from keras_strategies.cluster.resolver import ClusterResolver
-from keras_strategies.collectives import reduce_gather
-from keras_strategies.collectives.call_options import call_options
+from keras_strategies.collectives import local_results, reduce_gather
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
-    ReductionToOneDevice,
     check_cross_device_ops,
+    is_built_in,
 )
 from keras_strategies.context import check_results, check_returns
 from keras_strategies.engines import get_backend
@@ -30,20 +27,18 @@ from keras_strategies.errors import (
 from keras_strategies.input import distribute
 from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
-from keras_strategies.input.worker_shares import Share
 from keras_strategies.reports.describe import Description, describe
 from keras_strategies.reports.plan import Plan, plan
-from keras_strategies.runtime import local_results
-from keras_strategies.runtime.base import Backend, Placement, TrainerAdapter, Workers
+from keras_strategies.runtime.engine import StrategyCore
+from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.extended import StrategyExtended
-from keras_strategies.strategies.tensorflow_calls import (
+from keras_strategies.training.model_hooks import install_hooks
+from keras_strategies.training.tensorflow_calls import (
     check_no_tensorflow_results,
     check_not_in_tf_function,
     replacements_named,
 )
-from keras_strategies.training.model_hooks import install_hooks
 from keras_strategies.types import (
-    CommunicationOptions,
     InputContext,
     InputOptions,
     ReduceOp,
@@ -68,10 +63,7 @@ _INTERNAL = frozenset(
         "other_workers",
         "owns",
         "placement",
-        "reduce_components",
-        "reduce_onto",
         "replicas_here",
-        "sum_counts",
         "trainer",
         "workers",
     }
@@ -91,7 +83,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-class Strategy:
+class Strategy(StrategyCore):
     """Placement of variables and computation on devices.
 
     Strategies are made by their subclasses, which choose the parts and add nothing.
@@ -116,72 +108,17 @@ class Strategy:
         check_flag("sync_batch_norm", sync_batch_norm)
         check_flag("always_split", always_split)
         install_hooks()
-        self._backend = get_backend()
-        self._backend.check_options(placement, cross_device_ops, sync_batch_norm)
-        self._placement = placement
-        self._cross_device_ops = cross_device_ops
-        self._sync_batch_norm = sync_batch_norm
-        self._always_split = always_split
-        self._trainer = self._backend.trainer(self)
-
-    @property
-    def placement(self) -> Placement:
-        """Where replicas compute and where variables are."""
-        return self._placement
-
-    @property
-    def backend(self) -> Backend:
-        """The engine."""
-        return self._backend
-
-    @property
-    def trainer(self) -> TrainerAdapter:
-        """The trainer of Keras models."""
-        return self._trainer
-
-    @property
-    def sync_batch_norm(self) -> bool:
-        """bool, whether batch normalization uses the global batch's statistics."""
-        return self._sync_batch_norm
-
-    @property
-    def always_split(self) -> bool:
-        """bool, whether layer calls are split even where that is slower."""
-        return self._always_split
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """int, how many replicas compute one step together."""
-        return self._placement.share.total
-
-    @property
-    def workers(self) -> Workers | None:
-        """The workers of the cluster; None with one process."""
-        return self._placement.workers
-
-    @property
-    def replicas_here(self) -> int:
-        """int, the replicas whose components code sees: local, or all in a program."""
-        share = self._placement.share
-        # Without workers, the local ones are all.
-        return share.total if self.other_workers is None else share.count
-
-    @property
-    def other_workers(self) -> Workers | None:
-        """The workers, if values have components in other processes; else None."""
-        if self.workers is None or self._backend.sees_all_replicas(self):
-            return None
-        return self.workers
+        backend = get_backend()
+        custom = None if is_built_in(cross_device_ops) else cross_device_ops
+        backend.check_options(placement, custom, sync_batch_norm)
+        super().__init__(
+            backend, placement, cross_device_ops, sync_batch_norm, always_split
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
         """The description of the cluster and of this task; None on one machine."""
         return None
-
-    @property
-    def cross_device_ops(self) -> CrossDeviceOps | None:
-        """How values are combined; None for the backend's own way."""
-        return self._cross_device_ops
 
     @property
     def extended(self) -> StrategyExtended:
@@ -192,16 +129,6 @@ class Strategy:
     def distribution(self) -> Any:
         """The `keras.distribution.Distribution` underneath; None without one."""
         return self._trainer.distribution()
-
-    @property
-    def replica_context_in_scope(self) -> context.ReplicaContext | None:
-        """The replica context of code in a scope, outside of `run`."""
-        return None
-
-    @property
-    def default_replica_context(self) -> context.ReplicaContext | None:
-        """The replica context outside every scope; only the default strategy's."""
-        return None
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -315,55 +242,6 @@ class Strategy:
         assert isinstance(op, ReduceOp)
         with self.scope():
             return reduce_gather.reduce(self, op, value, axis)
-
-    def reduce_components(self, op: ReduceOp, tensors: list[Any]) -> Any:
-        """Reduces one tensor per local replica, and those of other workers."""
-        workers = self.other_workers
-        if workers is None:
-            return self._reduce_local(op, tensors)
-        mean = op is ReduceOp.MEAN
-        own = ReduceOp.SUM if mean else op
-        [total] = workers.all_reduce(own, [self._reduce_local(own, tensors)])
-        return total / self.num_replicas_in_sync if mean else total
-
-    def sum_counts(self, counts: list[Any]) -> Any:
-        """The sum of element counts, without a `CrossDeviceOps`."""
-        home = self._placement.variables
-        moved = [self._backend.to_device(count, home) for count in counts]
-        own = reduce_gather.stack_reduce(ReduceOp.SUM, moved)
-        if self.other_workers is None:
-            return own
-        return self.other_workers.all_reduce(ReduceOp.SUM, [own])[0]
-
-    def reduce_onto(
-        self, op: ReduceOp, pairs: Sequence[tuple[Any, Any]], options: Any
-    ) -> list[Any]:
-        """Reduces values onto devices; see `StrategyExtended.batch_reduce_to`."""
-        checked = call_options(options, self.workers)
-        ops = self._cross_device_ops or ReductionToOneDevice()
-        packs = CommunicationOptions(bytes_per_pack=checked.bytes_per_pack)
-        given = {"options": packs} if packs.bytes_per_pack else {}
-        workers = self.other_workers
-        if workers is None:
-            return ops.batch_reduce(op, pairs, **given)
-        mean = op is ReduceOp.MEAN
-        own = ReduceOp.SUM if mean else op
-        onto = [(value, self._placement.variables) for value, _ in pairs]
-        totals = workers.all_reduce(own, ops.batch_reduce(own, onto, **given))
-        if mean:
-            totals = [total / self.num_replicas_in_sync for total in totals]
-        return [
-            ops.broadcast(total, destinations)
-            for total, (_, destinations) in zip(totals, pairs, strict=True)
-        ]
-
-    def _reduce_local(self, op: ReduceOp, tensors: list[Any]) -> Any:
-        home = self._placement.variables
-        if self._cross_device_ops is not None:
-            value = PerReplica(tensors)
-            return self._cross_device_ops.reduce(op, value, str(home))
-        moved = [self._backend.to_device(tensor, home) for tensor in tensors]
-        return reduce_gather.stack_reduce(op, moved)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values.
@@ -530,17 +408,6 @@ class Strategy:
             )
         return self._backend.row_dataset(from_arrays(numpy_input))
 
-    def input_context(self) -> InputContext:
-        """The input context of this process."""
-        if self.workers is None:
-            return InputContext(1, 0, self.num_replicas_in_sync)
-        group = self.workers.group
-        return InputContext(group.count, group.index, self.num_replicas_in_sync)
-
-    def input_share(self) -> Share:
-        """The replicas of this process among all replicas."""
-        return self._placement.share
-
     def _check_outside_replicas(self, method: str) -> None:
         if context.current_replica() is not None:
             raise ContextError(
@@ -662,16 +529,6 @@ class Strategy:
                 f"Model {model.name!r} was not created in the scope of {self!r}, "
                 f"which therefore cannot {what} it."
             )
-
-    def created(self, variable: Any) -> bool:
-        """Whether a `keras.Variable` was made in this strategy's scope."""
-        if not isinstance(variable, keras.Variable):
-            return False
-        return keras_compat.strategy_of(variable) is self
-
-    def owns(self, model: Any) -> bool:
-        """Whether a model was made in this strategy's scope."""
-        return keras_compat.strategy_of(model) is self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         # Copies of a model train under the same strategy.

@@ -20,7 +20,9 @@ def get_strategy() -> Strategy:
     >>> with strategy.scope():
     ...     assert ks.get_strategy() is strategy
     """
-    return context.current_strategy() or DefaultStrategy()
+    strategy = context.current_strategy() or DefaultStrategy()
+    assert isinstance(strategy, Strategy)
+    return strategy
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -11,7 +11,8 @@ from keras_strategies import context
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
-from keras_strategies.runtime.base import Backend, Placement
+from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.single_replica import SingleReplica
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import default_devices

@@ -8,7 +8,7 @@ from keras_strategies.cluster.environment import DEVICES_PER_WORKER
 from keras_strategies.devices import Device, as_devices, check_devices
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.runtime.base import Backend
+from keras_strategies.runtime.engine import Backend
 
 
 def set_virtual_cpu_devices(count: int) -> None:

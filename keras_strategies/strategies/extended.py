@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies import context
+from keras_strategies.collectives.reduce_gather import reduce_onto
 from keras_strategies.errors import ContextError, InvalidTypeError
 from keras_strategies.runtime.colocation import colocated_with
 from keras_strategies.types import CommunicationOptions, ReduceOp, check_flag
 from keras_strategies.values import DistributedValues, map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class StrategyExtended:
@@ -25,7 +26,7 @@ class StrategyExtended:
         strategy: the strategy that this is a view of.
     """
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         self._strategy = strategy
 
     def __repr__(self) -> str:
@@ -149,7 +150,7 @@ class StrategyExtended:
             )
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
-        return self._strategy.reduce_onto(op, value_destination_pairs, options)
+        return reduce_onto(self._strategy, op, value_destination_pairs, options)
 
     def update(
         self,

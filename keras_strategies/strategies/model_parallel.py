@@ -25,7 +25,9 @@ from keras_strategies.layouts import (
     VariableMesh,
     mesh_shape,
 )
-from keras_strategies.runtime.base import Backend, Placement, Workers
+from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.placement import Placement
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.strategies.multi_worker import find_workers

@@ -28,7 +28,9 @@ from keras_strategies.collectives.cross_device_ops import (
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_backend
 from keras_strategies.errors import ClusterError
-from keras_strategies.runtime.base import Backend, Placement, Workers
+from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.placement import Placement
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.training.seeds import sync_random_numbers

@@ -17,7 +17,8 @@ from keras_strategies.layouts import (
     AutoLayouts,
     VariableMesh,
 )
-from keras_strategies.runtime.base import Backend, Placement
+from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices
 from keras_strategies.strategies.multi_worker import join_workers

@@ -17,9 +17,9 @@ from keras_strategies.runtime import run_state
 from keras_strategies.runtime.run_state import RunState
 from keras_strategies.runtime.state_scope import ShapesOnly, current_policy
 from keras_strategies.training import worker_training
-from keras_strategies.training.atomic_files import atomic_save, read_seeds
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.model_input import model_arguments
+from keras_strategies.training.saving.atomic_files import atomic_save, read_seeds
 
 
 def install_hooks() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
+from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.distributed_dataset import DistributedDataset
@@ -19,62 +19,19 @@ from keras_strategies.input.sources import Source, is_tf_data, source_of
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 
-class DatasetCreator:
-    """Dataset function for `fit`, `evaluate` or `predict`.
-
-    The function is called once for each worker when the method begins. If it reads the
-    number of replicas from its context, by `get_per_replica_batch_size` or
-    `num_replicas_in_sync`, each of its batches is for one replica. Otherwise its
-    batches are this worker's part of the global batch. Either way `fit` computes what
-    one device computes on these global batches.
+class DatasetFunction:
+    """A dataset function and its input options.
 
     Args:
-        dataset_fn: callable of an `InputContext` that returns a batched dataset of
-            any kind.
-        input_options: `InputOptions`, or None for the defaults. Only
-            `experimental_replication_mode` may be set: `fit` moves batches to the
-            devices by itself.
-
-    Raises:
-        TypeError: if `dataset_fn` is not callable, or `input_options` is something
-            else.
-        ValueError: for input options that `fit` has no use for.
-
-    Example:
-
-    >>> def dataset_fn(context):
-    ...     batch_size = context.get_per_replica_batch_size(64)
-    ...     dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    ...     dataset = dataset.shard(
-    ...         context.num_input_pipelines, context.input_pipeline_id)
-    ...     return dataset.batch(batch_size)
-    >>> model.fit(ks.DatasetCreator(dataset_fn), epochs=5)
+        dataset_fn: callable of an `InputContext` that returns a batched dataset.
+        input_options: `InputOptions`.
     """
 
     def __init__(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        input_options: InputOptions | None = None,
+        self, dataset_fn: Callable[[InputContext], Any], input_options: InputOptions
     ):
-        if not callable(dataset_fn):
-            raise TypeError(
-                "`dataset_fn` must be a function of an InputContext that returns a "
-                f"dataset. Received: {dataset_fn!r} of type "
-                f"{type(dataset_fn).__name__}. Write `DatasetCreator(lambda context: "
-                "dataset)` for a dataset."
-            )
-        options = InputOptions.parse(input_options, "input_options", InvalidTypeError)
-        _check_used_in_fit(options)
-        # `hooks` imports this module.
-        from keras_strategies.training.model_hooks import install_hooks
-
-        install_hooks()
         self.dataset_fn = dataset_fn
-        self.input_options = options
-
-    def __repr__(self) -> str:
-        name = getattr(self.dataset_fn, "__qualname__", repr(self.dataset_fn))
-        return f"<DatasetCreator of {name}, input_options={self.input_options!r}>"
+        self.input_options = input_options
 
     def source(self, pipelines: InputContext, local_replicas: int) -> Source:
         """Calls the function and returns the global batches of this worker.
@@ -98,24 +55,6 @@ class DatasetCreator:
         if not asked.uses_replicas:
             return source
         return PerReplicaFeed([source], local_replicas).source()
-
-
-def _check_used_in_fit(options: InputOptions) -> None:
-    """Raises `InvalidArgumentError` for options that `fit` has no use for."""
-    default = InputOptions()
-    for name in (
-        "experimental_fetch_to_device",
-        "experimental_place_dataset_on_device",
-        "experimental_per_replica_buffer_size",
-    ):
-        value = getattr(options, name)
-        if value != getattr(default, name):
-            raise InvalidArgumentError(
-                f"`input_options` of a DatasetCreator has {name}={value!r}, but "
-                "`fit` prefetches batches to the devices itself. Omit it; "
-                "`strategy.distribute_datasets_from_function` accepts it, for "
-                "custom loops."
-            )
 
 
 class _RecordingInputContext(InputContext):
@@ -185,7 +124,7 @@ def model_arguments(
 
 def is_distributed_input(value: Any) -> bool:
     """Whether a value is distributed input of this package."""
-    return isinstance(value, (ArrayDataset, DatasetCreator, DistributedDataset))
+    return isinstance(value, (ArrayDataset, DatasetFunction, DistributedDataset))
 
 
 def _model_input(
@@ -198,7 +137,7 @@ def _model_input(
         source = value.feed.source()
         if group is not None and not value.feed.is_global:
             source = WorkersSource(source, group)
-    elif isinstance(value, DatasetCreator):
+    elif isinstance(value, DatasetFunction):
         if strategy is None:
             source = value.source(InputContext(1, 0, 1), 1)
         else:

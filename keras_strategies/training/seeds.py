@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.runtime.base import Backend
+from keras_strategies.runtime.engine import Backend
 
 
 def sync_random_numbers(backend: Backend, group: WorkerGroup) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.errors import ClusterError, InvalidArgumentError, WorkerError
-from keras_strategies.runtime.base import Workers
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 from keras_strategies.training.seeds import sync_random_numbers
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 # Only the chief writes and reads their files.
 _WRITERS = (
@@ -29,7 +29,7 @@ _LOOPS = ("fit", "evaluate", "predict")
 
 
 @contextlib.contextmanager
-def method(strategy: Strategy, model: Any, name: str) -> Iterator[None]:
+def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
     """Context manager around a method of a model, on every worker.
 
     Broadcasts new weights, and random numbers before a loop, from the chief. Errors are
@@ -59,7 +59,7 @@ def method(strategy: Strategy, model: Any, name: str) -> Iterator[None]:
 
 
 def arguments(
-    strategy: Strategy, model: Any, name: str, given: dict[str, Any]
+    strategy: StrategyCore, model: Any, name: str, given: dict[str, Any]
 ) -> dict[str, Any]:
     """Changes of a method's arguments, after checking that workers agree on them.
 
@@ -159,7 +159,7 @@ def _callbacks_of_worker(workers: Workers, callbacks: list[Any]) -> list[Any]:
 class _ChiefDecisions(keras.callbacks.Callback):
     """Last callback: broadcasts the chief's decisions to all workers."""
 
-    def __init__(self, strategy: Strategy, others: list[Any]):
+    def __init__(self, strategy: StrategyCore, others: list[Any]):
         super().__init__()
         self._strategy = strategy
         assert strategy.workers is not None
@@ -197,7 +197,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = chiefs_rate
 
 
-def _check_backups(strategy: Strategy, callbacks: Any) -> None:
+def _check_backups(strategy: StrategyCore, callbacks: Any) -> None:
     """Refuses `BackupAndRestore` with variables sharded over workers."""
     if strategy.placement.mesh is None:
         return

@@ -14,12 +14,8 @@ import numpy as np
 
 from keras_strategies import context, engines
 from keras_strategies.devices import Device
-from keras_strategies.runtime.base import (
-    Backend,
-    Communicator,
-    TrainerAdapter,
-    VariableCopy,
-)
+from keras_strategies.runtime.engine import Backend, Communicator, TrainerAdapter
+from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.strategies import default
 from keras_strategies.types import ReduceOp
 

@@ -16,7 +16,7 @@ from harness.training import SGD_TOLERANCE, assert_same
 
 import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
-from keras_strategies.training.preemption import RESTART_EXIT_CODE
+from keras_strategies.training.saving.preemption import RESTART_EXIT_CODE
 
 # Trains in the given way; takes some time for each batch, and says how far it is.
 SCRIPT = """

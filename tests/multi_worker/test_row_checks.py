@@ -45,12 +45,12 @@ def fitted(strategy, mixes_rows: bool):
 @pytest.mark.parametrize("who", ["all", "worker 1"])
 def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
     def program(strategy):
-        from keras_strategies.runtime import row_checks
+        from keras_strategies.runtime.row_checks import layer_checks
 
-        compare = row_checks._compare
+        compare = layer_checks._compare
         if who == "worker 1" and strategy.workers.group.index == 1:
             # As if rounding had made the difference.
-            row_checks._compare = lambda backend, call, rows: row_checks.RowCheck(
+            layer_checks._compare = lambda backend, call, rows: layer_checks.RowCheck(
                 rows, "its output 0 depends on the batch as a whole"
             )
         try:
@@ -58,7 +58,7 @@ def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
                 warnings.simplefilter("always")
                 weights = fitted(strategy, mixes_rows=who == "all")
         finally:
-            row_checks._compare = compare
+            layer_checks._compare = compare
         said = [w for w in caught if "split by rows" in str(w.message)]
         return weights, len(said)
 

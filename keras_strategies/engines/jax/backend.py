@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.collectives.cross_device_ops import is_built_in
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax import device_collectives, devices
 from keras_strategies.engines.jax.array_placement import local_value
@@ -27,11 +26,13 @@ from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import BackendError, ContextError
-from keras_strategies.runtime.base import Backend, Placement, TrainerAdapter, Workers
+from keras_strategies.runtime.engine import Backend, TrainerAdapter
+from keras_strategies.runtime.placement import Placement
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class JaxBackend(Backend):
@@ -51,7 +52,7 @@ class JaxBackend(Backend):
     def check_options(
         self, placement: Placement, cross_device_ops: Any, sync_batch_norm: bool
     ) -> None:
-        if cross_device_ops is not None and not is_built_in(cross_device_ops):
+        if cross_device_ops is not None:
             raise BackendError(
                 f"`cross_device_ops` is {cross_device_ops!r}, a custom reduction. On "
                 "JAX a step is one program for all devices, in which XLA inserts the "
@@ -131,12 +132,12 @@ class JaxBackend(Backend):
     def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
         return JaxWorkers(group, options)
 
-    def sees_all_replicas(self, strategy: Strategy) -> bool:
+    def sees_all_replicas(self, strategy: StrategyCore) -> bool:
         return trace_state.sees_all_replicas(strategy)
 
     def run_replicas(
         self,
-        strategy: Strategy,
+        strategy: StrategyCore,
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
@@ -164,7 +165,7 @@ class JaxBackend(Backend):
     def check_model_parallel(self) -> None:
         pass  # XLA partitions programs over any mesh.
 
-    def trainer(self, strategy: Strategy) -> TrainerAdapter:
+    def trainer(self, strategy: StrategyCore) -> TrainerAdapter:
         placement = strategy.placement
         if placement.mesh is not None:
             return ModelParallelTrainer(strategy)

@@ -28,11 +28,12 @@ from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.engines.tensorflow.workers import TensorFlowWorkers
 from keras_strategies.errors import BackendError, OutOfRangeError
-from keras_strategies.runtime.base import Backend, TrainerAdapter, Workers
+from keras_strategies.runtime.engine import Backend, TrainerAdapter
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class TensorFlowOutOfRangeError(OutOfRangeError, tf.errors.OutOfRangeError):
@@ -122,7 +123,7 @@ class TensorFlowBackend(Backend):
 
     def run_replicas(
         self,
-        strategy: Strategy,
+        strategy: StrategyCore,
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
@@ -150,5 +151,5 @@ class TensorFlowBackend(Backend):
             "on one device that may be larger than the others, such as 'cpu:0'."
         )
 
-    def trainer(self, strategy: Strategy) -> TrainerAdapter:
+    def trainer(self, strategy: StrategyCore) -> TrainerAdapter:
         return TensorFlowTrainer(strategy)

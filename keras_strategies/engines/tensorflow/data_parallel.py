@@ -45,16 +45,16 @@ from keras_strategies.runtime.data_parallel import (
     ReplicaResult,
 )
 from keras_strategies.runtime.replica_set import RowSplit
-from keras_strategies.runtime.row_probes import Randomness
+from keras_strategies.runtime.row_checks.layer_probes import Randomness
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class TensorFlowDataParallelCall(DataParallelCall):
     """Calls a layer on the replicas of a strategy."""
 
-    def __init__(self, strategy: Strategy, engine: ReplicaEngine):
+    def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         super().__init__(strategy)
         self._engine = engine
         self._devices = [tf_device(d) for d in self.placement.replicas]

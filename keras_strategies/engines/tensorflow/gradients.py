@@ -12,7 +12,7 @@ from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.base import Workers
+    from keras_strategies.runtime.workers import Workers
 
 
 def sums_of(

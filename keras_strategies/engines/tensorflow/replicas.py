@@ -25,7 +25,7 @@ from keras_strategies.engines.tensorflow.custom_gradient import custom_gradient
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
-from keras_strategies.runtime.base import Communicator
+from keras_strategies.runtime.engine import Communicator
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import regroup, select_replica

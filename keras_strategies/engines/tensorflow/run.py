@@ -46,7 +46,7 @@ from keras_strategies.runtime.run_state import CreatedVariables, LocalValues, Ru
 from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ class TensorFlowLocalValues(LocalValues):
 class TensorFlowRun:
     """Runs functions on the replicas of one strategy."""
 
-    def __init__(self, strategy: Strategy, engine: ReplicaEngine):
+    def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         exclude_from_autograph()
         _leave_out_warning()
         self.strategy = strategy
@@ -329,7 +329,7 @@ class _RunCommunicator(LockstepCommunicator):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        def merged(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+        def merged(strategy: StrategyCore, *args: Any, **kwargs: Any) -> Any:
             with keras_compat.outside_stateless_scopes(), outside_engine():
                 self._run.commit(self.states)
                 try:

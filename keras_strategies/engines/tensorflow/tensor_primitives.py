@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.gradients import widened
-from keras_strategies.runtime.base import Workers
 from keras_strategies.runtime.replica_set import TensorPrimitives
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 

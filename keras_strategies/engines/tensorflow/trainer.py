@@ -35,19 +35,20 @@ from keras_strategies.engines.tensorflow.run import (
 )
 from keras_strategies.engines.tensorflow.steps import StepFunction
 from keras_strategies.engines.tensorflow.workers import workers_of
-from keras_strategies.runtime.base import TrainerAdapter, VariableCopy
 from keras_strategies.runtime.colocation import colocation_reference
+from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.runtime.run_state import is_local
 from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class TensorFlowTrainer(TrainerAdapter):
     """Steps on the device of the variables; layers on all replicas."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         super().__init__(strategy)
         workers = workers_of(self.placement)
         if workers is not None:
@@ -189,7 +190,7 @@ class TensorFlowTrainer(TrainerAdapter):
         replica = context.current_replica()
         assert replica is not None
 
-        def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
+        def update(strategy: StrategyCore, gradients: Sequence[Any]) -> None:
             if aggregate:
                 count = len(self.placement.replicas)
                 own = sum_gradients(gradients, count, self.run.reduction)

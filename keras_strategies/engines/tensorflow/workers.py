@@ -33,7 +33,8 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.worker_group import Loss
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.errors import BackendInUseError, ClusterError, GatherError
-from keras_strategies.runtime.base import Placement, Workers
+from keras_strategies.runtime.placement import Placement
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,

@@ -23,11 +23,12 @@ from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.trainer import TorchTrainer
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
-from keras_strategies.runtime.base import Backend, TrainerAdapter, Workers
+from keras_strategies.runtime.engine import Backend, TrainerAdapter
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class TorchBackend(Backend):
@@ -101,7 +102,7 @@ class TorchBackend(Backend):
 
     def run_replicas(
         self,
-        strategy: Strategy,
+        strategy: StrategyCore,
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
@@ -164,7 +165,7 @@ class TorchBackend(Backend):
             "KERAS_BACKEND=jax, where one process uses all devices."
         )
 
-    def trainer(self, strategy: Strategy) -> TrainerAdapter:
+    def trainer(self, strategy: StrategyCore) -> TrainerAdapter:
         if strategy.placement.mesh is not None:
             # torch.distributed.tensor takes a second to import.
             from keras_strategies.engines.torch.model_parallel.sharded_call import (

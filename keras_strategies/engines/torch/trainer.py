@@ -21,19 +21,21 @@ from keras_strategies.engines.torch.replicas.replica_run import TorchRun, sum_gr
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.input.row_splits import check_batch
-from keras_strategies.runtime.base import TrainerAdapter, VariableCopy, Workers
+from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.runtime.run_state import is_local
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class TorchTrainer(TrainerAdapter):
     """Trainer: steps on the device of the variables, layer calls on all replicas."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         super().__init__(strategy)
         self.threads = ReplicaThreads(self.placement.replicas)
         self._variables = ReplicaVariables(self.placement)
@@ -131,7 +133,7 @@ class TorchTrainer(TrainerAdapter):
         assert replica is not None
         lead = torch_device(self.placement.variables)
 
-        def update(strategy: Strategy, gradients: Sequence[Any]) -> None:
+        def update(strategy: StrategyCore, gradients: Sequence[Any]) -> None:
             if aggregate:
                 count, reduction = len(self.placement.replicas), self.run.reduction
                 found = sum_gradients(gradients, lead, count, reduction)

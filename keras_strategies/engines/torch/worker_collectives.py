@@ -15,8 +15,8 @@ import torch.distributed as dist
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.errors import ClusterError, WorkerError
-from keras_strategies.runtime.base import Workers
 from keras_strategies.runtime.gloo_threads import gloo_threads
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,

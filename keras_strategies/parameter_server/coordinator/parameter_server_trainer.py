@@ -13,7 +13,8 @@ from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
     ClusterCoordinator,
 )
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
-from keras_strategies.runtime.base import TrainerAdapter, VariableCopy
+from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.runtime.placement import VariableCopy
 
 if TYPE_CHECKING:
     from keras_strategies.parameter_server.parameter_server_strategy import (

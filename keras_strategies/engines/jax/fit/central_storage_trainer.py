@@ -25,13 +25,13 @@ from keras_strategies.engines.jax.fit.partitioned_step import (
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class CentralStorageTrainer(DistributionTrainer):
     """One copy of the variables on the parameter device, batches over a mesh."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         placement = strategy.placement
         super().__init__(
             strategy, StrategyDistribution(placement.replicas, placement.variables)

@@ -33,11 +33,12 @@ from keras_strategies.engines.jax.sharding.cross_worker_shards import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ModelScopeError
-from keras_strategies.runtime.base import TrainerAdapter, VariableCopy
+from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.runtime.run_state import is_local
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class JaxTrainer(TrainerAdapter):
@@ -48,7 +49,7 @@ class JaxTrainer(TrainerAdapter):
         placer: the transfer of batches to the devices.
     """
 
-    def __init__(self, strategy: Strategy, placer: JaxBatchPlacer):
+    def __init__(self, strategy: StrategyCore, placer: JaxBatchPlacer):
         super().__init__(strategy)
         keras_compat.hook_jax_input()
         self.placer = placer

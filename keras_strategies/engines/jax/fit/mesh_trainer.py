@@ -15,10 +15,10 @@ from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 from keras_strategies.engines.jax.fit.step_cost import step_cost
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
-from keras_strategies.runtime.base import StepCost
+from keras_strategies.runtime.placement import StepCost
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class DistributionTrainer(JaxTrainer):
@@ -29,7 +29,7 @@ class DistributionTrainer(JaxTrainer):
         distribution: the layouts of batches and variables.
     """
 
-    def __init__(self, strategy: Strategy, distribution: StrategyDistribution):
+    def __init__(self, strategy: StrategyCore, distribution: StrategyDistribution):
         mesh = distribution.device_mesh.backend_mesh
         placer = MeshPlacer(mesh)
         if strategy.workers is not None:
@@ -69,7 +69,7 @@ class MeshTrainer(DistributionTrainer):
     """
 
     def __init__(
-        self, strategy: Strategy, distribution: StrategyDistribution | None = None
+        self, strategy: StrategyCore, distribution: StrategyDistribution | None = None
     ):
         devices: Sequence[Device | jax.Device] = strategy.placement.replicas
         workers = strategy.workers

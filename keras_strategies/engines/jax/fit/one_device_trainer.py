@@ -13,13 +13,13 @@ from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class OneDeviceTrainer(JaxTrainer):
     """Variables and batches on one device."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         device = jax_device(strategy.placement.variables)
         super().__init__(strategy, DevicePlacer(device))
         self._sharding = jax.sharding.SingleDeviceSharding(device)

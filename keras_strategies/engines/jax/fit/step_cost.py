@@ -13,7 +13,7 @@ import jax
 from keras_strategies import keras_compat
 from keras_strategies.engines.jax.fit.compiled_steps import Step
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
-from keras_strategies.runtime.base import StepCost
+from keras_strategies.runtime.placement import StepCost
 
 ShardingOfShape = Callable[[Sequence[int]], jax.sharding.Sharding]
 

@@ -21,7 +21,7 @@ from keras_strategies.runtime.run_state import RunState
 from keras_strategies.runtime.state_scope import StatePolicy, current_policy, policy_of
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 # Traces of one call, after which a function is refused. One or two find its state.
@@ -150,7 +150,7 @@ class ProgramState(TraceState):
         for ref, value in known:
             self._values[ref.key] = value
         self.missing: dict[Any, StateRef] = {}
-        self.strategies: dict[int, Strategy] = {}
+        self.strategies: dict[int, StrategyCore] = {}
         self._origins: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
 
     def _read_outside(self, ref: StateRef) -> Any:
@@ -199,7 +199,7 @@ class AllReplicasNeededError(BaseException):
     does not catch it.
     """
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         super().__init__("workers were found while tracing")
         self.strategy = strategy
 
@@ -210,7 +210,7 @@ def current_program() -> ProgramState | None:
     return policy.program if isinstance(policy, TraceState) else None
 
 
-def check_sees_all(program: ProgramState, strategy: Strategy) -> None:
+def check_sees_all(program: ProgramState, strategy: StrategyCore) -> None:
     """Ends a trace that lacks the values of some of a strategy's replicas."""
     if strategy.workers is not None and not program.sees_all:
         raise AllReplicasNeededError(strategy)
@@ -222,7 +222,7 @@ def in_trace() -> bool:
     return scope is not None or jax_compat.is_tracing()
 
 
-def sees_all_replicas(strategy: Strategy) -> bool:
+def sees_all_replicas(strategy: StrategyCore) -> bool:
     """Whether the program in trace has the values of all of a strategy's replicas."""
     program = current_program()
     if program is None:

@@ -41,7 +41,7 @@ from keras_strategies.runtime.single_replica import SingleReplica
 from keras_strategies.runtime.state_scope import current_policy
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 REPLICA_AXIS = "replica"
@@ -65,7 +65,7 @@ class ReplicaProgram:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyCore,
         devices: Sequence[jax.Device],
         mesh: jax.sharding.Mesh | None = None,
         sharding_of: Callable[[Any], jax.sharding.Sharding] | None = None,
@@ -159,7 +159,7 @@ class ReplicaProgram:
 
 
 def run_single_replica(
-    strategy: Strategy,
+    strategy: StrategyCore,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

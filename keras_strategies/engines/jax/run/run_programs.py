@@ -17,7 +17,7 @@ from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.values import regroup, select_replica
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 # Programs of one function, after which a warning names its cause.
 _MANY_PROGRAMS = 32
@@ -30,7 +30,7 @@ class RunPrograms:
         strategy: the strategy.
     """
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         self._strategy = strategy
         self._made: collections.Counter[Any] = collections.Counter()
         self._compiled: collections.OrderedDict[Any, CompiledFunction] = (

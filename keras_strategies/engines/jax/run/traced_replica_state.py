@@ -12,7 +12,7 @@ from jax import numpy as jnp
 from keras_strategies import context, keras_compat
 from keras_strategies.engines.jax.function.trace_state import ValueOverrides
 from keras_strategies.runtime import run_state
-from keras_strategies.runtime.base import Communicator
+from keras_strategies.runtime.engine import Communicator
 from keras_strategies.runtime.run_state import RunState
 from keras_strategies.runtime.state_scope import StatePolicy, current_policy
 

@@ -29,7 +29,7 @@ from keras_strategies.layouts import VariableMesh
 from keras_strategies.runtime.colocation import colocation_reference
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class ModelParallelDistribution(keras.distribution.ModelParallel):
@@ -99,7 +99,7 @@ class ModelParallelDistribution(keras.distribution.ModelParallel):
 class ModelParallelTrainer(MeshTrainer):
     """Variables sharded over a mesh, batches sharded along its first axis."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         mesh = strategy.placement.mesh
         assert mesh is not None
         self._mesh = mesh

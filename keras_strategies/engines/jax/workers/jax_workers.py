@@ -28,7 +28,7 @@ from keras_strategies.engines.jax import jax_compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.errors import BackendInUseError, ClusterError
-from keras_strategies.runtime.base import Workers
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 #: Bytes per pack by default.

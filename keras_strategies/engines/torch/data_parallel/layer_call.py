@@ -40,17 +40,20 @@ from keras_strategies.runtime.data_parallel import (
     ReplicaResult,
 )
 from keras_strategies.runtime.replica_set import RowSplit
-from keras_strategies.runtime.row_probes import Randomness, flags
+from keras_strategies.runtime.row_checks.layer_probes import Randomness, flags
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class TorchDataParallelCall(DataParallelCall):
     """Runs a layer on the threads of a strategy."""
 
     def __init__(
-        self, strategy: Strategy, threads: ReplicaThreads, variables: ReplicaVariables
+        self,
+        strategy: StrategyCore,
+        threads: ReplicaThreads,
+        variables: ReplicaVariables,
     ):
         super().__init__(strategy)
         self._devices = [torch_device(d) for d in self.placement.replicas]

@@ -15,8 +15,8 @@ from keras_strategies import keras_compat
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
 from keras_strategies.layouts import Axes, VariableMesh
-from keras_strategies.runtime.base import itemsize
 from keras_strategies.runtime.colocation import colocation_reference
+from keras_strategies.runtime.placement import itemsize
 
 
 def start_default_group(workers: TorchWorkers | None) -> None:

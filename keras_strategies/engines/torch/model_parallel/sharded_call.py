@@ -33,15 +33,11 @@ from keras_strategies.engines.torch.trainer import check_steps, keras_function
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import ContextError
 from keras_strategies.layouts import Axes
-from keras_strategies.runtime.base import (
-    StepCost,
-    TrainerAdapter,
-    VariableCopy,
-    itemsize,
-)
+from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.runtime.placement import StepCost, VariableCopy, itemsize
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 # Gathered values, by variable and by tensor, while a model is saved.
@@ -147,7 +143,7 @@ class ShardedCall:
 class ShardedTrainer(TrainerAdapter):
     """Variables sharded over processes, batches split along the first mesh axis."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         super().__init__(strategy)
         mesh = self.placement.mesh
         assert mesh is not None

@@ -33,7 +33,7 @@ from keras_strategies.runtime.run_state import (
 from keras_strategies.values import DistributedValues
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class TorchLocalValues(LocalValues):
@@ -82,7 +82,10 @@ class TorchRun:
     """Runs functions on the replicas of one strategy."""
 
     def __init__(
-        self, strategy: Strategy, threads: ReplicaThreads, variables: ReplicaVariables
+        self,
+        strategy: StrategyCore,
+        threads: ReplicaThreads,
+        variables: ReplicaVariables,
     ):
         self.strategy = strategy
         self._threads = threads

@@ -10,7 +10,7 @@ import torch
 from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import torch_device
-from keras_strategies.runtime.base import Placement
+from keras_strategies.runtime.placement import Placement
 
 
 class ReplicaVariables:

@@ -18,12 +18,12 @@ import numpy as np
 
 from keras_strategies import context, keras_compat
 from keras_strategies.input.row_splits import split_sizes
-from keras_strategies.runtime.base import Communicator
+from keras_strategies.runtime.engine import Communicator
 from keras_strategies.runtime.replica_state import ReplicaScope, has_rows
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 class Randomness(Protocol):
@@ -35,7 +35,7 @@ class Randomness(Protocol):
 class ProbeBackend(Protocol):
     """Engine functions for calls of a layer on a few rows."""
 
-    strategy: Strategy
+    strategy: StrategyCore
 
     def values_of(self, tensor: Any) -> Any | None:
         """The tensor with its values; None where a program has only its shape."""
@@ -126,7 +126,7 @@ class _ProbeReplica(context.ReplicaContext):
     """One of two replicas, whose collectives are replayed."""
 
     def __init__(
-        self, strategy: Strategy, replica_id: int, collectives: _ReplayedCollectives
+        self, strategy: StrategyCore, replica_id: int, collectives: _ReplayedCollectives
     ):
         super().__init__(strategy, replica_id, collectives, num_replicas=2)
         self._collectives = collectives

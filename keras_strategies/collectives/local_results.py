@@ -12,10 +12,10 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.values import DistributedValues, flatten, map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.strategies.base import Strategy
+    from keras_strategies.runtime.engine import StrategyCore
 
 
-def results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+def results(strategy: StrategyCore, value: Any) -> tuple[Any, ...]:
     """See `Strategy.experimental_local_results`."""
     if isinstance(value, DistributedValues):
         return value.values
@@ -37,7 +37,7 @@ def results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     return tuple(own(replica) for replica in range(strategy.replicas_here))
 
 
-def _of_variable(strategy: Strategy, variable: Any) -> tuple[Any, ...]:
+def _of_variable(strategy: StrategyCore, variable: Any) -> tuple[Any, ...]:
     """A variable's value on each local replica."""
     if strategy.placement.share.count == 1:
         return (variable,)
@@ -49,7 +49,7 @@ def _of_variable(strategy: Strategy, variable: Any) -> tuple[Any, ...]:
 
 
 def check_equal_shapes(
-    strategy: Strategy, args: Sequence[Any], kwargs: Sequence[Any]
+    strategy: StrategyCore, args: Sequence[Any], kwargs: Sequence[Any]
 ) -> None:
     """Checks that all replicas, also of other workers, get arrays of equal shapes.
 

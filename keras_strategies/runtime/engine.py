@@ -1,315 +1,39 @@
-"""Interfaces between strategies and an engine: placement, workers, trainer, backend.
+"""Interfaces of an engine, and the parts of a strategy that engines use.
 
-A fourth backend is a folder that implements `Backend`, `Communicator` and
-`TrainerAdapter`; nothing else in the package knows the framework's name.
+Another backend is a folder that implements `Backend`, `Communicator` and
+`TrainerAdapter`; nothing else in the package names its framework.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import copy
-import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
-import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.errors import (
     BackendError,
-    ClusterError,
     OutOfRangeError,
-    WorkerError,
 )
 from keras_strategies.input.worker_shares import Share
-from keras_strategies.layouts import Axes, VariableMesh
-from keras_strategies.types import CommunicationOptions, ReduceOp
+from keras_strategies.layouts import Axes
+from keras_strategies.runtime.placement import (
+    Placement,
+    StepCost,
+    VariableCopy,
+    nbytes_of,
+)
+from keras_strategies.runtime.workers import Workers
+from keras_strategies.types import CommunicationOptions, InputContext, ReduceOp
 from keras_strategies.values import map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
-    from keras_strategies.strategies.base import Strategy
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Devices of replicas and of variables.
-
-    Args:
-        replicas: the device of each local replica.
-        variables: the device of the authoritative copy of variables. Outputs, loss,
-            metrics and the update of the global batch are computed there.
-        mirrored: bool, whether each replica has a persistent copy of the variables, or
-            reads the authoritative one in each step.
-        workers: the workers of a cluster; None with one process. All devices are of
-            this process.
-        mesh: the mesh of devices that variables are sharded over, of which `replicas`
-            are the first column; None without sharded variables.
-    """
-
-    replicas: tuple[Device, ...]
-    variables: Device
-    mirrored: bool
-    workers: Workers | None = None
-    mesh: VariableMesh | None = None
-
-    @property
-    def variable_devices(self) -> tuple[Device, ...]:
-        """Devices with copies or shards of variables."""
-        if self.mesh is not None:
-            return self.mesh.own_devices
-        return self.replicas if self.mirrored else (self.variables,)
-
-    @property
-    def is_single(self) -> bool:
-        """Whether one device computes everything, so that no batch is split."""
-        alone = self.workers is None and self.mesh is None
-        return alone and self.replicas == (self.variables,)
-
-    @property
-    def share(self) -> Share:
-        """The replicas of this process among all replicas."""
-        if self.workers is not None:
-            return self.workers.share
-        return Share(0, len(self.replicas), len(self.replicas))
-
-
-# Batches of a loop whose contents workers compare, where they may differ.
-_COMPARED_BATCHES = 2
-
-
-def _checksum(leaf: Any) -> int:
-    array = leaf
-    if not isinstance(leaf, np.ndarray):
-        array = keras.ops.convert_to_numpy(leaf)
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
-
-
-class Workers(abc.ABC):
-    """Communicator between the workers of a cluster.
-
-    Every worker makes the same calls in the same order. When one is lost, the others'
-    calls raise `WorkerError`, which names it.
-
-    Args:
-        group: the connected workers.
-        options: `CommunicationOptions`.
-    """
-
-    def __init__(self, group: WorkerGroup, options: CommunicationOptions):
-        self.group = group
-        self.options = options
-        #: The number of replicas of each worker, as `set_replicas` was told.
-        self.replicas: tuple[int, ...] = (1,) * group.count
-        # The workers that make up one replica, where it takes several.
-        self._span = 1
-        self._method = ""
-        self._steps = 0
-        self._checks = False
-
-    def set_replicas(self, count: int, span: int = 1) -> None:
-        """Exchanges the number of replicas between all workers.
-
-        Args:
-            count: int, replicas of this worker.
-            span: int, how many workers form one replica, each with a shard of it.
-        """
-        found = self.group.gather_values("the number of replicas", count)
-        self.replicas = tuple(found)
-        self._span = span
-
-    def with_replicas(self, count: int, span: int = 1) -> Self:
-        """The same workers for another strategy."""
-        own = copy.copy(self)
-        own.set_replicas(count, span)
-        return own
-
-    def with_options(self, options: CommunicationOptions) -> Self:
-        """The same workers, with the options of another strategy.
-
-        Raises:
-            ClusterError: for another timeout than the workers have connected with.
-        """
-        if options == self.options:
-            return self
-        if options.timeout_seconds not in (None, self.group.timeout):
-            raise ClusterError(
-                "The workers are already connected with a timeout of "
-                f"{self.group.timeout} seconds, shared by all strategies. Received: "
-                f"timeout_seconds={options.timeout_seconds}. Pass it to the first "
-                "strategy."
-            )
-        own = copy.copy(self)
-        own.options = options
-        return own
-
-    @property
-    def is_spanned(self) -> bool:
-        """Whether a replica takes the devices of several workers."""
-        return self._span > 1
-
-    @property
-    def share(self) -> Share:
-        """Which of all replicas are those of this worker."""
-        if self._span == 1:
-            return Share.of_worker(self.replicas, self.group.index)
-        total = len(self.replicas) // self._span
-        return Share(self.group.index // self._span, 1, total)
-
-    @abc.abstractmethod
-    def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
-        """Reduces each tensor over the workers, in packs; all have equal shapes."""
-
-    @abc.abstractmethod
-    def gather_rows(self, tensor: Any, rows: Sequence[int]) -> Any:
-        """Concatenates the workers' tensors along axis 0.
-
-        Args:
-            tensor: this worker's; of shape `(rows[index], ...)`.
-            rows: the rows of each worker's.
-        """
-
-    @abc.abstractmethod
-    def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
-        """The chief's tensors, in place of those of the same shapes and dtypes."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Closes the connections."""
-
-    @contextlib.contextmanager
-    def method(self, name: str) -> Iterator[bool]:
-        """Context manager for a method of a model; counts its steps.
-
-        Returns:
-            Whether no other method is under way.
-        """
-        previous = self._method, self._steps, self._checks
-        self._method, self._steps, self._checks = name, 0, name.endswith("_on_batch")
-        self.group.progress = f"the beginning of {name}"
-        try:
-            yield not previous[0]
-        finally:
-            self._method, self._steps, self._checks = previous
-            self.group.progress = self._progress()
-
-    def begin_steps(self, count: int = 1) -> None:
-        """Starts one or more steps.
-
-        Raises:
-            WorkerError: if a worker is lost.
-        """
-        self._steps += count
-        self.group.progress = self._progress()
-        self.group.check()
-
-    def check_batches(self, wanted: bool) -> None:
-        """Sets whether `check_batch` compares, until the method ends."""
-        self._checks = wanted
-
-    def check_batch(self, batch: Any) -> None:
-        """Compares a global batch with those that the other workers have read.
-
-        Arrays are compared once, before the loop; what may end or shuffle by itself,
-        a generator or a `PyDataset`, with every batch: its rows, and in the first
-        batches what is in it.
-
-        Raises:
-            WorkerError: if workers have other batches, or one has no more.
-        """
-        if not self._checks:
-            return
-        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-        facts: list[Any] = [[list(leaf.shape) for leaf in leaves]]
-        if self._steps <= _COMPARED_BATCHES:
-            facts.append([_checksum(leaf) for leaf in leaves])
-        found = self.group.gather_values("a batch", facts)
-        for other, each in enumerate(found):
-            if each[0] != facts[0]:
-                raise WorkerError(
-                    f"Workers have different batches at {self.group.progress}: "
-                    f"worker {self.group.index} has shapes {facts[0]}, worker "
-                    f"{other} has {each[0]}. All workers must read the same global "
-                    "batches; for separate data per worker, use ks.DatasetCreator "
-                    "or `strategy.distribute_datasets_from_function`."
-                )
-            if each != facts:
-                raise WorkerError(
-                    f"Workers {self.group.index} and {other} have batches of the "
-                    f"same shapes but different contents at {self.group.progress}. "
-                    "All workers must read the same global batches: seed shuffling "
-                    "and augmentation, or use ks.DatasetCreator for separate data "
-                    "per worker."
-                )
-
-    def _progress(self) -> str:
-        if not self._method:
-            return ""
-        return f"step {self._steps} of {self._method}"
-
-    def cause(self, error: BaseException) -> BaseException:
-        """The error to raise for one that a method has raised.
-
-        Returns:
-            A `WorkerError` where the engine has failed because of a lost worker; the
-            error itself where it has nothing to do with other workers.
-        """
-        return error
-
-    def lost(self, error: BaseException) -> WorkerError:
-        """The error to raise for an `error` of the engine."""
-        loss = self.group.loss(wait=min(self.group.timeout, 5.0))
-        if loss is not None:
-            return WorkerError(self.group.describe(loss))
-        progress = self.group.progress or "a collective"
-        return WorkerError(
-            f"Workers could not exchange values at {progress}, although none is "
-            f"known to be lost: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}. Check that all workers make the same "
-            "calls and that the network connects them. "
-            "`CommunicationOptions(timeout_seconds=...)` sets this timeout."
-        )
-
-
-@dataclass(frozen=True)
-class VariableCopy:
-    """Memory of a variable on one device.
-
-    Args:
-        device: str, a Keras-style device name.
-        nbytes: int, bytes held there.
-        role: str, `"variable"` for an authoritative copy or a mirrored one that
-            is kept; `"shard"` for a part.
-        value: the tensor or variable of the backend that lies there.
-    """
-
-    device: str
-    nbytes: int
-    role: str
-    value: Any
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Cost of one training step, estimated without running it.
-
-    Args:
-        peak: int, bytes that a device needs while the step runs: variables, batch and
-            activations; None if unknown.
-        sent: dict from the name of a collective, such as `"all-reduce"`, to how many
-            there are and how many bytes a device sends in them.
-        source: str, how this was found.
-    """
-
-    peak: int | None
-    sent: dict[str, tuple[int, int]]
-    source: str
 
 
 class Communicator(abc.ABC):
@@ -334,6 +58,123 @@ class Communicator(abc.ABC):
         """Calls `merge_fn(strategy, ...)` once when every replica has arrived."""
 
 
+class StrategyCore(abc.ABC):
+    """Parts of a strategy: what engines, input and hooks use of it.
+
+    Args:
+        backend: the engine.
+        placement: the devices of replicas and variables.
+        cross_device_ops: reductions between local replicas; None for the engine's own.
+        sync_batch_norm: bool, whether batch normalization uses the statistics of the
+            global batch.
+        always_split: bool, whether layer calls are split even where that is slower.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        placement: Placement,
+        cross_device_ops: Any = None,
+        sync_batch_norm: bool = True,
+        always_split: bool = False,
+    ):
+        self._backend = backend
+        self._placement = placement
+        self._cross_device_ops = cross_device_ops
+        self._sync_batch_norm = sync_batch_norm
+        self._always_split = always_split
+        self._trainer = backend.trainer(self)
+
+    @property
+    def placement(self) -> Placement:
+        """Where replicas compute and where variables are."""
+        return self._placement
+
+    @property
+    def backend(self) -> Backend:
+        """The engine."""
+        return self._backend
+
+    @property
+    def trainer(self) -> TrainerAdapter:
+        """The trainer of Keras models."""
+        return self._trainer
+
+    @property
+    def sync_batch_norm(self) -> bool:
+        """bool, whether batch normalization uses the global batch's statistics."""
+        return self._sync_batch_norm
+
+    @property
+    def always_split(self) -> bool:
+        """bool, whether layer calls are split even where that is slower."""
+        return self._always_split
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """int, how many replicas compute one step together."""
+        return self._placement.share.total
+
+    @property
+    def workers(self) -> Workers | None:
+        """The workers of the cluster; None with one process."""
+        return self._placement.workers
+
+    @property
+    def replicas_here(self) -> int:
+        """int, the replicas whose components code sees: local, or all in a program."""
+        share = self._placement.share
+        # Without workers, the local ones are all.
+        return share.total if self.other_workers is None else share.count
+
+    @property
+    def other_workers(self) -> Workers | None:
+        """The workers, if values have components in other processes; else None."""
+        if self.workers is None or self._backend.sees_all_replicas(self):
+            return None
+        return self.workers
+
+    @property
+    def cross_device_ops(self) -> Any:
+        """How values are combined; None for the backend's own way."""
+        return self._cross_device_ops
+
+    @property
+    def replica_context_in_scope(self) -> Any:
+        """The replica context of code in a scope, outside of `run`."""
+        return None
+
+    @property
+    def default_replica_context(self) -> Any:
+        """The replica context outside every scope; only the default strategy's."""
+        return None
+
+    def input_context(self) -> InputContext:
+        """The input context of this process."""
+        if self.workers is None:
+            return InputContext(1, 0, self.num_replicas_in_sync)
+        group = self.workers.group
+        return InputContext(group.count, group.index, self.num_replicas_in_sync)
+
+    def input_share(self) -> Share:
+        """The replicas of this process among all replicas."""
+        return self._placement.share
+
+    def created(self, variable: Any) -> bool:
+        """Whether a `keras.Variable` was made in this strategy's scope."""
+        if not isinstance(variable, keras.Variable):
+            return False
+        return keras_compat.strategy_of(variable) is self
+
+    def owns(self, model: Any) -> bool:
+        """Whether a model was made in this strategy's scope."""
+        return keras_compat.strategy_of(model) is self
+
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes this strategy current: models created inside belong to it."""
+
+
 _NO_SHARDS = (
     "Sharded checkpoints need KERAS_BACKEND=jax; this is KERAS_BACKEND={0}. Use "
     "`model.save` and `keras.models.load_model`, whose files load under every "
@@ -341,20 +182,10 @@ _NO_SHARDS = (
 )
 
 
-def _nbytes(variable: Any) -> int:
-    return math.prod(variable.shape) * itemsize(variable.dtype)
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element: of "bfloat16" 2, of "bool" 1."""
-    bits = "".join(c for c in dtype.split("_")[0].removeprefix("b") if c.isdigit())
-    return max(int(bits) // 8, 1) if bits else 1
-
-
 class TrainerAdapter(abc.ABC):
     """How one strategy trains Keras models on one backend."""
 
-    def __init__(self, strategy: Strategy):
+    def __init__(self, strategy: StrategyCore):
         self.strategy = strategy
         self.placement = strategy.placement
         # Variables that have been the same on all workers.
@@ -418,8 +249,8 @@ class TrainerAdapter(abc.ABC):
         """
         lead = self.placement.variables
         others = sum(device != lead for device in self.placement.replicas)
-        trained = sum(_nbytes(v) for v in model.trainable_variables)
-        fixed = sum(_nbytes(v) for v in model.non_trainable_variables)
+        trained = sum(nbytes_of(v) for v in model.trainable_variables)
+        fixed = sum(nbytes_of(v) for v in model.non_trainable_variables)
         sent = {}
         if others:
             sent["weights to replicas"] = (others, others * (trained + fixed))
@@ -667,7 +498,7 @@ class Backend(abc.ABC):
     def set_random_state(self, state: bytes) -> None:  # noqa: B027
         """Sets the state of the framework's global random numbers."""
 
-    def sees_all_replicas(self, strategy: Strategy) -> bool:
+    def sees_all_replicas(self, strategy: StrategyCore) -> bool:
         """Whether a program is traced that describes the replicas of all workers.
 
         Values of the replicas have a component for each of them in it, and there is
@@ -680,7 +511,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def run_replicas(
         self,
-        strategy: Strategy,
+        strategy: StrategyCore,
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
@@ -717,5 +548,5 @@ class Backend(abc.ABC):
         raise BackendError(f"The backend {self.name!r} cannot shard variables.")
 
     @abc.abstractmethod
-    def trainer(self, strategy: Strategy) -> TrainerAdapter:
+    def trainer(self, strategy: StrategyCore) -> TrainerAdapter:
         """The trainer of Keras models for `strategy`."""

@@ -27,7 +27,7 @@ from keras_strategies.errors import (
     DamagedCheckpointError,
     InvalidArgumentError,
 )
-from keras_strategies.training.atomic_files import atomic_file
+from keras_strategies.training.saving.atomic_files import atomic_file
 from keras_strategies.training.seeds import random_numbers, set_random_numbers
 
 _VERSION = 1

@@ -21,7 +21,7 @@ from keras import ops
 
 from keras_strategies import keras_compat
 from keras_strategies.runtime.replica_state import has_rows, merged_value
-from keras_strategies.runtime.row_probes import (
+from keras_strategies.runtime.row_checks.layer_probes import (
     DifferentRowsError,
     LayerCall,
     Probe,

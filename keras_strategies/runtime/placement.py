@@ -1,0 +1,103 @@
+"""Placement of replicas and variables on devices, and their memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from keras_strategies.devices import Device
+from keras_strategies.input.worker_shares import Share
+from keras_strategies.layouts import VariableMesh
+from keras_strategies.runtime.workers import Workers
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Devices of replicas and of variables.
+
+    Args:
+        replicas: the device of each local replica.
+        variables: the device of the authoritative copy of variables. Outputs, loss,
+            metrics and the update of the global batch are computed there.
+        mirrored: bool, whether each replica has a persistent copy of the variables, or
+            reads the authoritative one in each step.
+        workers: the workers of a cluster; None with one process. All devices are of
+            this process.
+        mesh: the mesh of devices that variables are sharded over, of which `replicas`
+            are the first column; None without sharded variables.
+    """
+
+    replicas: tuple[Device, ...]
+    variables: Device
+    mirrored: bool
+    workers: Workers | None = None
+    mesh: VariableMesh | None = None
+
+    @property
+    def variable_devices(self) -> tuple[Device, ...]:
+        """Devices with copies or shards of variables."""
+        if self.mesh is not None:
+            return self.mesh.own_devices
+        return self.replicas if self.mirrored else (self.variables,)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one device computes everything, so that no batch is split."""
+        alone = self.workers is None and self.mesh is None
+        return alone and self.replicas == (self.variables,)
+
+    @property
+    def share(self) -> Share:
+        """The replicas of this process among all replicas."""
+        if self.workers is not None:
+            return self.workers.share
+        return Share(0, len(self.replicas), len(self.replicas))
+
+
+@dataclass(frozen=True)
+class VariableCopy:
+    """Memory of a variable on one device.
+
+    Args:
+        device: str, a Keras-style device name.
+        nbytes: int, bytes held there.
+        role: str, `"variable"` for an authoritative copy or a mirrored one that
+            is kept; `"shard"` for a part.
+        value: the tensor or variable of the backend that lies there.
+    """
+
+    device: str
+    nbytes: int
+    role: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Cost of one training step, estimated without running it.
+
+    Args:
+        peak: int, bytes that a device needs while the step runs: variables, batch and
+            activations; None if unknown.
+        sent: dict from the name of a collective, such as `"all-reduce"`, to how many
+            there are and how many bytes a device sends in them.
+        source: str, how this was found.
+    """
+
+    peak: int | None
+    sent: dict[str, tuple[int, int]]
+    source: str
+
+
+def nbytes_of(variable: Any) -> int:
+    return math.prod(variable.shape) * itemsize(variable.dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element: of "bfloat16" 2, of "bool" 1."""
+    bits = "".join(c for c in dtype.split("_")[0].removeprefix("b") if c.isdigit())
+    return max(int(bits) // 8, 1) if bits else 1

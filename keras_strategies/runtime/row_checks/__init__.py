@@ -1,0 +1,1 @@
+"""Checks whether a layer call can be split by rows."""

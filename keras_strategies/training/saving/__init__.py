@@ -1,0 +1,1 @@
+"""Checkpoints of custom loops, preemption, evaluation of checkpoints."""
