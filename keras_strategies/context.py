@@ -270,6 +270,13 @@ def cross_replica(strategy: StrategyCore) -> Iterator[StrategyCore]:
 
 
 @contextlib.contextmanager
+def entered(strategy: StrategyCore) -> Iterator[StrategyCore]:
+    """`strategy.scope()` without its check of models that were made outside of it."""
+    with cross_replica(strategy), strategy.trainer.scope():
+        yield strategy
+
+
+@contextlib.contextmanager
 def merged_replicas(strategy: StrategyCore) -> Iterator[StrategyCore]:
     """Cross-replica context inside replicas, for the function of a `merge_call`."""
     with _pushed(_Frame(strategy, None)):

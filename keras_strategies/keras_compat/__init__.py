@@ -1,23 +1,9 @@
 """All that this package uses of Keras beyond its public interface.
 
-Tested with Keras 3.15 and 3.16. Each function says which symbol it relies on;
-`tests/test_keras_compat.py` fails when one of them moves.
+Tested with Keras 3.15 and 3.16. Each function says which symbol it relies on.
 
-Keras is hooked in these places, all of them installed by the first strategy that
-needs them and none by an import:
-
-- `Trainer.__init__`, `Variable.__init__`: models and variables remember the
-  strategy that they were made under;
-- `fit` and its siblings, `compile`: run in that strategy's scope;
-- `make_train_function` and its siblings: the strategy wraps the step;
-- `Layer.__call__`: a thread can route the outermost call of a step;
-- `BatchNormalization._moments`: statistics over the global batch;
-- `EpochIterator.__init__`, `Trainer._symbolic_build`: input that cannot be split is
-  refused at once;
-- `optimizer.apply`, `LossScaleOptimizer.stateless_apply`, `variable.assign` and its
-  siblings: replicas in `run`, workers of parameter servers;
-- `Variable.__repr__`: says where the variable is;
-- `Model.save`, `save_weights` and `export`: only the chief of several workers writes.
+What is replaced stands in `manifest`, a row for each attribute. Models of a strategy
+are of a subclass (`strategy_models`); others have Keras's methods.
 """
 
 from __future__ import annotations
@@ -43,13 +29,10 @@ from keras_strategies.keras_compat.input import (
     DatasetPlacer,
     batches_adapter,
     batches_placed_by,
-    hook_tensorflow_input,
-    hook_torch_input,
     is_adapter,
     py_dataset_batches,
 )
 from keras_strategies.keras_compat.jax import (
-    hook_jax_input,
     hook_jax_placement,
     layout_of,
     move_variable,
@@ -78,7 +61,6 @@ from keras_strategies.keras_compat.models import (
     is_unbuilt,
     seed_states,
     set_initial_epoch,
-    set_strategy,
     skip_steps,
     strategy_of,
     symbolic_build,
@@ -87,13 +69,9 @@ from keras_strategies.keras_compat.parameter_server import (
     OpenShape,
     applying_through,
     clip_gradients,
-    hook_lookups,
-    hook_slots,
-    hook_torch_layers,
     is_optimizer,
     lookups_through,
     make_variable,
-    optimizer_kind,
     plain_optimizer,
     set_variable_shape,
     set_weight_decay,
@@ -104,11 +82,15 @@ from keras_strategies.keras_compat.parameter_server import (
     weight_decay_applies,
 )
 from keras_strategies.keras_compat.patching import (
+    install as install_patches,
+)
+from keras_strategies.keras_compat.patching import (
+    installed_while,
     is_installed,
-    replace,
     uninstall,
 )
 from keras_strategies.keras_compat.sending import (
+    class_of,
     container_state,
     fill_container,
     object_state,
@@ -126,9 +108,11 @@ from keras_strategies.keras_compat.state import (
     thread_state,
     with_thread_state,
 )
+from keras_strategies.keras_compat.strategy_models import (
+    set_strategy,
+)
 from keras_strategies.keras_compat.streaming import (
     StoredRows,
-    hook_saving,
 )
 from keras_strategies.keras_compat.tensorflow import (
     holds_tf_variables,
@@ -182,6 +166,7 @@ __all__ = [
     "build_optimizer_without_values",
     "callback_list",
     "check_compiled",
+    "class_of",
     "clear_losses",
     "clip_gradients",
     "compute_dtypes",
@@ -198,22 +183,17 @@ __all__ = [
     "guard_value",
     "has_deferred_variables",
     "holds_tf_variables",
-    "hook_jax_input",
     "hook_jax_placement",
-    "hook_lookups",
-    "hook_saving",
-    "hook_slots",
     "hook_tensorflow",
-    "hook_tensorflow_input",
     "hook_torch_dtensors",
-    "hook_torch_input",
-    "hook_torch_layers",
     "host_made_variable",
     "host_of",
     "host_variable",
     "initial_epoch",
     "initialize_deferred_variables",
     "install",
+    "install_patches",
+    "installed_while",
     "is_adapter",
     "is_built",
     "is_in_optimizer",
@@ -234,7 +214,6 @@ __all__ = [
     "mix_in",
     "move_variable",
     "object_state",
-    "optimizer_kind",
     "optimizers_of",
     "outside_stateless_scopes",
     "plain_optimizer",
@@ -243,7 +222,6 @@ __all__ = [
     "rebuilt",
     "record_jax_state",
     "renew_identities",
-    "replace",
     "restore_jax_state",
     "resumed_epoch",
     "sample_weights",

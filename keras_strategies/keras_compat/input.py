@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-from keras_strategies.keras_compat.patching import is_patched, replace
+from keras_strategies.keras_compat import patching
 
 
 def py_dataset_batches(dataset: Any) -> Iterator[Any]:
@@ -119,6 +118,8 @@ def batches_placed_by(
     placer: BatchPlacer | DatasetPlacer | None,
 ) -> Iterator[None]:
     """Makes a placer this thread's own; None leaves batches to Keras."""
+    if placer is not None:
+        patching.install("input")
     previous = thread_input.placer
     thread_input.placer = placer
     try:
@@ -127,43 +128,14 @@ def batches_placed_by(
         thread_input.placer = previous
 
 
-def hook_torch_input() -> None:
-    """Lets a `BatchPlacer` place batches on Torch; later calls do nothing.
-
-    Keras 3.15: `TorchEpochIterator._get_iterator`.
-    """
-    from keras.src.backend.torch import trainer
-
-    def wrap_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _get_iterator(self: Any) -> Any:
-            batches = original(self)
-            placer = thread_input.placer
-            return batches if placer is None else placer.batches(batches)
-
-        return _get_iterator
-
-    if not is_patched(trainer.TorchEpochIterator):
-        replace(trainer.TorchEpochIterator, "_get_iterator", wrap_iterator)
+def torch_epoch_batches(original: Any, self: Any) -> Any:
+    batches = original(self)
+    placer = thread_input.placer
+    return batches if placer is None else placer.batches(batches)
 
 
-def hook_tensorflow_input() -> None:
-    """Lets a `DatasetPlacer` place batches on TensorFlow; later calls do nothing.
-
-    Keras 3.15: `TFEpochIterator.__init__` keeps the data set in
-    `_distributed_dataset`, which is iterated over in each epoch.
-    """
-    from keras.src.backend.tensorflow import trainer
-
-    def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            if thread_input.placer is not None:
-                placed = thread_input.placer.dataset(self._distributed_dataset)
-                self._distributed_dataset = placed
-
-        return __init__
-
-    if not is_patched(trainer.TFEpochIterator):
-        replace(trainer.TFEpochIterator, "__init__", wrap_init)
+def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if thread_input.placer is not None:
+        placed = thread_input.placer.dataset(self._distributed_dataset)
+        self._distributed_dataset = placed

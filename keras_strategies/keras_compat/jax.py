@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.input import thread_input
-from keras_strategies.keras_compat.patching import is_patched, replace
 
 # What each kind of loop carries from step to step, in the order of its state.
 _STATE_NAMES = {
@@ -22,38 +21,24 @@ _STATE_NAMES = {
 }
 
 
-def hook_jax_input() -> None:
-    """Lets a `BatchPlacer` place batches on JAX; later calls do nothing.
+def distribute_data(original: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    if thread_input.placer is None:
+        return original(data, *args, **kwargs)
+    # Placers of JAX have a method for `train_on_batch` and its siblings as well.
+    return thread_input.placer.place(data)
 
-    It has a method `place(batch)` as well, for `train_on_batch` and its siblings.
 
-    Keras 3.15: `JAXEpochIterator._get_iterator` keeps the layouts of the first
-    batch for all; `_distribute_data` serves `train_on_batch` and `test_on_batch`.
-    """
-    from keras.src.backend.jax import trainer
+def epoch_batches(original: Any, self: Any) -> Any:
+    placer = thread_input.placer
+    if placer is None:
+        return original(self)
+    return placer.batches(self.data_adapter.get_jax_iterator())
 
-    def wrap_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _get_iterator(self: Any) -> Any:
-            placer = thread_input.placer
-            if placer is None:
-                return original(self)
-            return placer.batches(self.data_adapter.get_jax_iterator())
 
-        return _get_iterator
-
-    def wrap_distribute(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
-            if thread_input.placer is None:
-                return original(data, *args, **kwargs)
-            return thread_input.placer.place(data)
-
-        return _distribute_data
-
-    if not is_patched(trainer):
-        replace(trainer, "_distribute_data", wrap_distribute)
-        replace(trainer.JAXEpochIterator, "_get_iterator", wrap_iterator)
+class _Placement:
+    put: Callable[[Any, Any], Any]
+    is_spread: Callable[[Any], bool]
+    read: Callable[[Any, Any], Any]
 
 
 def hook_jax_placement(
@@ -63,12 +48,8 @@ def hook_jax_placement(
 ) -> None:
     """Lets variables lie on devices of several processes.
 
-    Keras 3.15: `distribute_tensor` of the JAX backend's `distribution_lib`, which
-    `JaxVariable._direct_assign` calls. `jax.device_put`, which it uses, asks all
-    processes whether they have the same value, even where only one may have it yet.
-
     `Variable.__array__` is what `numpy`, `get_weights`, `convert_to_numpy` and what
-    saves a model call; JAX raises there where parts are on other processes.
+    saves a model call.
 
     Args:
         put: places an array that this process has.
@@ -76,39 +57,29 @@ def hook_jax_placement(
         read: makes a NumPy array of a variable's value, given both; None for what JAX
             reads itself.
     """
-    from keras.src.backend.common.variables import Variable as KerasVariable
-    from keras.src.backend.jax import distribution_lib
+    _Placement.put, _Placement.is_spread, _Placement.read = put, is_spread, read
+    patching.install("jax workers")
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def distribute_tensor(tensor: Any, layout: Any) -> Any:
-            import jax
 
-            sharding = getattr(layout, "backend_layout", layout)
-            if (
-                not isinstance(sharding, jax.sharding.Sharding)
-                or sharding.is_fully_addressable
-                or isinstance(tensor, jax.core.Tracer)
-                or is_spread(tensor)
-            ):
-                return original(tensor, layout)
-            return put(tensor, sharding)
+def distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
+    import jax
 
-        return distribute_tensor
+    sharding = getattr(layout, "backend_layout", layout)
+    if (
+        not isinstance(sharding, jax.sharding.Sharding)
+        or sharding.is_fully_addressable
+        or isinstance(tensor, jax.core.Tracer)
+        or _Placement.is_spread(tensor)
+    ):
+        return original(tensor, layout)
+    return _Placement.put(tensor, sharding)
 
-    def wrap_array(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __array__(self: Any, dtype: Any = None) -> Any:
-            found = read(self, self.value)
-            if found is None:
-                return original(self, dtype)
-            return found if dtype is None else found.astype(dtype)
 
-        return __array__
-
-    if not is_patched(distribution_lib):
-        replace(distribution_lib, "distribute_tensor", wrap)
-        replace(KerasVariable, "__array__", wrap_array)
+def variable_array(original: Any, self: Any, dtype: Any = None) -> Any:
+    found = _Placement.read(self, self.value)
+    if found is None:
+        return original(self, dtype)
+    return found if dtype is None else found.astype(dtype)
 
 
 def record_jax_state(model: Any, kind: str, state: Any) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from keras_strategies.keras_compat import patching
 
 
 class _Route(threading.local):
@@ -25,12 +28,21 @@ def layer_calls_through(
     `route(layer, call, args, kwargs)` stands in for `layer(*args, **kwargs)`;
     `call` is the original. None lets calls through again.
     """
+    if route is not None:
+        patching.install("routes")
     previous = thread_route.call
     thread_route.call = route
     try:
         yield
     finally:
         thread_route.call = previous
+
+
+def routed_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    route = thread_route.call
+    if route is None:
+        return original(self, *args, **kwargs)
+    return route(self, functools.partial(original, self), args, kwargs)
 
 
 def trained_variables(optimizer: Any) -> Any:

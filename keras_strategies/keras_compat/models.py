@@ -15,10 +15,11 @@ from keras_strategies.keras_compat.variables import raw_value
 STRATEGY_ATTRIBUTE = "_keras_strategies_strategy"
 
 
-def set_strategy(made: Any, strategy: Any) -> None:
-    """Lets a model or a variable remember the strategy it was made under."""
-    # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
-    object.__setattr__(made, STRATEGY_ATTRIBUTE, strategy)
+def base_trainer() -> Any:
+    """`Trainer` of Keras 3.15, which 3.16 calls `BaseTrainer`."""
+    from keras.src.trainers import trainer
+
+    return getattr(trainer, "BaseTrainer", None) or trainer.Trainer
 
 
 @contextlib.contextmanager

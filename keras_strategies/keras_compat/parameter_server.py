@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.hosted import host_of
-from keras_strategies.keras_compat.patching import installed, is_patched, replace
 from keras_strategies.keras_compat.state import outside_stateless_scopes
 
 
@@ -79,37 +79,19 @@ def optimizer_kind(optimizer: Any) -> Any:
     return kind.__mro__[1] if _plain(kind.__mro__[1]) is kind else kind
 
 
-def hook_slots(on_slot: Callable[[Any, Any], None]) -> None:
-    """Calls `on_slot(slot, reference)` for each optimizer variable of a variable's own.
-
-    Keras 3.15: `BaseOptimizer.add_variable_from_reference`. Later calls do nothing.
-    """
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def add(
-            self: Any,
-            reference_variable: Any,
-            name: Any = None,
-            initializer: Any = "zeros",
-        ) -> Any:
-            previous = _slot.reference
-            _slot.reference = reference_variable
-            try:
-                slot = original(
-                    self, reference_variable, name=name, initializer=initializer
-                )
-            finally:
-                _slot.reference = previous
-            on_slot(slot, reference_variable)
-            return slot
-
-        return add
-
-    name = "add_variable_from_reference"
-    if not any(owner is BaseOptimizer and n == name for owner, n, _ in installed):
-        replace(BaseOptimizer, name, wrap)
+def add_slot(
+    original: Any,
+    self: Any,
+    reference_variable: Any,
+    name: Any = None,
+    initializer: Any = "zeros",
+) -> Any:
+    previous = _slot.reference
+    _slot.reference = reference_variable
+    try:
+        return original(self, reference_variable, name=name, initializer=initializer)
+    finally:
+        _slot.reference = previous
 
 
 class _Slot(threading.local):
@@ -136,12 +118,34 @@ applying = _Applying()
 @contextlib.contextmanager
 def applying_through(sink: Callable[..., Any]) -> Iterator[None]:
     """Calls `sink(optimizer, gradients, variables)` instead of `optimizer.apply`."""
+    patching.install("parameter servers")
     previous = applying.sink
     applying.sink = sink
     try:
         yield
     finally:
         applying.sink = previous
+
+
+def shared_apply(
+    original: Any, self: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    # Without a sink, it is the optimizers that it calls that matter.
+    call = original if applying.sink is None else applying.sink
+    return call(self, grads, trainable_variables)
+
+
+def stateless_apply(
+    original: Any,
+    self: Any,
+    optimizer_variables: Any,
+    grads: Any,
+    trainable_variables: Any,
+) -> Any:
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    own = original if applying.sink is None else BaseOptimizer.stateless_apply
+    return own(self, optimizer_variables, grads, trainable_variables)
 
 
 class _Lookups(threading.local):
@@ -152,28 +156,11 @@ class _Lookups(threading.local):
 _lookups = _Lookups()
 
 
-def hook_lookups() -> None:
-    """Lets a thread look up rows of variables itself; later calls do nothing.
-
-    Keras 3.15: `Embedding.call` and `ops.take` call `backend.numpy.take(x, indices,
-    axis)`, with the variable itself for `x`. Keras 3.16: `backend.ops.numpy.take`.
-    """
-    from keras.src import backend
-
-    module: Any = getattr(backend, "numpy", None) or backend.ops.numpy
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def take(x: Any, indices: Any, axis: Any = None) -> Any:
-            found = looked_up(x, indices, axis)
-            if found is not NotImplemented:
-                return found
-            return original(x, indices, axis=axis)
-
-        return take
-
-    if not is_patched(module):
-        replace(module, "take", wrap)
+def take(original: Any, x: Any, indices: Any, axis: Any = None) -> Any:
+    found = looked_up(x, indices, axis)
+    if found is not NotImplemented:
+        return found
+    return original(x, indices, axis=axis)
 
 
 def looked_up(x: Any, indices: Any, axis: Any) -> Any:
@@ -192,43 +179,24 @@ def lookups_through(take: Callable[..., Any] | None) -> Iterator[None]:
     previous = _lookups.take
     _lookups.take = take
     try:
-        yield
+        with patching.installed_while("lookups"):
+            yield
     finally:
         _lookups.take = previous
 
 
-def hook_torch_layers() -> None:
-    """Keeps Torch's layers from reading variables that are not in this process.
-
-    Keras 3.15: `TorchLayer._track_variables` and `_post_track_variable` put the value
-    of each variable into `_torch_params`. Later calls do nothing.
-    """
-    from keras.src.backend.torch import layer
+def track_variables(original: Any, self: Any) -> None:
     from torch.nn import ParameterDict
 
-    kind = layer.TorchLayer
+    if any(host_of(variable) is not None for variable in self.variables):
+        self._torch_params = ParameterDict()
+    else:
+        original(self)
 
-    def wrap_all(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _track_variables(self: Any) -> None:
-            if any(host_of(variable) is not None for variable in self.variables):
-                self._torch_params = ParameterDict()
-            else:
-                original(self)
 
-        return _track_variables
-
-    def wrap_one(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _post_track_variable(self: Any, variable: Any) -> None:
-            if host_of(variable) is None:
-                original(self, variable)
-
-        return _post_track_variable
-
-    if not is_patched(kind):
-        replace(kind, "_track_variables", wrap_all)
-        replace(kind, "_post_track_variable", wrap_one)
+def track_variable(original: Any, self: Any, variable: Any) -> None:
+    if host_of(variable) is None:
+        original(self, variable)
 
 
 def weight_decay_applies(optimizer: Any, variable: Any) -> bool:

@@ -1,39 +1,117 @@
-"""Attributes of Keras that are replaced, and put back."""
+"""Installs and removes the patches of the manifest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
-# What has been replaced: its owner, its name, and what it was.
-installed: list[tuple[Any, str, Any]] = []
+import keras
+
+from keras_strategies.keras_compat.manifest import GROUPS, Patch
+
+#: What has been replaced, by group: owner, name and original.
+installed: dict[str, list[tuple[Any, str, Any]]] = {}
+_lock = threading.RLock()
+_users: dict[str, int] = {}
 
 
-def base_trainer() -> Any:
-    """`Trainer` of Keras 3.15, which 3.16 calls `BaseTrainer`."""
-    from keras.src.trainers import trainer
-
-    return getattr(trainer, "BaseTrainer", None) or trainer.Trainer
-
-
-def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replaces one attribute of a Keras class for as long as hooks are installed."""
-    original = owner.__dict__[name]
-    installed.append((owner, name, original))
-    setattr(owner, name, wrap(original))
+def install(group: str) -> None:
+    """Installs a group of patches; later calls do nothing."""
+    if group in installed:
+        return
+    with _lock:
+        if group not in installed:
+            rows = [row for row in GROUPS[group].patches if is_present(row)]
+            installed[group] = [_replace(row) for row in rows]
 
 
-def is_patched(owner: Any) -> bool:
-    """Whether an attribute of a class or module of Keras has been replaced."""
-    return any(patched is owner for patched, _, _ in installed)
+def remove(group: str) -> None:
+    """Removes a group of patches, unless a block of `installed_while` uses it."""
+    with _lock:
+        if group in installed and not _users.get(group):
+            for owner, name, original in reversed(installed.pop(group)):
+                setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def installed_while(group: str) -> Iterator[None]:
+    """Installs a group of patches for a block of code, in any number of threads."""
+    with _lock:
+        _users[group] = _users.get(group, 0) + 1
+        install(group)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users[group] -= 1
+            remove(group)
+
+
+def is_installed(group: str) -> bool:
+    return group in installed
 
 
 def uninstall() -> None:
-    """Takes every hook out again, for tests."""
-    while installed:
-        owner, name, original = installed.pop()
-        setattr(owner, name, original)
+    """Removes all patches, for tests."""
+    with _lock:
+        for group in reversed(list(installed)):
+            remove(group)
 
 
-def is_installed() -> bool:
-    return bool(installed)
+def is_present(patch: Patch) -> bool:
+    """Whether the backend and the version of Keras have what a patch replaces."""
+    version = ".".join(keras.__version__.split(".")[:2])
+    return patch.backend in ("", keras.backend.backend()) and version in patch.versions
+
+
+def owner_of(patch: Patch) -> Any:
+    """The class or module that a patch changes.
+
+    Raises:
+        AttributeError: if it has moved.
+    """
+    names = patch.owner.format(backend=keras.backend.backend()).split(" | ")
+    found = [resolved(name) for name in names]
+    owners = [each for each in found if each and patch.name in vars(each)]
+    if not owners:
+        raise AttributeError(
+            f"Keras {keras.__version__} has no attribute {patch.name!r} of "
+            f"{patch.owner!r}, which keras_compat/manifest.py replaces."
+        )
+    return owners[0]
+
+
+def resolved(path: str) -> Any:
+    """What a full name stands for; None if there is nothing of that name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        parent, _, name = path.rpartition(".")
+        return getattr(resolved(parent), name, None) if parent else None
+
+
+def _replace(patch: Patch) -> tuple[Any, str, Any]:
+    owner = owner_of(patch)
+    original = vars(owner)[patch.name]
+    setattr(owner, patch.name, _wrapped(original, function_of(patch)))
+    return owner, patch.name, original
+
+
+def function_of(patch: Patch) -> Callable[..., Any]:
+    """The function that is called instead of what a patch replaces."""
+    module, _, name = patch.around.rpartition(".")
+    package = importlib.import_module(f"{__package__}.{module}")
+    found: Callable[..., Any] = getattr(package, name)
+    return found
+
+
+def _wrapped(original: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return wrapper

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from keras_strategies.keras_compat.models import STRATEGY_ATTRIBUTE
-from keras_strategies.keras_compat.parameter_server import is_optimizer
+from keras_strategies.keras_compat.parameter_server import (
+    is_optimizer,
+    optimizer_kind,
+)
 
 # What is left out of the state of models and layers that go to another process:
 # programs, and what TensorFlow notes of its own.
@@ -40,6 +43,11 @@ def object_state(made: Any) -> dict[str, Any] | None:
         state["_modules"] = dict(state["_modules"])
         del state["_modules"]["_torch_params"]
     return state
+
+
+def class_of(made: Any) -> Any:
+    """The class of a Keras object, as the user wrote or chose it."""
+    return optimizer_kind(made) if is_optimizer(made) else made.__class__
 
 
 def rebuilt(made: Any) -> tuple[Any, ...] | None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from keras_strategies.keras_compat.models import build_optimizer, strategy_of
-from keras_strategies.keras_compat.patching import replace
+from keras_strategies.keras_compat.models import build_optimizer
 
 _NUMBER = re.compile(r"(.*?)(?:_(\d+))?$")
 
 
-def hook_state_trees() -> None:
-    """Loads state trees into models of strategies whole, or not at all.
+def tree_of_model(model: Any, tree: Any) -> dict[str, dict[str, Any]]:
+    """A state tree with the paths of a model's variables, of all or none.
 
     Keras 3.15 and 3.16: `Model.set_state_tree` assigns to variables whose path is in
     the tree and says nothing of the others. Paths change from model to model: Keras
@@ -22,19 +20,8 @@ def hook_state_trees() -> None:
     has no name of its own in them. So `load_model` and `load_weights` of an Orbax
     checkpoint may leave a model as it was initialized.
     """
-    from keras.src.models.model import Model
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def set_state_tree(self: Any, state_tree: Any) -> Any:
-            if strategy_of(self) is None:
-                return original(self, state_tree)
-            build_optimizer(self)
-            return original(self, _renamed(self, state_tree))
-
-        return set_state_tree
-
-    replace(Model, "set_state_tree", wrap)
+    build_optimizer(model)
+    return _renamed(model, tree)
 
 
 def _renamed(model: Any, tree: Any) -> dict[str, dict[str, Any]]:

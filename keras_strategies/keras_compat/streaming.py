@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.hosted import is_streamed
-from keras_strategies.keras_compat.patching import is_patched, replace
 
 _PIECE_BYTES = 32 << 20
 
@@ -53,100 +52,66 @@ class _Loading(threading.local):
 _loading = _Loading()
 
 
-def hook_saving() -> None:
-    """Streams large variables that are elsewhere to and from files.
+def streamed_files() -> contextlib.AbstractContextManager[None]:
+    """Streams large variables that are on parameter servers to and from files."""
+    if patching.is_installed("parameter servers"):
+        return patching.installed_while("streaming")
+    return contextlib.nullcontext()
 
-    Keras 3.15: `saving_lib`'s `H5IOStore` and `ShardedH5IOStore`, which turn each
-    variable into one array, `_load_state`, which visits layers and optimizers, and
-    `is_memory_sufficient`, which lets whole files be held in memory;
-    `BaseOptimizer.save_own_variables`. Later calls do nothing.
-    """
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+def write_variable(original: Any, self: Any, key: str, value: Any) -> None:
+    if not is_streamed(value):
+        original(self, key, value)
+        return
+    if not self._h5_entry_initialized:
+        self._create_h5_group(self._h5_entry_path)
+    _write(self._h5_entry_group, key, value)
+
+
+def write_sharded(original: Any, self: Any, key: str, value: Any) -> None:
+    if not is_streamed(value):
+        original(self, key, value)
+        return
+    size = _nbytes(value)
+    if size > self.max_shard_size:
+        raise ValueError(
+            f"Variable {value.path!r} has {size / 1024**3:.3f} GB, more than "
+            f"`max_shard_size`, {self.max_shard_size / 1024**3:.3f} GB. Raise "
+            "`max_shard_size`, or save without it: the file is written piece by piece."
+        )
+    # A small value in its place does all else that there is to do.
+    self.total_shard_size += size
+    self.current_shard_size += size
+    original(self, key, np.zeros((0,), "float32"))
+    del self._h5_entry_group[key]
+    _write(self._h5_entry_group, key, value)
+
+
+def read_variable(original: Any, self: Any, key: str) -> Any:
     from keras.src.saving import saving_lib
 
-    if is_patched(saving_lib.H5IOStore):
+    if _loading.is_hosted:
+        dataset = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)
+        if dataset.ndim and dataset.nbytes > _PIECE_BYTES:
+            return StoredRows(dataset)
+    return original(self, key)
+
+
+def load_state(original: Any, saveable: Any, *args: Any, **kwargs: Any) -> None:
+    with _loads(any(map(is_streamed, getattr(saveable, "variables", ())))):
+        original(saveable, *args, **kwargs)
+
+
+def memory_suffices(original: Any, model: Any) -> bool:
+    return not any(map(is_streamed, model.variables)) and original(model)
+
+
+def save_slots(original: Any, self: Any, store: Any) -> None:
+    if not any(map(is_streamed, self.variables)):
+        original(self, store)
         return
-
-    def wrap_set(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __setitem__(self: Any, key: str, value: Any) -> None:
-            if not is_streamed(value):
-                original(self, key, value)
-                return
-            if not self._h5_entry_initialized:
-                self._create_h5_group(self._h5_entry_path)
-            _write(self._h5_entry_group, key, value)
-
-        return __setitem__
-
-    def wrap_set_sharded(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __setitem__(self: Any, key: str, value: Any) -> None:
-            if not is_streamed(value):
-                original(self, key, value)
-                return
-            size = _nbytes(value)
-            if size > self.max_shard_size:
-                raise ValueError(
-                    f"Variable {value.path!r} has {size / 1024**3:.3f} GB, more than "
-                    f"`max_shard_size`, {self.max_shard_size / 1024**3:.3f} GB. Raise "
-                    "`max_shard_size`, or save without it: the file is written piece "
-                    "by piece."
-                )
-            # A small value in its place does all else that there is to do.
-            self.total_shard_size += size
-            self.current_shard_size += size
-            original(self, key, np.zeros((0,), "float32"))
-            del self._h5_entry_group[key]
-            _write(self._h5_entry_group, key, value)
-
-        return __setitem__
-
-    def wrap_get(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __getitem__(self: Any, key: str) -> Any:
-            if _loading.is_hosted:
-                dataset = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)
-                if dataset.ndim and dataset.nbytes > _PIECE_BYTES:
-                    return StoredRows(dataset)
-            return original(self, key)
-
-        return __getitem__
-
-    def wrap_load_state(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def _load_state(saveable: Any, *args: Any, **kwargs: Any) -> None:
-            with _loads(any(map(is_streamed, getattr(saveable, "variables", ())))):
-                original(saveable, *args, **kwargs)
-
-        return _load_state
-
-    def wrap_memory(original: Callable[..., bool]) -> Callable[..., bool]:
-        @functools.wraps(original)
-        def is_memory_sufficient(model: Any) -> bool:
-            if any(map(is_streamed, model.variables)):
-                return False
-            return original(model)
-
-        return is_memory_sufficient
-
-    def wrap_save_own(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def save_own_variables(self: Any, store: Any) -> None:
-            if not any(map(is_streamed, self.variables)):
-                original(self, store)
-                return
-            for i, variable in enumerate(self.variables):
-                store[str(i)] = variable if is_streamed(variable) else variable.numpy()
-
-        return save_own_variables
-
-    replace(saving_lib.H5IOStore, "__setitem__", wrap_set)
-    replace(saving_lib.ShardedH5IOStore, "__setitem__", wrap_set_sharded)
-    replace(saving_lib.H5IOStore, "__getitem__", wrap_get)
-    replace(saving_lib, "_load_state", wrap_load_state)
-    replace(saving_lib, "is_memory_sufficient", wrap_memory)
-    replace(BaseOptimizer, "save_own_variables", wrap_save_own)
+    for i, variable in enumerate(self.variables):
+        store[str(i)] = variable if is_streamed(variable) else variable.numpy()
 
 
 @contextlib.contextmanager

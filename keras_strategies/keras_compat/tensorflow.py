@@ -7,7 +7,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.keras_compat.patching import base_trainer, is_patched, replace
+from keras_strategies.keras_compat import patching
+
+
+class _Replicas:
+    on_replica: Callable[[], bool]
+    has_several_devices: Callable[[Any], bool]
+    initialize: Callable[[Any, Callable[[Any], None], Any], None]
+    outside_replicas: Callable[[], contextlib.AbstractContextManager[None]]
+    in_strategy: Callable[[], bool]
 
 
 def hook_tensorflow(
@@ -27,78 +35,47 @@ def hook_tensorflow(
         outside_replicas: gives the context in which TensorFlow's default strategy is
             the current one.
         in_strategy: whether one of our strategies is current.
-
-    Keras 3.15: `scale_loss_for_distribution` and its inverse divide by the number
-    of replicas in a `tf.distribute` strategy; where `on_replica()`, losses are of
-    the replica's rows already. `Trainer._resolve_auto_jit_compile` chooses XLA on
-    accelerators, which cannot compile a program for several of them.
-    `Variable._initialize` makes the `tf.Variable`, at once or later.
-    `TFOptimizer.__init__` takes the current `tf.distribute` strategy as the one of its
-    slots. `TFOptimizer._all_reduce_sum_gradients` reduces over the replicas of
-    `tf.distribute`; with its default strategy that changes nothing and registers a
-    gradient function that holds the graph until the process ends.
     """
+    _Replicas.on_replica = on_replica
+    _Replicas.has_several_devices = has_several_devices
+    _Replicas.initialize = initialize
+    _Replicas.outside_replicas = outside_replicas
+    _Replicas.in_strategy = in_strategy
+    patching.install("tensorflow replicas")
+
+
+def is_trained_on_several_devices(model: Any) -> bool:
+    """Whether steps of a model have several devices on TensorFlow."""
+    if not patching.is_installed("tensorflow replicas"):
+        return False
+    return _Replicas.has_several_devices(model)
+
+
+def scale_loss(original: Any, value: Any) -> Any:
+    return value if _Replicas.on_replica() else original(value)
+
+
+def initialize(original: Any, self: Any, value: Any) -> None:
+    _Replicas.initialize(self, functools.partial(original, self), value)
+
+
+def optimizer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    if not _Replicas.on_replica():
+        original(self, *args, **kwargs)
+        return
+    with _Replicas.outside_replicas():
+        original(self, *args, **kwargs)
+
+
+def sum_gradients(original: Any, self: Any, grads_and_vars: Any) -> Any:
     import tensorflow as tf
-    from keras.src.backend import Variable
-    from keras.src.backend.tensorflow.optimizer import (
-        TFOptimizer,
-        filter_empty_gradients,
-    )
-    from keras.src.losses import loss
+    from keras.src.backend.tensorflow.optimizer import filter_empty_gradients
 
-    Trainer = base_trainer()
-    owner = next(base for base in Variable.__mro__ if "_initialize" in vars(base))
-
-    def wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def scale(value: Any) -> Any:
-            return value if on_replica() else original(value)
-
-        return scale
-
-    def wrap_resolve(original: Callable[..., bool]) -> Callable[..., bool]:
-        @functools.wraps(original)
-        def _resolve_auto_jit_compile(self: Any) -> bool:
-            return not has_several_devices(self) and original(self)
-
-        return _resolve_auto_jit_compile
-
-    def wrap_initialize(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def _initialize(self: Any, value: Any) -> None:
-            initialize(self, functools.partial(original, self), value)
-
-        return _initialize
-
-    def wrap_optimizer(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if not on_replica():
-                original(self, *args, **kwargs)
-                return
-            with outside_replicas():
-                original(self, *args, **kwargs)
-
-        return __init__
-
-    def wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
-            if not in_strategy() or tf.distribute.has_strategy():
-                return original(self, grads_and_vars)
-            grads_and_vars = list(grads_and_vars)
-            filter_empty_gradients(grads_and_vars)  # Its errors and warnings.
-            return grads_and_vars
-
-        return _all_reduce_sum_gradients
-
-    if not is_patched(loss):
-        replace(TFOptimizer, "_all_reduce_sum_gradients", wrap_reduce)
-        replace(TFOptimizer, "__init__", wrap_optimizer)
-        replace(owner, "_initialize", wrap_initialize)
-        replace(loss, "scale_loss_for_distribution", wrap_scale)
-        replace(loss, "unscale_loss_for_distribution", wrap_scale)
-        replace(Trainer, "_resolve_auto_jit_compile", wrap_resolve)
+    if not _Replicas.in_strategy() or tf.distribute.has_strategy():
+        return original(self, grads_and_vars)
+    grads_and_vars = list(grads_and_vars)
+    filter_empty_gradients(grads_and_vars)  # Its errors and warnings.
+    return grads_and_vars
 
 
 def is_in_optimizer() -> bool:

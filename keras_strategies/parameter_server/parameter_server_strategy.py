@@ -163,9 +163,7 @@ class ParameterServerStrategy(Strategy):
         self._resolver = resolver
         self._coordinator: Any = None
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
-        keras_compat.hook_lookups()
-        keras_compat.hook_slots(lambda slot, reference: None)
-        keras_compat.hook_saving()
+        keras_compat.install_patches("parameter servers")
         get_engine().install()
         options = ClusterOptions(
             workers=spec.num_tasks("worker"),

@@ -147,7 +147,7 @@ class Strategy(StrategyCore):
         ...     model = keras.Sequential([keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
         """
-        with context.cross_replica(self), self._trainer.scope():
+        with context.entered(self), keras_compat.installed_while("scope"):
             yield self
 
     def run(
@@ -203,7 +203,7 @@ class Strategy(StrategyCore):
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
         if not checked.experimental_enable_dynamic_batch_size:
             local_results.check_equal_shapes(self, own_args, own_kwargs)
-        with self.scope(), replacements_named():
+        with context.entered(self), replacements_named():
             results = self._backend.run_replicas(self, fn, own_args, own_kwargs)
         check_results(results)
         check_no_tensorflow_results(results)
@@ -240,7 +240,7 @@ class Strategy(StrategyCore):
         self._check_outside_replicas("reduce")
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
-        with self.scope():
+        with context.entered(self):
             return reduce_gather.reduce(self, op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -258,7 +258,7 @@ class Strategy(StrategyCore):
             RuntimeError: inside `run`; use `ReplicaContext.all_gather` there.
         """
         self._check_outside_replicas("gather")
-        with self.scope():
+        with context.entered(self):
             return reduce_gather.gather(self, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -497,7 +497,7 @@ class Strategy(StrategyCore):
                 f"`keep` must be a number of checkpoints, 1 or more. Received: {keep!r}"
             )
         self._check_owns(model, "save")
-        with self.scope():
+        with context.entered(self):
             return self._trainer.save_sharded(model, Path(directory), keep)
 
     def load_sharded(self, model: Any, directory: str | os.PathLike[str]) -> int:
@@ -519,7 +519,7 @@ class Strategy(StrategyCore):
             RuntimeError: as for `save_sharded`.
         """
         self._check_owns(model, "load")
-        with self.scope():
+        with context.entered(self):
             keras_compat.build_optimizer(model)
             return self._trainer.load_sharded(model, Path(directory))
 

@@ -63,27 +63,38 @@ class StrategyHooks:
             state.made.begin()
         return replica.strategy.trainer.creating_variable()
 
+    def check_strategy(self, model: Any, name: str) -> None:
+        current = context.current_strategy()
+        if (
+            current is None
+            or context.current_replica()
+            or keras_compat.strategy_of(model) is not None
+        ):
+            return
+        raise ModelScopeError(
+            f"`{name}` was called inside the scope of {current!r} on model "
+            f"{model.name!r}, which was created outside of it, so the strategy has "
+            "not placed its variables. Create and compile the model in `with "
+            "strategy.scope():`; `fit` may be called anywhere."
+        )
+
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
         strategy = keras_compat.strategy_of(model)
-        if strategy is None:
-            current = context.current_strategy()
-            if current is not None and not context.current_replica():
-                raise ModelScopeError(
-                    f"`{name}` was called inside the scope of {current!r} on model "
-                    f"{model.name!r}, which was created outside of it, so the "
-                    "strategy has not placed its variables. Create and compile the "
-                    "model in `with strategy.scope():`; `fit` may be called "
-                    "anywhere."
-                )
-            yield
-            return
+        is_short = name.endswith("on_batch")
         with (
-            strategy.scope(),
+            context.entered(strategy),
+            contextlib.nullcontext()
+            if is_short
+            else keras_compat.installed_while("scope"),
             strategy.trainer.method(model, name),
             worker_training.method(strategy, model, name),
         ):
             yield
+
+    def input(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        strategy = context.current_strategy()
+        return {} if strategy is not None else model_arguments(None, "fit", arguments)
 
     def input_made(self, adapter: Any) -> None:
         strategy = context.current_strategy()
@@ -93,8 +104,7 @@ class StrategyHooks:
                 check_batch(spec)
 
     def building(self, model: Any, batch: Any) -> None:
-        strategy = keras_compat.strategy_of(model)
-        if strategy is not None and strategy.num_replicas_in_sync > 1:
+        if keras_compat.strategy_of(model).num_replicas_in_sync > 1:
             check_batch(batch)
 
     def arguments(
@@ -102,49 +112,38 @@ class StrategyHooks:
     ) -> dict[str, Any]:
         strategy = keras_compat.strategy_of(model)
         changed = model_arguments(strategy, name, arguments)
-        if strategy is not None:
-            changed |= worker_training.arguments(
-                strategy, model, name, arguments | changed
-            )
-        return changed
+        return changed | worker_training.arguments(
+            strategy, model, name, arguments | changed
+        )
 
     def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
-        strategy = keras_compat.strategy_of(model)
-        if strategy is None:
-            return contextlib.nullcontext(path)
-        return _writing(strategy, model, path)
+        return _writing(keras_compat.strategy_of(model), model, path)
 
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        strategy = keras_compat.strategy_of(model)
-        if strategy is None:
-            return contextlib.nullcontext()
-        return strategy.trainer.exporting(model)
+        exporting: contextlib.AbstractContextManager[None] = keras_compat.strategy_of(
+            model
+        ).trainer.exporting(model)
+        return exporting
 
     def loaded(self, model: Any, source: Any) -> None:
         read_seeds(source, keras_compat.seed_states(model))
 
     def saves(self, model: Any) -> bool:
         strategy = keras_compat.strategy_of(model)
-        if strategy is None or strategy.workers is None:
-            return True
-        if strategy.workers.group.is_chief:
+        if strategy.workers is None or strategy.workers.group.is_chief:
             return True
         with strategy.trainer.reading(model):
             return False
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
-        strategy = keras_compat.strategy_of(model)
-        if strategy is None:
-            return original(*bound.args, **bound.kwargs)
-        return strategy.trainer.call(model, name, original, bound)
+        trainer = keras_compat.strategy_of(model).trainer
+        return trainer.call(model, name, original, bound)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
     ) -> Any:
-        strategy = keras_compat.strategy_of(model)
-        if strategy is None:
-            return make(force)
-        return strategy.trainer.step_function(model, kind, make, force)
+        trainer = keras_compat.strategy_of(model).trainer
+        return trainer.step_function(model, kind, make, force)
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
         if isinstance(current_policy(), ShapesOnly):

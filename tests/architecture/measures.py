@@ -212,13 +212,33 @@ def replaced_attributes(source: Source) -> dict[str, int]:
     found = {}
     for module in source.modules:
         if module.name.startswith("keras_compat"):
-            is_manifest = module.name.endswith(".manifest")
-            count = _calls(module, ("Patch",) if is_manifest else ("replace",))
+            groups = _groups(module, is_temporary=False)
+            count = sum(groups) if groups else _calls(module, ("replace",))
         else:
             count = len(list(_foreign_assignments(module)))
         if count:
             found[module.name] = count
     return found
+
+
+def temporary_attributes(source: Source) -> int:
+    """Attributes of Keras that are replaced while a block of code runs."""
+    return sum(
+        sum(_groups(module, is_temporary=True))
+        for module in source.modules
+        if module.name.startswith("keras_compat")
+    )
+
+
+def _groups(module: Module, *, is_temporary: bool) -> list[int]:
+    """Sizes of a manifest's groups of patches."""
+    return [
+        sum(isinstance(n, ast.Call) and ast.unparse(n.func) == "Patch" for n in nodes)
+        for node in module.nodes
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Group"
+        for nodes in [list(ast.walk(node))]
+        if is_temporary == any(each.arg == "is_temporary" for each in node.keywords)
+    ]
 
 
 def _foreign_assignments(module: Module) -> Iterator[str]:
@@ -447,6 +467,7 @@ def measures(source: Source) -> dict[str, int]:
         "attributes replaced for the process": sum(
             replaced_attributes(source).values()
         ),
+        "attributes replaced for a time": temporary_attributes(source),
         "StatelessScope subclasses": len(source.subclasses("StatelessScope")),
         "communicators": len(source.subclasses("Communicator")),
         "modules that start processes": len(launchers(source)),

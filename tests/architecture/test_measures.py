@@ -16,6 +16,7 @@ from architecture.measures import (
     measures,
     private_names,
     replaced_attributes,
+    temporary_attributes,
 )
 
 #: Bounds from above. They only go down.
@@ -72,6 +73,14 @@ def test_replaced_attributes_are_counted_through_loops(tmp_path: Path) -> None:
         other="import ray\nray.x.y = 1\n",
     )
     assert replaced_attributes(source) == {"keras_compat.hooks": 3, "other": 1}
+
+
+def test_replaced_attributes_are_counted_in_a_manifest(tmp_path: Path) -> None:
+    text = "A = Group('', (Patch(), Patch()))\n"
+    text += "B = Group('', (Patch(),), is_temporary=True)\n"
+    source = package(tmp_path, keras_compat__manifest=text)
+    assert replaced_attributes(source) == {"keras_compat.manifest": 2}
+    assert temporary_attributes(source) == 1
 
 
 def test_lines_are_counted_by_kind(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def batch(rows: int = 6, weights: bool = True):
 def program(made, kind: str = "train"):
     """The step of a model, as a worker has it."""
     keras_compat.install(StrategyHooks())
-    keras_compat.hook_lookups()
+    keras_compat.install_patches("parameter servers")
     # Makes the variables of metrics; Keras's own way of compiling takes a minute.
     compiles, made.jit_compile = made.jit_compile, False
     made.train_on_batch(*batch()[:2])

@@ -77,7 +77,6 @@ class TensorFlowTrainer(TrainerAdapter):
             if self.placement.is_single and home.kind != "cpu"
             else None
         )
-        keras_compat.hook_tensorflow_input()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -52,7 +52,6 @@ class TorchTrainer(TrainerAdapter):
             if self.placement.is_single and home.type == "cuda"
             else None
         )
-        keras_compat.hook_torch_input()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

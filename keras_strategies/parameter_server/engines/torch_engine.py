@@ -38,7 +38,7 @@ class TorchParameterServerEngine(ParameterServerEngine):
     updates_in_place = True
 
     def install(self) -> None:
-        keras_compat.hook_torch_layers()
+        keras_compat.install_patches("torch servers")
 
     def model_body(self, model: Any, kind: str) -> Body:
         step = super().model_body(model, kind)

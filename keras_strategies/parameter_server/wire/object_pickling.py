@@ -87,10 +87,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not isinstance(made, type):
             state: Any = keras_compat.object_state(made)
             if state is not None:
-                kind = type(made)
-                if keras_compat.is_optimizer(made):
-                    kind = keras_compat.optimizer_kind(made)
-                arguments = (self._number_of(made), kind)
+                arguments = (self._number_of(made), keras_compat.class_of(made))
                 return _object, arguments, state, None, None, _set_state
             again = keras_compat.rebuilt(made)
             if again is not None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.devices import Device
 from keras_strategies.parameter_server.engines import get_engine
 from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
@@ -35,7 +35,6 @@ class WorkerStrategy(Strategy):
 
     def __init__(self, worker: Worker):
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
-        keras_compat.hook_lookups()
         get_engine().install()
         self._worker = worker
         self._replica = context.ReplicaContext(self, 0, SingleReplica(self))

@@ -51,7 +51,6 @@ class JaxTrainer(TrainerAdapter):
 
     def __init__(self, strategy: StrategyCore, placer: JaxBatchPlacer):
         super().__init__(strategy)
-        keras_compat.hook_jax_input()
         self.placer = placer
         if self.placement.workers is not None:
             keras_compat.hook_jax_placement(

@@ -156,7 +156,6 @@ class ShardedTrainer(TrainerAdapter):
         placements = Placements(self._distribution.device_mesh.backend_mesh)
         self._call = ShardedCall(placements, self._distribution)
         self._unsharded_ops = UnshardedOps()
-        keras_compat.hook_torch_input()
         keras_compat.hook_torch_dtensors(whole, match_placements, _read)
 
     def distribution(self) -> ShardedDistribution:

@@ -1,0 +1,500 @@
+"""All that is replaced in Keras.
+
+A row says what is replaced, by what and why. `patching` installs the rows of a group;
+`tests/test_manifest.py` compares each row with the installed Keras and says what has
+moved. What is used without being replaced is in `private_names`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSIONS = ("3.15", "3.16")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An attribute of Keras that is replaced.
+
+    Args:
+        owner: str, full name of the class or module, in which `{backend}` stands for
+            the backend's name. Versions that name it differently are separated by
+            `" | "`.
+        name: str, the attribute.
+        signature: str, the original's, of several versions likewise.
+        around: str, the function of this package that is called instead, as
+            `around(original, *args, **kwargs)`: its module and its name.
+        why: str.
+        backend: str, the backend that has it; empty for all.
+        versions: tuple of str, the versions of Keras that have it.
+    """
+
+    owner: str
+    name: str
+    signature: str
+    around: str
+    why: str
+    backend: str = ""
+    versions: tuple[str, ...] = VERSIONS
+
+
+@dataclass(frozen=True)
+class Group:
+    """Patches that are installed together.
+
+    Args:
+        when: str, the time that they are there.
+        patches: tuple of `Patch`.
+        is_temporary: bool, whether they are removed while the process goes on.
+    """
+
+    when: str
+    patches: tuple[Patch, ...]
+    is_temporary: bool = False
+
+
+_TRAINER = "keras.src.trainers.trainer.BaseTrainer | keras.src.trainers.trainer.Trainer"
+_VARIABLE = "keras.src.backend.common.variables.Variable"
+_LAYER = "keras.src.layers.layer.Layer"
+_OPTIMIZER = "keras.src.optimizers.base_optimizer.BaseOptimizer"
+_LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer"
+_SAVING = "keras.src.saving.saving_lib"
+_JAX = "keras.src.backend.jax"
+_TENSORFLOW = "keras.src.backend.tensorflow"
+_TORCH = "keras.src.backend.torch"
+_BACKEND = "keras.src.backend.{backend}"
+_APPLY = "(self, grads, trainable_variables=None)"
+
+GROUPS: dict[str, Group] = {
+    "strategies": Group(
+        "From the first strategy, or distributed dataset for `fit`, on.",
+        (
+            Patch(
+                _TRAINER,
+                "__init__",
+                "(self)",
+                "hooks.trainer_init",
+                "A model that is made in a scope belongs to the strategy.",
+            ),
+            Patch(
+                _VARIABLE,
+                "__init__",
+                "(self, initializer, shape=None, dtype=None, trainable=True, "
+                "autocast=True, aggregation='none', synchronization='auto', "
+                "name=None, layout=None, **kwargs)",
+                "hooks.variable_init",
+                "A variable that is made in a scope belongs to the strategy, and so "
+                "does its initial value to a traced program.",
+            ),
+            Patch(
+                _VARIABLE,
+                "assign",
+                "(self, value)",
+                "hooks.assign",
+                "On-read variables have a value for each replica.",
+            ),
+            Patch(
+                _VARIABLE,
+                "assign_add",
+                "(self, value)",
+                "hooks.assign_add",
+                "Replicas in `run` may add to any variable. What they add is summed, "
+                "not what they assign.",
+            ),
+            Patch(
+                _VARIABLE,
+                "assign_sub",
+                "(self, value)",
+                "hooks.assign_sub",
+                "As `assign_add`.",
+            ),
+            Patch(
+                _VARIABLE,
+                "__repr__",
+                "(self)",
+                "hooks.variable_repr",
+                "It says which devices the variable is on.",
+            ),
+            Patch(
+                _OPTIMIZER,
+                "apply",
+                _APPLY,
+                "hooks.apply",
+                "Replicas in `run` may call any optimizer. Gradients are summed first.",
+            ),
+            Patch(
+                _LOSS_SCALE,
+                "apply",
+                _APPLY,
+                "hooks.apply",
+                "Overrides the method of `BaseOptimizer`.",
+            ),
+            Patch(
+                "keras.src.layers.normalization.batch_normalization.BatchNormalization",
+                "_moments",
+                "(self, inputs, mask)",
+                "hooks.moments",
+                "Replicas in `run` use statistics of the global batch.",
+            ),
+            Patch(
+                "keras.src.trainers.epoch_iterator.EpochIterator",
+                "__init__",
+                "(self, x, y=None, sample_weight=None, batch_size=None, "
+                "steps_per_epoch=None, shuffle=False, class_weight=None, "
+                "steps_per_execution=1)",
+                "hooks.epochs",
+                "`fit` takes distributed datasets, without a strategy too, and "
+                "refuses batches that cannot be split.",
+            ),
+            Patch(
+                _SAVING,
+                "_load_model_from_fileobj",
+                "(fileobj, custom_objects, compile, safe_mode)",
+                "hooks.load_model",
+                "`load_model` restores the states of seed generators.",
+            ),
+        ),
+    ),
+    "scope": Group(
+        "While `strategy.scope()` is open.",
+        (
+            Patch(
+                "keras.src.models.model.Trainer",
+                "fit",
+                "(self, x=None, y=None, batch_size=None, epochs=1, verbose='auto', "
+                "callbacks=None, validation_split=0.0, validation_data=None, "
+                "shuffle=True, class_weight=None, sample_weight=None, "
+                "initial_epoch=0, steps_per_epoch=None, validation_steps=None, "
+                "validation_batch_size=None, validation_freq=1)",
+                "hooks.refuse_foreign",
+                "A model that was made outside of the scope is an error in it.",
+            ),
+            Patch(
+                "keras.src.models.model.Trainer",
+                "evaluate",
+                "(self, x=None, y=None, batch_size=None, verbose='auto', "
+                "sample_weight=None, steps=None, callbacks=None, return_dict=False, "
+                "**kwargs)",
+                "hooks.refuse_foreign",
+                "A model that was made outside of the scope is an error in it.",
+            ),
+            Patch(
+                "keras.src.models.model.Trainer",
+                "predict",
+                "(self, x, batch_size=None, verbose='auto', steps=None, "
+                "callbacks=None)",
+                "hooks.refuse_foreign",
+                "A model that was made outside of the scope is an error in it.",
+            ),
+            Patch(
+                "keras.src.models.model.Trainer",
+                "train_on_batch",
+                "(self, x, y=None, sample_weight=None, class_weight=None, "
+                "return_dict=False)",
+                "hooks.refuse_foreign",
+                "A model that was made outside of the scope is an error in it.",
+            ),
+            Patch(
+                "keras.src.models.model.Trainer",
+                "test_on_batch",
+                "(self, x, y=None, sample_weight=None, return_dict=False)",
+                "hooks.refuse_foreign",
+                "A model that was made outside of the scope is an error in it.",
+            ),
+            Patch(
+                "keras.src.models.model.Trainer",
+                "predict_on_batch",
+                "(self, x)",
+                "hooks.refuse_foreign",
+                "A model that was made outside of the scope is an error in it.",
+            ),
+            Patch(
+                _TRAINER,
+                "compile",
+                "(self, optimizer='rmsprop', loss=None, loss_weights=None, "
+                "metrics=None, weighted_metrics=None, run_eagerly=False, "
+                "steps_per_execution=1, jit_compile='auto', auto_scale_loss=True)",
+                "hooks.refuse_foreign",
+                "As `fit`.",
+            ),
+        ),
+        is_temporary=True,
+    ),
+    "routes": Group(
+        "From a step that splits layer calls on, until the model's method ends.",
+        (
+            Patch(
+                _LAYER,
+                "__call__",
+                "(self, *args, **kwargs)",
+                "layers.routed_call",
+                "The outermost layer call of a step is computed by all replicas, also "
+                "of a layer that was made outside of the scope.",
+            ),
+        ),
+        is_temporary=True,
+    ),
+    "input": Group(
+        "From a strategy that places batches on, until a model's method ends.",
+        (
+            Patch(
+                f"{_JAX}.trainer",
+                "_distribute_data",
+                "(data, layouts=None) | (data, layouts=None, is_super_batch=False)",
+                "jax.distribute_data",
+                "`train_on_batch` and its siblings place batches by it.",
+                backend="jax",
+            ),
+            Patch(
+                f"{_JAX}.trainer.JAXEpochIterator",
+                "_get_iterator",
+                "(self)",
+                "jax.epoch_batches",
+                "It has the layouts of the first batch for all.",
+                backend="jax",
+            ),
+            Patch(
+                f"{_TENSORFLOW}.trainer.TFEpochIterator",
+                "__init__",
+                "(self, distribute_strategy=None, *args, **kwargs)",
+                "input.tensorflow_epochs",
+                "`_distributed_dataset` is iterated over in each epoch.",
+                backend="tensorflow",
+            ),
+            Patch(
+                f"{_TORCH}.trainer.TorchEpochIterator",
+                "_get_iterator",
+                "(self)",
+                "input.torch_epoch_batches",
+                "Batches are placed ahead of their use.",
+                backend="torch",
+            ),
+        ),
+        is_temporary=True,
+    ),
+    "jax workers": Group(
+        "From a strategy of several workers on JAX on.",
+        (
+            Patch(
+                f"{_JAX}.distribution_lib",
+                "distribute_tensor",
+                "(tensor, layout)",
+                "jax.distribute_tensor",
+                "`jax.device_put` compares the value in all processes, of which one "
+                "may have it.",
+                backend="jax",
+            ),
+            Patch(
+                _VARIABLE,
+                "__array__",
+                "(self, dtype=None)",
+                "jax.variable_array",
+                "JAX raises where shards are in other processes.",
+                backend="jax",
+            ),
+        ),
+    ),
+    "tensorflow replicas": Group(
+        "From a strategy of several replicas on TensorFlow on.",
+        (
+            Patch(
+                f"{_TENSORFLOW}.optimizer.TFOptimizer",
+                "__init__",
+                "(self, *args, **kwargs)",
+                "tensorflow.optimizer_init",
+                "On a replica it would take the engine's `tf.distribute` strategy for "
+                "that of its slots.",
+                backend="tensorflow",
+            ),
+            Patch(
+                f"{_TENSORFLOW}.optimizer.TFOptimizer",
+                "_all_reduce_sum_gradients",
+                "(self, grads_and_vars)",
+                "tensorflow.sum_gradients",
+                "In the default strategy of `tf.distribute` it registers a gradient "
+                "function that holds the graph until the process ends.",
+                backend="tensorflow",
+            ),
+            Patch(
+                f"{_TENSORFLOW}.core.Variable | keras.src.backend.Variable",
+                "_initialize",
+                "(self, value)",
+                "tensorflow.initialize",
+                "It makes the `tf.Variable`, which may be mirrored.",
+                backend="tensorflow",
+            ),
+            Patch(
+                "keras.src.losses.loss",
+                "scale_loss_for_distribution",
+                "(value)",
+                "tensorflow.scale_loss",
+                "Losses on a replica are of its rows already.",
+                backend="tensorflow",
+            ),
+            Patch(
+                "keras.src.losses.loss",
+                "unscale_loss_for_distribution",
+                "(value)",
+                "tensorflow.scale_loss",
+                "As `scale_loss_for_distribution`.",
+                backend="tensorflow",
+            ),
+        ),
+    ),
+    "torch dtensors": Group(
+        "From a strategy of model parallelism on Torch on.",
+        (
+            Patch(
+                f"{_TORCH}.ops",
+                "convert_to_numpy",
+                "(x)",
+                "torch.to_numpy",
+                "Models are saved by it. It gathers shards, for which every process "
+                "would have to save.",
+                backend="torch",
+                versions=VERSIONS[1:],
+            ),
+            Patch(
+                f"{_TORCH}.ops.core",
+                "convert_to_numpy",
+                "(x)",
+                "torch.to_numpy",
+                "As that of `ops`, which is the same function.",
+                backend="torch",
+                versions=VERSIONS[1:],
+            ),
+            Patch(
+                f"{_TORCH}.ops.nn",
+                "dot_product_attention",
+                "(query, key, value, bias=None, mask=None, scale=None, "
+                "is_causal=False, flash_attention=None, attn_logits_soft_cap=None)",
+                "torch.attention",
+                "It takes the local shards of its arguments for parts that fit "
+                "together.",
+                backend="torch",
+                versions=VERSIONS[1:],
+            ),
+            Patch(
+                _LAYER,
+                "_get_regularization_losses",
+                "(self)",
+                "torch.regularization_losses",
+                "It computes with variables themselves, which are DTensors.",
+                backend="torch",
+                versions=VERSIONS[1:],
+            ),
+        ),
+    ),
+    "parameter servers": Group(
+        "From a parameter-server strategy, or in its workers and servers.",
+        (
+            Patch(
+                _OPTIMIZER,
+                "add_variable_from_reference",
+                "(self, reference_variable, name=None, initializer='zeros')",
+                "parameter_server.add_slot",
+                "A slot is on the server of its variable.",
+            ),
+            Patch(
+                "keras.src.optimizers.multi_optimizer.MultiOptimizer",
+                "apply",
+                _APPLY,
+                "parameter_server.shared_apply",
+                "A worker sends gradients instead of applying them.",
+            ),
+            Patch(
+                _LOSS_SCALE,
+                "stateless_apply",
+                "(self, optimizer_variables, grads, trainable_variables)",
+                "parameter_server.stateless_apply",
+                "It would apply its inner optimizer in a condition.",
+            ),
+        ),
+    ),
+    "lookups": Group(
+        "While a step of a parameter-server worker is traced or runs.",
+        (
+            Patch(
+                f"{_BACKEND}.numpy | {_BACKEND}.ops.numpy",
+                "take",
+                "(x, indices, axis=None)",
+                "parameter_server.take",
+                "`Embedding` and `ops.take` call it with the variable. Rows come from "
+                "servers.",
+            ),
+        ),
+        is_temporary=True,
+    ),
+    "torch servers": Group(
+        "From a parameter-server strategy on Torch on.",
+        (
+            Patch(
+                f"{_TORCH}.layer.TorchLayer",
+                "_track_variables",
+                "(self)",
+                "parameter_server.track_variables",
+                "`_torch_params` has the values of variables, which are on servers.",
+                backend="torch",
+            ),
+            Patch(
+                f"{_TORCH}.layer.TorchLayer",
+                "_post_track_variable",
+                "(self, variable)",
+                "parameter_server.track_variable",
+                "As `_track_variables`.",
+                backend="torch",
+            ),
+        ),
+    ),
+    "streaming": Group(
+        "While a model with variables on parameter servers is saved or loaded.",
+        (
+            Patch(
+                f"{_SAVING}.H5IOStore",
+                "__setitem__",
+                "(self, key, value)",
+                "streaming.write_variable",
+                "One array for each variable: too large for a process.",
+            ),
+            Patch(
+                f"{_SAVING}.ShardedH5IOStore",
+                "__setitem__",
+                "(self, key, value)",
+                "streaming.write_sharded",
+                "As `H5IOStore`.",
+            ),
+            Patch(
+                f"{_SAVING}.H5IOStore",
+                "__getitem__",
+                "(self, key)",
+                "streaming.read_variable",
+                "As `__setitem__`.",
+            ),
+            Patch(
+                _SAVING,
+                "_load_state",
+                "(saveable, weights_store, assets_store, inner_path, "
+                "skip_mismatch=False, visited_saveables=None, failed_saveables=None, "
+                "error_msgs=None)",
+                "streaming.load_state",
+                "It visits layers and optimizers: only arrays of streamed variables "
+                "are read in pieces.",
+            ),
+            Patch(
+                _SAVING,
+                "is_memory_sufficient",
+                "(model)",
+                "streaming.memory_suffices",
+                "It lets whole files be held in memory.",
+            ),
+            Patch(
+                _OPTIMIZER,
+                "save_own_variables",
+                "(self, store)",
+                "streaming.save_slots",
+                "It makes one array of each slot.",
+            ),
+        ),
+        is_temporary=True,
+    ),
+}

@@ -1,0 +1,247 @@
+"""All private names of Keras that are used without being replaced.
+
+`tests/test_manifest.py` says which of them the installed Keras no longer has, and which
+ones `keras_compat` uses that no row names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Private:
+    """Attributes of a class or module of Keras.
+
+    Args:
+        owner: str, its full name; several versions are separated by `" | "`.
+        names: tuple of str.
+        why: str, what they are used for.
+        backend: str, the backend that has them; empty for all.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    why: str
+    backend: str = ""
+
+
+_COMMON = "keras.src.backend.common"
+_ADAPTERS = "keras.src.trainers.data_adapters"
+_SAVING = "keras.src.saving.saving_lib"
+_OPTIMIZER = "keras.src.optimizers.base_optimizer"
+_TRAINER = "keras.src.trainers.trainer"
+
+PRIVATE = (
+    Private(
+        f"{_COMMON}.global_state",
+        ("GLOBAL_STATE_TRACKER", "get_global_attribute", "set_global_attribute"),
+        "State of a thread: scopes, devices, variables that wait for their values.",
+    ),
+    Private(
+        f"{_COMMON}.stateless_scope", ("get_stateless_scope",), "The innermost scope."
+    ),
+    Private(
+        f"{_COMMON}.masking",
+        ("get_keras_mask", "set_keras_mask"),
+        "Masks travel with the rows of a replica.",
+    ),
+    Private(
+        f"{_COMMON}.variables",
+        ("get_autocast_scope",),
+        "The dtype that a variable is read in.",
+    ),
+    Private(
+        f"{_COMMON}.variables.Variable",
+        (
+            "_autocast",
+            "_deferred_initialize",
+            "_direct_assign",
+            "_dtype",
+            "_initialize",
+            "_initialize_with_initializer",
+            "_maybe_autocast",
+            "_path",
+            "_shape",
+            "_value",
+        ),
+        "Placement of values, and hosted variables, which have none.",
+    ),
+    Private("keras.src.backend.jax.core.Variable", ("_layout",), "Layouts.", "jax"),
+    Private(
+        "keras.src.backend.jax.trainer.JAXTrainer",
+        ("_jax_state", "jax_state_sync"),
+        "The arrays of variables while a loop is under way.",
+        "jax",
+    ),
+    Private(
+        "keras.src.backend.tensorflow.core.Variable | keras.src.backend.Variable",
+        (
+            "_copy_trackable_to_cpu",
+            "_export_to_saved_model_graph",
+            "_restore_from_tensors",
+            "_serialize_to_tensors",
+            "_shared_name",
+        ),
+        "Hosted variables in checkpoints and SavedModels.",
+        "tensorflow",
+    ),
+    Private(
+        "keras.src.backend.tensorflow.optimizer",
+        ("filter_empty_gradients",),
+        "Errors and warnings of an optimizer.",
+        "tensorflow",
+    ),
+    Private(
+        "keras.src.backend.tensorflow.trainer.TFEpochIterator",
+        ("_distributed_dataset",),
+        "Placement of batches.",
+        "tensorflow",
+    ),
+    Private(
+        "keras.src.backend.torch.layer.TorchLayer",
+        ("_torch_params", "_track_variables"),
+        "Parameters of hosted variables.",
+        "torch",
+    ),
+    Private(
+        "keras.src.utils.torch_utils",
+        ("TorchModuleWrapper",),
+        "Torch modules have parameters that no scope sees.",
+    ),
+    Private("keras.src.backend", ("compute_output_spec",), "Traces of updates."),
+    Private(
+        "keras.src.distribution.distribution_lib",
+        ("Distribution",),
+        "The base of our distributions.",
+    ),
+    Private(
+        "keras.src.layers.layer.Layer",
+        ("_clear_losses", "_flatten_layers"),
+        "The sublayers of a model, and the losses of its last call.",
+    ),
+    Private(f"{_OPTIMIZER}", ("BaseOptimizer",), "Optimizers of every backend."),
+    Private(
+        f"{_OPTIMIZER}.BaseOptimizer",
+        (
+            "_accumulated_gradients",
+            "_apply_weight_decay",
+            "_backend_apply_gradients",
+            "_backend_update_step",
+            "_clip_gradients",
+            "_get_variable_index",
+            "_iterations",
+            "_model_variables_moving_average",
+            "_trainable_variables",
+            "_trainable_variables_indices",
+            "_use_weight_decay",
+            "_var_key",
+        ),
+        "Updates on parameter servers.",
+    ),
+    Private(
+        "keras.src.ops.operation", ("Operation",), "Objects that are sent to workers."
+    ),
+    Private(
+        "keras.src.saving.keras_saveable",
+        ("KerasSaveable",),
+        "Objects that are sent to workers.",
+    ),
+    Private(
+        "keras.src.saving.keras_saveable.KerasSaveable",
+        ("_unpickle_model",),
+        "Pickled models.",
+    ),
+    Private(
+        "keras.src.utils.tracking",
+        (
+            "TrackedDict",
+            "TrackedList",
+            "TrackedOrderedDict",
+            "TrackedSet",
+            "Tracker",
+        ),
+        "Containers that are sent to workers.",
+    ),
+    Private(
+        "keras.src.utils.backend_utils",
+        ("DynamicBackend",),
+        "Preprocessing layers that are sent to workers.",
+    ),
+    Private(_SAVING, ("safe_get_h5_dataset",), "Arrays of files, in pieces."),
+    Private(
+        f"{_SAVING}.H5IOStore",
+        (
+            "_create_h5_group",
+            "_h5_entry_group",
+            "_h5_entry_initialized",
+            "_h5_entry_path",
+        ),
+        "Arrays of files, in pieces.",
+    ),
+    Private(
+        f"{_TRAINER}.BaseTrainer | {_TRAINER}.Trainer",
+        (
+            "_assert_compile_called",
+            "_compile_loss",
+            "_compile_metrics",
+            "_flatten_metrics_in_order",
+            "_get_metrics_result_or_logs",
+            "_resolve_auto_jit_compile",
+            "_should_eval",
+            "_symbolic_build",
+        ),
+        "Models that are built and trained by parts of `fit`.",
+    ),
+    Private(
+        "keras.src.callbacks.backup_and_restore",
+        ("_initial_epoch",),
+        "The epoch that a backup was made in.",
+    ),
+    Private(
+        "keras.src.trainers.compile_utils.CompileLoss",
+        ("_user_loss",),
+        "The losses that the user gave.",
+    ),
+    Private(
+        "keras.src.trainers.epoch_iterator", ("EpochIterator",), "Epochs of batches."
+    ),
+    Private(
+        f"{_ADAPTERS}.array_slicing",
+        ("train_validation_split",),
+        "`validation_split` of `fit`.",
+    ),
+    Private(
+        f"{_ADAPTERS}.data_adapter_utils",
+        (
+            "NUM_BATCHES_FOR_TENSOR_SPEC",
+            "class_weight_to_sample_weights",
+            "unpack_x_y_sample_weight",
+        ),
+        "Weights of samples.",
+    ),
+    Private(f"{_ADAPTERS}.data_adapter", ("DataAdapter",), "Input of `fit`."),
+    Private(
+        f"{_ADAPTERS}.generator_data_adapter",
+        ("GeneratorDataAdapter",),
+        "Input of `fit`.",
+    ),
+    Private(
+        f"{_ADAPTERS}.generator_data_adapter.GeneratorDataAdapter",
+        ("_output_signature",),
+        "Input of `fit`.",
+    ),
+    Private(
+        f"{_ADAPTERS}.py_dataset_adapter",
+        ("PyDatasetAdapter",),
+        "Passes over a `PyDataset`.",
+    ),
+    Private(
+        f"{_ADAPTERS}.tf_dataset_adapter", ("TFDatasetAdapter",), "Shapes of batches."
+    ),
+    Private(
+        f"{_ADAPTERS}.tf_dataset_adapter.TFDatasetAdapter",
+        ("_dataset",),
+        "Shapes of batches.",
+    ),
+)

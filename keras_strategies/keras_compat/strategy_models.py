@@ -1,0 +1,183 @@
+"""Models of a strategy: a subclass of their class, whose methods call the hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.hooks import installed_hooks
+from keras_strategies.keras_compat.models import (
+    STRATEGY_ATTRIBUTE,
+    base_trainer,
+    first_batch,
+    is_unbuilt,
+    portable_optimizer,
+)
+from keras_strategies.keras_compat.state_trees import tree_of_model
+from keras_strategies.keras_compat.streaming import streamed_files
+from keras_strategies.keras_compat.tensorflow import is_trained_on_several_devices
+
+
+def set_strategy(made: Any, strategy: Any) -> None:
+    """Records the strategy of a model or a variable.
+
+    A model becomes one of a subclass of its class, so that no model without a strategy
+    has other methods than Keras's.
+    """
+    # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
+    object.__setattr__(made, STRATEGY_ATTRIBUTE, strategy)
+    if isinstance(made, keras.Model) and not isinstance(made, StrategyModel):
+        # `__class__` of an object of the subclass is the class of the user.
+        object.__setattr__(made, "__class__", _subclass(type(made)))
+
+
+def _subclass(kind: Any) -> Any:
+    for found in type.__subclasses__(kind):
+        if vars(found).get("_keras_strategies_kind") is kind:
+            return found
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_keras_strategies_kind": kind,
+        # Keras serializes, clones and names models by it.
+        "__class__": property(lambda self: kind),
+    }
+    bases = (StrategyModel,) if kind is keras.Model else (kind, StrategyModel)
+    return types.new_class(kind.__name__, bases, {}, lambda body: body.update(names))
+
+
+@functools.cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
+
+
+def _method(name: str) -> Any:
+    """`fit`, one of its siblings or `compile`, in the strategy's scope."""
+
+    @functools.wraps(getattr(keras.Model, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = getattr(super(StrategyModel, type(self)), name)
+        try:
+            bound = _signature(original).bind(self, *args, **kwargs)
+        except TypeError:
+            return original(self, *args, **kwargs)  # It raises the same.
+        hooks = installed_hooks()
+        is_long = name in ("fit", "evaluate", "predict")
+        with _running(is_long), hooks.method(self, name):
+            changed = hooks.arguments(self, name, bound.arguments)
+            bound.arguments.update(changed)
+            return hooks.call(self, name, original, bound)
+
+    return method
+
+
+class _Running:
+    """How many methods of models are under way in the process."""
+
+    count = 0
+    lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _running(is_long: bool) -> Iterator[None]:
+    """Around a method of a model. The end of the last one removes what steps need."""
+    with _Running.lock:
+        _Running.count += 1
+    try:
+        yield
+    finally:
+        with _Running.lock:
+            _Running.count -= 1
+            if is_long and not _Running.count:
+                patching.remove("routes")
+                patching.remove("input")
+
+
+def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    """Writes a file by a method of Keras, in the process that does so."""
+    hooks = installed_hooks()
+    if not hooks.saves(model):
+        return None
+    with (
+        hooks.writing(model, filepath) as path,
+        portable_optimizer(model),
+        streamed_files(),
+    ):
+        return getattr(super(StrategyModel, model), name)(path, *args, **kwargs)
+
+
+class StrategyModel(keras.Model):
+    """A model of a strategy. It stands before `keras.Model` among the bases."""
+
+    compile = _method("compile")
+    fit = _method("fit")
+    evaluate = _method("evaluate")
+    predict = _method("predict")
+    train_on_batch = _method("train_on_batch")
+    test_on_batch = _method("test_on_batch")
+    predict_on_batch = _method("predict_on_batch")
+
+    def make_train_function(self, force: bool = False) -> Any:
+        make = super().make_train_function
+        return installed_hooks().step_function(self, "train", make, force)
+
+    def make_test_function(self, force: bool = False) -> Any:
+        make = super().make_test_function
+        return installed_hooks().step_function(self, "test", make, force)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        make = super().make_predict_function
+        return installed_hooks().step_function(self, "predict", make, force)
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if data_batch is None and iterator is not None and is_unbuilt(self):
+            data_batch = first_batch(iterator)
+        if data_batch is not None:
+            installed_hooks().building(self, data_batch)
+        super()._symbolic_build(iterator=iterator, data_batch=data_batch)
+
+    def _resolve_auto_jit_compile(self) -> bool:
+        # XLA cannot compile a program of TensorFlow's for several devices.
+        if is_trained_on_several_devices(self):
+            return False
+        return bool(super()._resolve_auto_jit_compile())
+
+    def _initialize_ddp(self) -> None:
+        """Keras 3.16 on Torch wraps models in `DistributedDataParallel` by it."""
+
+    def get_metrics_result(self) -> Any:
+        # Keras 3.16 on Torch sums metrics over processes, which have the same here.
+        return base_trainer().get_metrics_result(self)
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        return _write(self, "save", filepath, *args, **kwargs)
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        return _write(self, "save_weights", filepath, *args, **kwargs)
+
+    def export(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        with installed_hooks().exporting(self):
+            return _write(self, "export", filepath, *args, **kwargs)
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        with streamed_files():
+            result = super().load_weights(filepath, *args, **kwargs)
+        installed_hooks().loaded(self, filepath)
+        return result
+
+    def __reduce__(self) -> Any:
+        # The original is a method of the subclass, which pickle does not find.
+        _, arguments = super().__reduce__()
+        return self.__class__._unpickle_model, arguments
+
+    def set_state_tree(self, state_tree: Any) -> Any:
+        return super().set_state_tree(tree_of_model(self, state_tree))

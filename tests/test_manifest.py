@@ -1,0 +1,110 @@
+"""Rows of the manifest agree with the installed Keras, and with what is used."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+
+import keras
+import pytest
+from architecture.measures import OWN, REPOSITORY, Source
+
+from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.manifest import GROUPS, Patch
+from keras_strategies.keras_compat.private_names import PRIVATE, Private
+
+PATCHES = [
+    pytest.param(row, id=f"{row.owner.rpartition('.')[2]}.{row.name}")
+    for group in GROUPS.values()
+    for row in group.patches
+]
+NAMES = [
+    pytest.param(row, name, id=f"{row.owner.rpartition('.')[2]}.{name}")
+    for row in PRIVATE
+    for name in row.names
+]
+#: Of TensorFlow's variables and of our own subclasses.
+OTHERS = {"_is_assigned", "_kind", "_references"}
+
+
+@pytest.mark.parametrize("row", PATCHES)
+def test_a_replaced_attribute_has_its_signature(row: Patch) -> None:
+    if not patching.is_present(row):
+        pytest.skip("not of this backend or version")
+    original = inspect.unwrap(vars(patching.owner_of(row))[row.name])
+    found = str(inspect.signature(original))
+    assert found in row.signature.split(" | "), (
+        f"Keras {keras.__version__}: {row.owner}.{row.name} has the signature {found}; "
+        f"{row.around} was written for {row.signature}"
+    )
+
+
+@pytest.mark.parametrize(("row", "name"), NAMES)
+def test_a_private_name_is_there(row: Private, name: str) -> None:
+    if row.backend not in ("", keras.backend.backend()):
+        pytest.skip("not of this backend")
+    owners = [patching.resolved(owner) for owner in row.owner.split(" | ")]
+    assert any(hasattr(owner, name) or mentions(owner, name) for owner in owners), (
+        f"Keras {keras.__version__}: {row.owner} has no {name}. Used for: {row.why}"
+    )
+
+
+def mentions(owner: object, name: str) -> bool:
+    """Whether the module of a class, or of one of its bases, names an attribute."""
+    modules = {inspect.getmodule(kind) for kind in getattr(owner, "__mro__", [owner])}
+    return any(
+        re.search(rf"\.{name}\b", inspect.getsource(module))
+        for module in modules
+        if module is not None and module.__name__.startswith("keras.src")
+    )
+
+
+def used() -> Iterator[tuple[str, str]]:
+    """Names of modules and attributes of Keras that `keras_compat` uses."""
+    for module in Source(REPOSITORY / "keras_strategies").modules:
+        if not module.name.startswith("keras_compat"):
+            continue
+        for node in module.nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                if node.module.startswith("keras.src"):
+                    for alias in node.names:
+                        yield module.name, f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.Attribute):
+                name = node.attr
+                is_own = ast.unparse(node.value) in OWN and name in module.defined
+                if name.startswith("_") and not name.startswith("__") and not is_own:
+                    yield module.name, name
+
+
+def test_every_private_name_that_is_used_has_a_row() -> None:
+    names = {name for row in PRIVATE for name in row.names} | OTHERS
+    owners = {
+        owner
+        for row in (*PRIVATE, *(row for g in GROUPS.values() for row in g.patches))
+        for owner in row.owner.split(" | ")
+    }
+    full = owners | {owner.rpartition(".")[0] for owner in owners}
+    full |= {f"{row.owner}.{name}" for row in PRIVATE for name in row.names}
+    missing = {
+        (module, name)
+        for module, name in used()
+        if name not in (full if name.startswith("keras.src") else names)
+    }
+    assert not missing
+
+
+def test_rows_are_unique_and_their_functions_exist() -> None:
+    rows = [row for group in GROUPS.values() for row in group.patches]
+    assert len({(row.owner, row.name) for row in rows}) == len(rows)
+    for row in rows:
+        assert callable(patching.function_of(row)), row.around
+        assert row.why
+        assert row.versions
+
+
+def test_a_name_that_has_moved_is_reported() -> None:
+    moved = Patch("keras.src.layers.layer.Layer", "moved", "()", "layers.x", "Why.")
+    with pytest.raises(AttributeError, match="no attribute 'moved'"):
+        patching.owner_of(moved)
