@@ -167,7 +167,7 @@ def test_central_storage_keeps_one_copy_of_everything() -> None:
 
 
 def test_describe_of_a_model_made_elsewhere(mirrored) -> None:
-    with pytest.raises(RuntimeError, match="not made in the scope"):
+    with pytest.raises(RuntimeError, match="not created in the scope"):
         mirrored.describe(build())
 
 
