@@ -215,8 +215,8 @@ MUTANTS = [
     Mutant(
         "update_applied_twice",
         "parameter_server/server/variable_store.py",
-        "        return closure >= self.done and self.steps.get(closure, -1) < step",
-        "        return closure >= self.done",
+        "        return task >= self.done and self.steps.get(task, -1) < number",
+        "        return task >= self.done",
         {"torch": "tests/parameter_server/test_store.py -k counts_once"},
     ),
     Mutant(

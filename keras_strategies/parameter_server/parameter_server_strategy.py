@@ -1,4 +1,4 @@
-"""Variables on parameter servers, workers that train by themselves."""
+"""`ParameterServerStrategy`: variables on parameter servers, asynchronous workers."""
 
 from __future__ import annotations
 
@@ -40,63 +40,61 @@ _CPU = Device("cpu", 0)
 
 
 class ParameterServerStrategy(Strategy):
-    """Asynchronous training: parameter servers keep variables, workers make steps.
+    """Asynchronous training: variables on parameter servers, steps on workers.
 
     Each step pulls the variables that it needs from the servers, computes gradients on
-    one worker, and pushes them; servers apply the optimizer at once. Of tables that are
-    looked up by rows (`Embedding`, `ops.take`), only the touched rows travel. Every
-    step counts exactly once, also when workers die.
+    one worker, and pushes them; servers apply the optimizer immediately. Of tables that
+    are looked up by rows (`Embedding`, `ops.take`), only the looked-up rows are sent.
+    Every step is applied exactly once, also when workers die.
 
     With a `LossScaleOptimizer`, which the dtype policy `mixed_float16` brings, a step
-    with a gradient that is not finite updates nothing, and halves the scale that it was
-    computed with, unless another worker's step has changed that scale before.
+    with a non-finite gradient updates nothing and halves its loss scale, unless another
+    worker's step has changed that scale before.
 
-    All of Keras's optimizers can be used. One that computes with all rows of a variable
-    together, as `Lamb`, `Muon` and `Adafactor` do, needs variables that are not cut,
-    and updates a whole table for the rows that a batch looks up.
+    All of Keras's optimizers can be used. Optimizers that compute with all rows of a
+    variable at once, such as `Lamb`, `Muon` and `Adafactor`, need unsharded variables
+    and update all rows of a table in each step.
 
-    Without a resolver and without `TF_CONFIG` it starts a cluster of its own on this
-    machine, which ends with the strategy: with `close()`, at the end of a `with` block,
-    when the strategy is garbage, or when the program ends.
+    Without a resolver and without `TF_CONFIG` it starts a cluster on this machine,
+    which ends with the strategy: with `close()`, at the end of a `with` block, when the
+    strategy is garbage-collected, or when the program ends.
 
     Args:
-        cluster_resolver: a `ClusterResolver`; None for what `TF_CONFIG` says, else
-            for `LocalClusterResolver()`.
+        cluster_resolver: a `ClusterResolver`; None for `TF_CONFIG` if it is set, else
+            `LocalClusterResolver()`.
         variable_partitioner: one of `ks.experimental.partitioners`, or a callable;
-            None keeps each variable whole on one server.
-        max_staleness: int or None, how many updates of others a step's variables may
-            miss. 0 makes steps one after the other, which equals one device; None does
-            not bound it.
-        pull_ahead: bool, whether a worker asks for a step's values while it makes the
-            step before, where staleness is not bounded. No worker waits for servers
-            then; a step misses the last update of its own worker, and about twice as
-            many of others. False for fresher values, where a loss does not fall as it
-            does on one device.
-        lazy_rows: bool, whether an update touches only the rows of a table that a
-            batch has looked up, also where an optimizer would move others, by momentum
-            or weight decay. None for True, and for False with `max_staleness=0`.
+            None for unsharded variables.
+        max_staleness: int or None, maximum number of other workers' updates that a
+            step's variables may miss. With 0, steps run one after the other, with the
+            result of one device; None for no bound.
+        pull_ahead: bool, whether a worker pulls the values of later steps while it
+            computes a step, if staleness is not bounded. Workers do not wait for
+            servers then; a step misses the last update of its own worker, and about
+            twice as many of others. False for fresher values, if the loss does not
+            fall as on one device.
+        lazy_rows: bool, whether an update changes only the looked-up rows of a table,
+            also for optimizers that change the others by momentum or weight decay.
+            None for True, and for False with `max_staleness=0`.
         snapshot_seconds: float, seconds between snapshots of each server. A server that
-            dies goes on from its last one: at most the updates of that time are lost.
-            None for no snapshots: then the death of a server is an error.
-        snapshot_folder: str, a folder for snapshots, which stay there when the strategy
-            ends; another strategy that is given it begins anew. None for a temporary
-            one.
-        on_snapshot_error: str, what happens when a server cannot write a snapshot
-            because its disk is full or its folder cannot be written. `"raise"` raises
-            from the method that trains; the variables are intact. `"continue"` warns
-            and trains on.
-        timeout_seconds: float, seconds that a server may take to answer, a restart
-            included.
-        silence_seconds: float, seconds without a sign of life after which a process is
-            killed and replaced.
-        start_seconds: float, seconds in which the cluster must have started.
+            dies is restored from its last one; the updates since then are lost. None
+            for no snapshots: then the death of a server is an error.
+        snapshot_folder: str, a folder for snapshots, which remain after the strategy
+            ends; another strategy does not restore them. None for a temporary one.
+        on_snapshot_error: str, reaction to a snapshot that cannot be written because
+            the disk is full or the folder is not writable. `"raise"` raises from the
+            training method; the variables are intact. `"continue"` warns and continues
+            training.
+        timeout_seconds: float, timeout for a server's reply, including a restart.
+        silence_seconds: float, seconds without a heartbeat after which a process is
+            killed and restarted.
+        start_seconds: float, timeout for the start of the cluster.
 
     Raises:
-        ValueError: for a cluster that cannot be: without a worker or a server, with two
+        ValueError: for an invalid cluster, without a worker or a server or with two
             chiefs; for a partitioner that is not callable.
         RuntimeError: if the cluster does not start in time; as
             `ks.errors.SnapshotError`, if snapshots cannot be written.
-        ImportError: if what the extra `ps` installs is missing.
+        ImportError: if packages of the extra `ps` are missing.
 
     Example:
 
@@ -199,12 +197,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def max_staleness(self) -> int | None:
-        """int or None, how many updates of others a step's variables may miss."""
+        """int or None, maximum number of updates that a step's variables may miss."""
         return self._cluster.options.max_staleness
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """What says who is who in the cluster."""
+        """The resolver of the cluster's tasks."""
         return self._resolver
 
     @property
@@ -219,12 +217,12 @@ class ParameterServerStrategy(Strategy):
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Calls `fn` on a worker and waits for what it returns.
+        """Calls `fn` on a worker and waits for its return value.
 
-        In a function that `ClusterCoordinator.schedule` has scheduled, it makes a step
-        of that worker. Anywhere else the coordinator schedules `fn` and waits, so that
-        workers do not run side by side: schedule functions for that. `fn` runs in
-        another process: what it does to Python objects is not seen here.
+        In a scheduled function it runs a step of that worker. On the coordinator it
+        schedules `fn` and waits, so that only one worker is busy: schedule functions to
+        use all workers. `fn` runs in another process: its changes of Python objects are
+        not visible here.
 
         Args:
             fn: callable; ordinary Keras code that may call models, apply optimizers,
@@ -268,7 +266,7 @@ class ParameterServerStrategy(Strategy):
         return InputContext(1, 0, 1)
 
     def close(self) -> None:
-        """Ends the cluster; variables are gone then. May be called again."""
+        """Ends the cluster and its variables; may be called repeatedly."""
         self._finalizer()
 
     def __enter__(self) -> ParameterServerStrategy:
@@ -304,11 +302,11 @@ class ParameterServerExtended(StrategyExtended):
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Makes variables, in one part, on the server of another one.
+        """Creates variables, unsharded, on the server of another one.
 
         Args:
             colocate_with_variable: a `keras.Variable` of this strategy; of a
-                partitioned one, the server of its first part.
+                sharded one, the server of its first shard.
 
         Raises:
             RuntimeError: if the variable is not this strategy's.
@@ -321,7 +319,7 @@ class ParameterServerExtended(StrategyExtended):
 
 
 def _check_installed(is_local: bool) -> None:
-    """Raises for what the cluster's processes would miss one after the other."""
+    """Raises ImportError if a package of the cluster's processes is missing."""
     names = ["zmq", "ray"] if is_local else ["zmq"]
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -332,7 +330,7 @@ def _check_installed(is_local: bool) -> None:
 
 
 def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> ProcessCluster:
-    """The processes that a resolver describes: our own, or those of `ks.Server`."""
+    """The cluster of a resolver: local processes, or those of `ks.Server`."""
     if isinstance(resolver, LocalClusterResolver):
         return ProcessCluster(options)
     if resolver.task_type != "chief":

@@ -1,4 +1,4 @@
-"""`Server`: a worker or parameter server of a cluster that `TF_CONFIG` describes."""
+"""`Server`: the process of one worker or parameter-server task."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _check_config(config: Any) -> None:
 
 
 def _use_threads(config: Any) -> None:
-    """Gives TensorFlow the numbers of threads that a `ConfigProto` names."""
+    """Configures TensorFlow's numbers of threads."""
     threading = importlib.import_module("tensorflow").config.threading
     if config.inter_op_parallelism_threads:
         threading.set_inter_op_parallelism_threads(config.inter_op_parallelism_threads)
@@ -55,29 +55,29 @@ def _use_threads(config: Any) -> None:
 
 
 class Server:
-    """A worker's or a parameter server's process, on a machine of a cluster.
+    """The process of a worker or parameter server, on a machine of a cluster.
 
-    The tasks may be started in any order. They listen at the addresses that the cluster
-    names, over CurveZMQ with keys from the variable `KS_CLUSTER_SECRET`, which all of
-    them need.
+    The tasks may be started in any order. They listen at the cluster's addresses, over
+    CurveZMQ with keys derived from the environment variable `KS_CLUSTER_SECRET`, which
+    all tasks need.
 
     Args:
         cluster_spec: `ClusterSpec`, a dict for one, or a resolver.
         job_name: str, `"worker"` or `"ps"`; None for the resolver's task.
         task_index: int, the number in the job.
-        protocol: str; None, or `"grpc"` as scripts for `tf.distribute` say, for the
-            transport of this library. Others are refused.
-        config: `tf.compat.v1.ConfigProto`, whose numbers of threads TensorFlow uses in
-            this task; None for the defaults. Refused on other backends.
-        start: bool, whether `join` may serve at once; with False, after `start()`.
-        snapshot_folder: str, where a parameter server writes snapshots; None for none.
+        protocol: str; None or, as in scripts for `tf.distribute`, `"grpc"`: both mean
+            the transport of this library. Others are refused.
+        config: `tf.compat.v1.ConfigProto` with TensorFlow's numbers of threads in this
+            task; None for the defaults. Refused on other backends.
+        start: bool, whether `join` may serve immediately; with False, after `start()`.
+        snapshot_folder: str, a parameter server's folder for snapshots; None for none.
         snapshot_seconds: float, seconds between snapshots.
-        timeout_seconds: float, seconds that a server may take to answer a worker.
-        coordinator_seconds: float, seconds that the coordinator may be gone once it was
-            there. One that is started anew in this time finds this task waiting.
+        timeout_seconds: float, timeout for a server's reply to a worker.
+        coordinator_seconds: float, timeout for a lost coordinator; until then this task
+            waits for a restarted one.
 
     Raises:
-        ValueError: for a cluster or a task that cannot be, or without the secret.
+        ValueError: for an invalid cluster or task, or without the secret.
         RuntimeError: as `ks.errors.SnapshotError`, if a parameter server cannot write
             to `snapshot_folder`.
 
@@ -157,16 +157,16 @@ class Server:
         }
 
     def start(self) -> None:
-        """Lets `join` serve, for a server that was made with `start=False`."""
+        """Allows `join` to serve, for a server created with `start=False`."""
         self._is_started = True
 
     @classmethod
     def create_local_server(cls, config: Any = None, start: bool = True) -> Server:
         """A worker of a new cluster on this machine, at free ports of the loopback.
 
-        `server_def` says where its chief and its parameter server have to listen. The
-        secret is made where `KS_CLUSTER_SECRET` is not set, and set there for processes
-        that are started from this one.
+        `server_def` has the addresses of its chief and its parameter server. If
+        `KS_CLUSTER_SECRET` is not set, it is set to a new secret, which processes
+        started from this one inherit.
 
         Args:
             config: as for `Server`.
@@ -181,8 +181,8 @@ class Server:
         """Serves until the coordinator ends.
 
         Raises:
-            RuntimeError: if it was made with `start=False` and not started.
-            RuntimeError: as `ks.errors.WorkerError`, if the coordinator is gone for
+            RuntimeError: if it was created with `start=False` and not started.
+            RuntimeError: as `ks.errors.WorkerError`, if the coordinator is lost for
                 longer than `coordinator_seconds`.
         """
         if not self._is_started:

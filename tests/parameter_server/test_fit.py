@@ -83,7 +83,7 @@ def test_variables_are_cut_and_described(synchronous) -> None:
     with synchronous.scope():
         variable = keras.Variable(np.arange(10.0).reshape(5, 2), name="table")
     first = synchronous.registry.describe(variable).parts[0].server
-    place = f"2 parts on ps:{first} [0:3], ps:{1 - first} [3:5]"
+    place = f"2 shards on ps:{first} [0:3], ps:{1 - first} [3:5]"
     assert place in repr(variable)
     np.testing.assert_array_equal(variable[3:, 1], [7.0, 9.0])
     np.testing.assert_array_equal(variable[[4, 0]], [[8.0, 9.0], [0.0, 1.0]])

@@ -68,7 +68,7 @@ def test_variables_in_one_part(synchronous, table) -> None:
     assert not any(isinstance(v, ks.ShardedVariable) for v in near)
     elsewhere = keras.Variable(1.0)
     with (
-        pytest.raises(ks.errors.ContextError, match="was not made in the scope"),
+        pytest.raises(ks.errors.ContextError, match="was not created in the scope"),
         synchronous.extended.colocate_vars_with(elsewhere),
     ):
         pass

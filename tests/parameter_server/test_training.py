@@ -348,7 +348,7 @@ def test_a_table_of_ones_own_is_looked_up_by_rows(synchronous) -> None:
     expected = np.ones((50, 2))
     expected[[1, 2, 7]] -= np.array([[0.5], [1.0], [1.5]])
     np.testing.assert_allclose(table, expected, rtol=1e-6)
-    assert "parts on" in repr(model.weights[0])
+    assert "shards on" in repr(model.weights[0])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`ClusterCoordinator`: functions on the workers of a parameter server cluster."""
+"""`ClusterCoordinator`: scheduled functions on the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class RemoteValue:
-    """What a scheduled function will return.
+    """The future return value of a scheduled function.
 
-    `ClusterCoordinator.schedule` returns it at once.
+    Returned by `ClusterCoordinator.schedule`.
 
     Example:
 
@@ -60,12 +60,12 @@ class RemoteValue:
         return f"<RemoteValue of {_shortened(self._value)}>"
 
     def set(self, value: Any, error: BaseException | None) -> None:
-        """Makes the value, or the error, known."""
+        """Sets the value or the error."""
         self._value, self._error = value, error
         self._known.set()
 
     def is_known(self) -> bool:
-        """Whether there is a value, or an error."""
+        """Whether the value or an error is available."""
         return self._known.is_set()
 
     def fetch(self, timeout: float | None = None) -> Any:
@@ -96,11 +96,11 @@ class RemoteValue:
 
 
 class PerWorkerValues:
-    """Stands for a value that each worker has one of its own of.
+    """Reference to a value that exists once per worker.
 
-    It is made by `create_per_worker_values` and `create_per_worker_dataset`, and is
-    passed to scheduled functions, which get the worker's own. A worker that is started
-    anew makes its own again.
+    Created by `create_per_worker_values` and `create_per_worker_dataset`, and passed to
+    scheduled functions, which receive the value of their worker. A restarted worker
+    creates its value again.
     """
 
     def __init__(self, coordinator: ClusterCoordinator, reference: WorkerReference):
@@ -111,7 +111,7 @@ class PerWorkerValues:
         return f"<PerWorkerValues, one on each worker of {self._coordinator!r}>"
 
     def __iter__(self) -> PerWorkerValues:
-        """An iterator over each worker's own dataset, to be passed likewise."""
+        """An iterator over each worker's dataset, for scheduled functions."""
         return self._coordinator._iterator_of(self)
 
     def __next__(self) -> Any:
@@ -123,9 +123,9 @@ class PerWorkerValues:
 
 
 class ClusterCoordinator:
-    """Schedules functions on workers and keeps them going.
+    """Schedules functions on workers and reschedules those of lost workers.
 
-    There is one for a strategy: making it again gives the same object.
+    Each strategy has one; creating it again returns the same object.
 
     Args:
         strategy: a `ParameterServerStrategy`.
@@ -163,7 +163,7 @@ class ClusterCoordinator:
         self._registry = strategy.registry
         self._numbers = itertools.count()
         self._definitions: dict[Any, tuple[int, tuple[int, ...], Any]] = {}
-        # For `strategy.run` outside of a scheduled function: what is scheduled.
+        # Scheduled functions for `strategy.run` on the coordinator.
         self._steps: dict[Any, tuple[Any, Callable[..., Any]]] = {}
         self._started = time.monotonic()
 
@@ -181,24 +181,24 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Lets some worker call a function; returns at once.
+        """Schedules a function on any worker; returns immediately.
 
-        It waits only while as many functions are queued as there may be. The function
-        is sent by cloudpickle, once, with the models and variables that it refers to;
-        its updates of variables are made exactly once, also when it is run again
-        because a worker died. Rows of large tables travel alone where the function
-        calls `strategy.run` or a `ks.function`.
+        Blocks only while the queue is full. The function is pickled by cloudpickle and
+        sent once, with the models and variables that it refers to. Its updates of
+        variables are applied exactly once, also if it runs again because a worker
+        died. Within `strategy.run` or a `ks.function`, only the looked-up rows of
+        large tables are sent.
 
         Args:
             fn: callable; a `ks.function` or `tf.function` too.
-            args: sequence of arguments; of per-worker values each worker's own.
+            args: sequence of arguments; per-worker values are replaced by the worker's.
             kwargs: dict of keyword arguments, likewise.
 
         Returns:
             A `RemoteValue`.
 
         Raises:
-            Exception: the first error of a function that was scheduled before, once.
+            Exception: the first error of an earlier scheduled function, once.
             TypeError: if `fn` is not callable.
         """
         if not callable(fn):
@@ -218,7 +218,7 @@ class ClusterCoordinator:
     def run_now(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """`strategy.run` on some worker; waits for the result, as tensors."""
+        """Runs `strategy.run` on a worker and waits for the result, as tensors."""
         key = ("run", id(fn))
         if key not in self._steps:
             strategy = self._strategy
@@ -241,8 +241,8 @@ class ClusterCoordinator:
             timeout: float, seconds; None to wait as long as it takes.
 
         Raises:
-            Exception: the first error of a scheduled function, once. What was queued
-                behind it is cancelled, and the coordinator can be used again.
+            Exception: the first error of a scheduled function, once. Queued functions
+                are cancelled, and the coordinator can be used again.
             RuntimeError: as `ks.errors.ServerLostError`, if a parameter server died
                 and cannot be restored; as `ks.errors.ClusterTimeoutError`.
         """
@@ -272,14 +272,14 @@ class ClusterCoordinator:
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Any]
     ) -> PerWorkerValues:
-        """Makes a dataset on each worker.
+        """Creates a dataset on each worker.
 
         Args:
             dataset_fn: callable without arguments that returns a dataset of any kind,
-                or a dataset that can be sent; called on each worker.
+                or a dataset that can be pickled; called on each worker.
 
         Returns:
-            `PerWorkerValues`; `iter` of it makes an iterator on each worker.
+            `PerWorkerValues`; `iter` of it creates an iterator on each worker.
         """
         if not callable(dataset_fn):
             dataset = dataset_fn
@@ -287,7 +287,7 @@ class ClusterCoordinator:
         return self.create_per_worker_values(original_function(dataset_fn))
 
     def create_per_worker_values(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """Makes a value on each worker, when it is first used there.
+        """Creates a value on each worker, when it is first used there.
 
         Args:
             fn: callable without arguments.
@@ -326,16 +326,16 @@ class ClusterCoordinator:
         return status_of(self._cluster, self._strategy)
 
     def add_worker(self) -> int:
-        """Starts one worker more, in a cluster that the strategy has started itself.
+        """Starts another worker, in a cluster that the strategy has started.
 
-        It gets work as soon as it is there. In other clusters a worker joins when
-        its process begins with `ks.Server`.
+        It receives work as soon as it is ready. In other clusters a worker joins when
+        its process calls `ks.Server`.
 
         Returns:
             int, the worker's number.
 
         Raises:
-            ValueError: where others start the processes.
+            ValueError: if the strategy does not start the processes.
         """
         if not self._cluster.is_local:
             raise InvalidArgumentError(
@@ -344,7 +344,7 @@ class ClusterCoordinator:
             )
         return self._cluster.scheduler.add_worker()
 
-    # For `fit` too
+    # Definitions, also for `fit`
 
     def _is_strategy(self, made: Any) -> bool:
         return made is self._strategy
@@ -357,7 +357,7 @@ class ClusterCoordinator:
         return self._definitions[key]
 
     def model_definition(self, model: Any, kind: str) -> tuple[int, tuple[int, ...]]:
-        """The number of a model's step, and of its metrics' variables."""
+        """Numbers of a model's step and of its metrics' variables."""
         settings = (
             keras_compat.layer_settings(model),
             id(model.optimizer),
@@ -386,7 +386,7 @@ class ClusterCoordinator:
         return number, local, what
 
     def _dump(self, what: Any) -> tuple[bytes, int, dict[int, VariableDescription]]:
-        """Pickles something for workers, and gives servers the optimizers in it.
+        """Pickles an object for workers, and sends servers the optimizers in it.
 
         Returns:
             The bytes, their generation, and the variables in them.
@@ -394,17 +394,17 @@ class ClusterCoordinator:
         dump = self._registry.dump
         blob, generation, variables, optimizers = dump(what, self._is_strategy)
         if self._send_optimizers(optimizers, variables):
-            # Optimizers have more variables now, or have them in other places.
+            # Optimizers have been built, or their variables have been moved.
             blob, generation, variables, _ = dump(what, self._is_strategy)
         return blob, generation, variables
 
     def _send_optimizers(
         self, optimizers: Sequence[Any], variables: Mapping[int, Any]
     ) -> bool:
-        """Gives servers the optimizers; whether what was said of them is outdated."""
+        """Sends servers the optimizers; returns whether any placement has changed."""
         inner = [innermost(o) for o in optimizers if has_dynamic_scale(o)]
         inner += [each for o in optimizers for each in keras_compat.optimizers_of(o)]
-        # One that is wrapped is built with what wraps it.
+        # Wrapped optimizers are built with their wrapper.
         unbuilt = [
             o for o in optimizers if not (o.built or any(o is each for each in inner))
         ]
@@ -439,7 +439,7 @@ class ClusterCoordinator:
 
 
 def get_current_worker_index() -> int | None:
-    """int, the number of the worker that runs this scheduled function; None elsewhere.
+    """int, the number of the worker that runs this function; None elsewhere.
 
     Example:
 
@@ -449,7 +449,7 @@ def get_current_worker_index() -> int | None:
     return index
 
 
-# The names that `tf.distribute.coordinator` has for them.
+# Names of `tf.distribute.coordinator`.
 PerWorkerValue = PerWorkerValues
 experimental_get_current_worker_index = get_current_worker_index
 

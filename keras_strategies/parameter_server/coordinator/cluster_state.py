@@ -1,4 +1,4 @@
-"""What the coordinator knows of closures, of processes, and of local variables."""
+"""State of tasks and processes on the coordinator."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
 
 @dataclass
 class QueuedTask:
-    """A closure that was scheduled.
+    """A scheduled task.
 
     Args:
         task: the task, without the values of local variables.
-        result: called with the value and the error once it is known.
-        local: numbers of variables that no server has.
+        result: called with the value and the error of the result.
+        local: numbers of variables on no server.
     """
 
     task: ScheduledTask
@@ -28,7 +28,7 @@ class QueuedTask:
 
 @dataclass
 class WorkerState:
-    """What is known of a worker."""
+    """State of a worker."""
 
     index: int
     incarnation: int = 0
@@ -54,7 +54,7 @@ class WorkerState:
 
 @dataclass
 class ServerState:
-    """What is known of a parameter server."""
+    """State of a parameter server."""
 
     index: int
     incarnation: int = 0
@@ -63,5 +63,5 @@ class ServerState:
     last_heartbeat: float = 0.0
     deaths: int = 0
     failed_starts: int = 0
-    #: Why its files lack something that was created; "" if they are complete.
+    #: Reason why its snapshots are incomplete; "" if they are complete.
     unsaved: str = ""

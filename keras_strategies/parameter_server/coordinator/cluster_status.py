@@ -1,4 +1,4 @@
-"""`coordinator.status()`: who is alive and what has been done, as a table."""
+"""`coordinator.status()`: processes, steps and traffic, as a table."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _NUMBERS = frozenset(_HEADER[2:])
 
 @dataclass(frozen=True)
 class Status:
-    """A cluster at one moment; prints as text, and as a table in a notebook.
+    """Status of a cluster; prints as text, and as a table in a notebook.
 
     Args:
         rows: tuple of tuples of str, a row for each worker and server.
         queued: int, functions that wait for a worker.
-        under_way: int, functions that are being run.
-        steps: int, steps that are done.
+        under_way: int, running functions.
+        steps: int, finished steps.
         max_staleness: int or None, the strategy's.
-        bytes_per_step: float, bytes between workers and servers, for each step.
-        staleness: float, updates that a step has missed, on average.
-        most_staleness: int, updates that a step has missed, at most.
+        bytes_per_step: float, bytes between workers and servers per step.
+        staleness: float, mean number of updates that a step has missed.
+        most_staleness: int, maximum number of updates that a step has missed.
         held_bytes: tuple of int, bytes of variables on each server.
     """
 
     rows: tuple[tuple[str, ...], ...]
     queued: int
-    in_flight: int
+    under_way: int
     steps: int
     max_staleness: int | None
     bytes_per_step: float
@@ -54,7 +54,7 @@ class Status:
 
     @property
     def workers_alive(self) -> int:
-        """int, how many workers are alive."""
+        """int, number of live workers."""
         return sum(
             row[0].startswith("worker") and row[1] == "alive" for row in self.rows
         )
@@ -69,7 +69,7 @@ class Status:
         facts = (
             (
                 "steps",
-                f"{readable_count(self.steps)} done, {self.in_flight} under way, "
+                f"{readable_count(self.steps)} done, {self.under_way} under way, "
                 f"{readable_count(self.queued)} queued",
             ),
             (
@@ -91,7 +91,7 @@ class Status:
 
 
 def status_of(cluster: Any, strategy: Any) -> Status:
-    """The status of a cluster now."""
+    """The current status of a cluster."""
     scheduler = cluster.scheduler
     rows = []
     sent = received = missed = most = 0

@@ -1,4 +1,4 @@
-"""`import keras` in the processes of a cluster, without what they do not need."""
+"""`import keras` in the cluster's processes, without optional imports."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import importlib
 import os
 import sys
 
-#: Optional imports of Keras 3.15, for scikit-learn's estimators, pictures and sharded
-#: checkpoints. They take up to half of the time of `import keras`, where installed.
+#: Optional imports of Keras 3.15: scikit-learn estimators, plots, sharded checkpoints.
+#: They take up to half of the time of `import keras`.
 _NOT_NEEDED = ("jax", "matplotlib", "sklearn")
 
 
 def import_keras() -> None:
-    """Imports Keras, which finds that some of its optional imports are missing.
+    """Imports Keras without optional imports that take much time.
 
-    Functions that workers call can import them, as in any process.
+    Scheduled functions can import these, as in any process.
     """
     if "keras" in sys.modules:
         return
@@ -22,7 +22,7 @@ def import_keras() -> None:
     unused = [name for name in _NOT_NEEDED if name != backend]
     hidden = [name for name in unused if name not in sys.modules]
     for name in hidden:
-        # Python's own way to say that an import fails.
+        # Makes the import raise ImportError.
         sys.modules[name] = None  # type: ignore[assignment]
     try:
         importlib.import_module("keras")

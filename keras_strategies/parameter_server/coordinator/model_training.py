@@ -1,8 +1,8 @@
 """`fit`, `evaluate` and `predict` on the workers of a parameter server cluster.
 
-The coordinator reads the input, batch by batch, and schedules a step for each; so every
-batch is one closure that is done exactly once, whichever worker does it. Callbacks run
-here, in the order of the steps.
+The coordinator reads the input and schedules a task per batch, so that each batch is
+used exactly once by any worker. Callbacks run on the coordinator, in the order of the
+steps.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
 )
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 
-#: Closures for each worker that are scheduled ahead of their callbacks.
+#: Tasks per worker that are scheduled ahead of their callbacks.
 _WINDOW = 3
-#: The same, while the callbacks wait for a worker that is slower than others.
+#: The same, while the callbacks wait for a slow worker.
 _FAR_WINDOW = 64
 
 
 class ModelTraining:
-    """Keras's training methods, with steps made by workers.
+    """Keras's training methods, with steps on workers.
 
     Args:
         coordinator: schedules the steps.
@@ -264,7 +264,7 @@ class ModelTraining:
     ) -> Any:
         batch = _on_host(batch)
         keras_compat.symbolic_build(model, batch)
-        # Each call tells of its own batch.
+        # The metrics of a call are those of its batch.
         model.reset_metrics()
         definition = self._coordinator.model_definition(model, kind)
         logs = self._schedule(definition, [batch]).fetch()
@@ -307,12 +307,12 @@ class ModelTraining:
         end: Callable[[int, Any], None],
         is_stopped: Callable[[], bool],
     ) -> Any:
-        """One pass; what the last step returned."""
+        """Runs one pass over the data; returns the last step's result."""
         strategy = self._coordinator.strategy
         scheduler = strategy.cluster.scheduler
         in_flight: collections.deque[tuple[int, RemoteValue]] = collections.deque()
         last: Any = {}
-        # As Keras does, layers are looked at when training begins.
+        # As in Keras, the layers at the start of training count.
         definition: tuple[int, tuple[int, ...]] | None = None
 
         def finish_first() -> None:
@@ -339,7 +339,7 @@ class ModelTraining:
                     if len(in_flight) < far and not scheduler.wait_for_room(
                         in_flight[0][1].is_known
                     ):
-                        # A slow worker has the first one; the others go on.
+                        # A slow worker runs the first task; the others continue.
                         break
                     finish_first()
                 if is_stopped():
@@ -360,7 +360,7 @@ def _take(batches: Iterable[Any], count: int) -> Iterable[Any]:
 
 
 def _on_host(batch: Any) -> Any:
-    """A batch of NumPy arrays, without the parts at its end that are None."""
+    """A batch of NumPy arrays, without trailing None."""
     parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
     while parts and parts[-1] is None:
         parts.pop()
@@ -374,7 +374,7 @@ def _on_host(batch: Any) -> Any:
 
 def _contiguous(array: Any) -> Any:
     if array.dtype == np.float64:
-        # As Keras's own conversion does.
+        # As Keras converts it.
         array = array.astype(keras.config.floatx())
     return np.ascontiguousarray(array) if array.ndim else array
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ParameterServerTrainer(TrainerAdapter):
-    """The coordinator's side of training: variables are elsewhere."""
+    """Trainer adapter of the coordinator, whose variables are on servers."""
 
     strategy: ParameterServerStrategy
 
@@ -52,7 +52,7 @@ class ParameterServerTrainer(TrainerAdapter):
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
     ) -> None:
-        """Steps are made on workers."""
+        """Does nothing: steps run on workers."""
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         description = self.strategy.registry.describe(variable)
@@ -60,15 +60,15 @@ class ParameterServerTrainer(TrainerAdapter):
             value = self.strategy.registry.read(variable)
             return [VariableCopy("coordinator", value.nbytes, "variable", value)]
         row = _row_bytes(description)
-        several = len(description.parts) > 1 and description.kind != "scalar"
+        several = len(description.shards) > 1 and description.kind != "scalar"
         return [
             VariableCopy(
-                f"ps:{part.server}",
-                row * (part.stop - part.start),
+                f"ps:{shard.server}",
+                row * (shard.stop - shard.start),
                 "shard" if several else "variable",
                 None,
             )
-            for part in description.parts
+            for shard in description.shards
         ]
 
 

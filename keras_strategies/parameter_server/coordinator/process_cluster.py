@@ -1,4 +1,4 @@
-"""A cluster of processes, from its start to its end."""
+"""Start and end of a cluster's processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from keras_strategies.parameter_server.worker.worker_process import run_worker
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """How a cluster runs; see `ParameterServerStrategy` for what each means."""
+    """Options of a cluster; see `ParameterServerStrategy`."""
 
     workers: int = 2
     servers: int = 1
@@ -49,7 +49,7 @@ class ClusterOptions:
 
 
 class ProcessCluster:
-    """The coordinator's side of everything.
+    """The coordinator's connections, scheduler and processes.
 
     Args:
         options: `ClusterOptions`.
@@ -71,7 +71,7 @@ class ProcessCluster:
         self._close_lock = threading.Lock()
         self._folder = private_folder()
         folder = Path(self._folder.name)
-        #: Whether this process starts the others.
+        #: Whether this process starts the other ones.
         self.is_local = is_local = control is None
         self._addresses = addresses or [
             f"ipc://{folder}/ps-{i}" for i in range(options.servers)
@@ -95,7 +95,7 @@ class ProcessCluster:
             options.max_staleness,
             options.pull_ahead,
             options.silence_seconds,
-            # Of servers that others have started, it is known when they are back.
+            # A server that was started elsewhere reports whether it was restored.
             can_restore=self._snapshots is not None or not is_local,
             name=self._name,
             on_snapshot_error=options.on_snapshot_error,
@@ -127,7 +127,7 @@ class ProcessCluster:
             raise
 
     def _check_snapshots(self, folder: str) -> None:
-        """Raises or warns before any process starts, if snapshots cannot be written."""
+        """Raises or warns before a process starts if snapshots cannot be written."""
         try:
             check_folder(folder)
         except SnapshotError as error:
@@ -161,7 +161,7 @@ class ProcessCluster:
         return ProcessStart(kind, index, incarnation, _path(entry), common)
 
     def close(self) -> None:
-        """Ends all processes; may be called again."""
+        """Ends all processes; may be called repeatedly."""
         with self._close_lock:
             if self._is_closed:
                 return
@@ -170,7 +170,7 @@ class ProcessCluster:
         if self._manager is not None:
             self._manager.close()
         elif self.servers is not None:
-            # Whatever they answer, or that they are gone: the rest is closed, too.
+            # Errors of servers must not prevent closing the rest.
             with contextlib.suppress(Exception):
                 everyone = range(self.options.servers)
                 self.servers.request_all("stop", dict.fromkeys(everyone))
@@ -183,5 +183,5 @@ class ProcessCluster:
 
 
 def _path(function: Callable[..., None]) -> str:
-    """`"module:function"`, as processes import it."""
+    """A function as `"module:function"`, which processes import."""
     return f"{function.__module__}:{function.__name__}"

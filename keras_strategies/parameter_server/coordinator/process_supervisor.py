@@ -1,4 +1,4 @@
-"""The processes of a cluster: who is alive, and starting anew who is not."""
+"""Process supervisor: liveness of workers and servers, and restarts."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from keras_strategies.parameter_server.coordinator.cluster_state import (
 from keras_strategies.parameter_server.coordinator.ray_launcher import ProcessStart
 from keras_strategies.reports.tables import counted
 
-#: A process that has died so often without having done anything is given up.
+#: Number of failed starts in a row after which a process is not restarted.
 _MAX_FAILED_STARTS = 4
 
 
 class ProcessSupervisor:
-    """Workers and servers, as they report; for the scheduler's thread, under its lock.
+    """Workers and servers by their messages; called in the scheduler's thread.
 
     Args:
-        workers: int, how many workers there are at first.
-        servers: int, how many servers there are.
+        workers: int, initial number of workers.
+        servers: int, number of servers.
         starts: callable of a kind, an index and an incarnation that returns a
             `ProcessStart`; None if the processes are started elsewhere.
-        silence: float, seconds without a sign of life after which a process is dead.
+        silence: float, seconds without a heartbeat after which a process is lost.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
-        send: callable of a receiver and a message.
-        lost: called with a worker that died, and why.
-        broken: called with an error after which nothing can go on.
-        changed: called when somebody has come or is ready.
-        damaged: called with the account of a server that was restored although files
-            were damaged.
-        snapshots: called with a server's problem with its snapshots, a str, or None
-            when it can write them again.
+        send: callable of a recipient and a message.
+        lost: called with a lost worker and the reason.
+        broken: called with an error that ends the cluster.
+        changed: called when a process has registered.
+        damaged: called with the damage of a restored server's files.
+        snapshots: called with a server's snapshot problem, a str, or None after
+            recovery.
     """
 
     def __init__(
@@ -73,11 +72,11 @@ class ProcessSupervisor:
         self._looked = time.monotonic()
 
     def handle(self, kind: str, sender: bytes, value: Any) -> None:
-        """Takes in what a process or the manager reports."""
+        """Handles a message of a process or of the manager."""
         getattr(self, f"_on_{kind}")(sender, value)
 
     def start_all(self) -> None:
-        """Starts the processes, if that is ours to do."""
+        """Starts the processes, unless they are started elsewhere."""
         who = (
             f"{counted(len(self.workers), 'worker')} and "
             f"{counted(len(self.servers), 'parameter server')}"
@@ -90,14 +89,14 @@ class ProcessSupervisor:
             self._start("worker", worker.index, worker.incarnation)
 
     def add_worker(self) -> int:
-        """Starts one worker more; its number."""
+        """Starts another worker; returns its number."""
         index = max(self.workers) + 1
         self.workers[index] = WorkerState(index)
         self._start("worker", index, 0)
         return index
 
     def missing(self) -> list[str]:
-        """Who has not come, of those that are needed for a beginning."""
+        """Names of required processes that have not registered."""
         missing = [
             f"parameter server {s.index}"
             for s in self.servers.values()
@@ -138,7 +137,7 @@ class ProcessSupervisor:
         index, incarnation, pid = value
         worker = self.workers.setdefault(index, WorkerState(index))
         if self._starts is None and worker.is_alive:
-            # Somebody else has started it anew.
+            # Restarted elsewhere.
             self._lost(worker, "it was restarted")
             worker.incarnation = incarnation
         if incarnation < worker.incarnation and self._starts is not None:
@@ -247,11 +246,11 @@ class ProcessSupervisor:
         self._broken(ServerLostError(f"{what} Its variables are lost. {advice}"))
 
     def check_heartbeats(self) -> None:
-        """Kills and replaces who has given no sign of life for too long."""
+        """Kills and restarts processes without recent heartbeats."""
         now = time.monotonic()
         previous, self._looked = self._looked, now
         if now - previous > self._silence / 4:
-            # This process stood still itself; their signs may not have been read.
+            # This process was stopped itself; heartbeats may be unread.
             states: list[WorkerState | ServerState] = [*self.workers.values()]
             for state in [*states, *self.servers.values()]:
                 state.last_heartbeat = now

@@ -1,9 +1,9 @@
-"""The processes of a local cluster: Ray starts them, and says when one is gone.
+"""Ray launcher: starts a local cluster's processes and reports their ends.
 
-Ray runs in a process of its own, the *manager*, so that the coordinator's process gets
-no threads, no environment and no second Ray from it, and so that several strategies can
-each have a cluster. The manager ends when its input does: a coordinator that is killed
-leaves nothing behind.
+Ray runs in a process of its own, the *manager*: the coordinator's process has no
+threads or environment of Ray, and several strategies have separate clusters. The
+manager ends when its standard input is closed, so that nothing remains of a coordinator
+that was killed.
 
     python -m keras_strategies.parameter_server.coordinator.ray_launcher
         Reads a pickled `RayManagerSetup` from its standard input, starts Ray on the
@@ -32,7 +32,7 @@ from keras_strategies.cluster.environment import QUIET
 from keras_strategies.parameter_server.wire.transport import Connection
 from keras_strategies.processes import engine_messages
 
-#: Seconds after which a manager that does not end is killed.
+#: Seconds until a manager that does not end is killed.
 _END_SECONDS = 20.0
 #: Bytes of Ray's object store, which carries nothing: the least that Ray accepts.
 _STORE_BYTES = 80 << 20
@@ -40,12 +40,12 @@ _STORE_BYTES = 80 << 20
 
 @dataclass(frozen=True)
 class RayManagerSetup:
-    """What a manager is told.
+    """Configuration of a manager process.
 
     Args:
         control: str, the coordinator's address.
         folder: str, for Ray's files.
-        cpus: int, what Ray is told that there are.
+        cpus: int, number of CPUs of the Ray cluster.
     """
 
     control: str
@@ -55,12 +55,12 @@ class RayManagerSetup:
 
 @dataclass(frozen=True)
 class ProcessStart:
-    """A process to be started.
+    """A process to start.
 
     Args:
         kind: str, `"worker"` or `"ps"`.
         index: int.
-        incarnation: int, counts the processes with this kind and index.
+        incarnation: int, number of earlier processes with this kind and index.
         entry: str, `"module:function"`.
         arguments: dict for the function.
     """
@@ -73,12 +73,12 @@ class ProcessStart:
 
 
 class RayManager:
-    """The coordinator's side of the manager process.
+    """The coordinator's handle of the manager process.
 
     Args:
-        control: str, where the coordinator listens.
-        environment: dict, for the manager and all that it starts.
-        cpus: int, how many processes Ray is to allow for.
+        control: str, the coordinator's address.
+        environment: dict, of the manager and its processes.
+        cpus: int, number of processes.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class RayManager:
             env={
                 **environment,
                 "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-                # Read once, when Ray is first imported.
+                # Read when Ray is imported.
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": token,
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_DEDUP_LOGS": "0",
-                # Another cluster's address must not be found.
+                # Not another cluster's address.
                 "RAY_ADDRESS": "",
             },
-            # Ctrl-C is for the coordinator, which ends the cluster in good order.
+            # Ctrl-C reaches only the coordinator, which ends the cluster.
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -120,7 +120,7 @@ class RayManager:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Ends all processes; returns when they are gone."""
+        """Ends all processes and waits for them."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -133,9 +133,9 @@ class RayManager:
 
 
 def main() -> None:
-    """The manager process."""
+    """Entry point of the manager process."""
     if not engine_messages.are_wanted(os.environ):
-        # Ray writes here what the processes of the cluster print.
+        # Ray writes the output of the processes here.
         sys.stdout, sys.stderr = map(
             engine_messages.WithoutEngineLines, (sys.stdout, sys.stderr)
         )
@@ -155,7 +155,7 @@ def main() -> None:
         connection.close()
         ray.shutdown()
         sys.stdout.flush()
-        # Threads of Ray have kept managers from ending.
+        # Threads of Ray may block a regular exit.
         os._exit(0)
 
 
@@ -164,12 +164,11 @@ def _start_ray(setup: RayManagerSetup) -> Any:
     from ray._private import services
     from ray._private.node import Node
 
-    # A dashboard and an autoscaler of a cluster that is gone with its strategy: two
-    # processes that take a second each to start, and 200 MB.
+    # No dashboard and autoscaler, two processes that take 1 s each to start and 200 MB.
     node: Any = Node
     node.start_monitor = lambda self: None
     node.start_api_server = lambda self, **options: setattr(self, "_webui_url", None)
-    # Ray 2.60 takes the loopback for a mistake and listens on every address instead.
+    # Ray 2.60 replaces a loopback address by one of the network.
     services.resolve_ip_for_localhost = lambda host: host
     services.get_node_ip_address = lambda *args, **kwargs: "127.0.0.1"
     ray.init(
@@ -180,7 +179,7 @@ def _start_ray(setup: RayManagerSetup) -> Any:
         object_store_memory=_STORE_BYTES,
         _node_ip_address="127.0.0.1",
         _temp_dir=setup.folder,
-        # Ray would run them at niceness 15, and any other program before them.
+        # Ray's default is niceness 15.
         _system_config={"worker_niceness": 0},
     )
     return ray
@@ -212,7 +211,7 @@ def _manage(ray: Any, connection: Connection, gone: threading.Event) -> None:
             try:
                 ray.get(reference)
                 reason = "it ended"
-            except Exception as error:  # What the process raised, or Ray when it died.
+            except Exception as error:  # Raised by the process, or by Ray if it died.
                 reason = str(error).strip().splitlines()[0][:500]
                 cause = getattr(error, "cause", None)
                 if cause is not None:
@@ -223,7 +222,7 @@ def _manage(ray: Any, connection: Connection, gone: threading.Event) -> None:
 
 
 def _kill(ray: Any, running: dict[Any, Any], value: tuple[str, int, int, int]) -> None:
-    """Ends a process, also one that is stopped and hears nothing."""
+    """Kills a process, also if it is stopped."""
     kind, index, incarnation, pid = value
     for start, actor, _ in running.values():
         if (start.kind, start.index, start.incarnation) == (kind, index, incarnation):
@@ -234,7 +233,7 @@ def _kill(ray: Any, running: dict[Any, Any], value: tuple[str, int, int, int]) -
 
 
 class _Host:
-    """A process of the cluster, as Ray's actor."""
+    """A process of the cluster, as a Ray actor."""
 
     def run(self, entry: str, arguments: dict[str, Any]) -> None:
         from keras_strategies.parameter_server.coordinator.keras_import import (
@@ -247,21 +246,21 @@ class _Host:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What the processes of a cluster find set."""
+    """Environment variables of a cluster's processes."""
     import keras
 
     found = {
         **QUIET,
         **os.environ,
         "KERAS_BACKEND": keras.backend.backend(),
-        # Large messages and gradients would be mapped and unmapped in every step.
+        # No mapping of memory for the large arrays of each step.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
         "MALLOC_TOP_PAD_": str(16 << 20),
         "PYTHONUNBUFFERED": "1",
     }
     found.setdefault("OMP_NUM_THREADS", str(threads))
-    # The threads of XLA's programs on CPUs, and TensorFlow's.
+    # Threads of XLA on CPUs, and of TensorFlow.
     for name in ("NPROC", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
         found.setdefault(name, str(threads))
     found.pop("TF_CONFIG", None)
@@ -269,7 +268,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that only this user may enter, with a path short enough for sockets."""
+    """A folder for this user only, with a path short enough for sockets."""
     root = Path(tempfile.gettempdir())
     # Paths of Unix sockets have 107 characters at most.
     return tempfile.TemporaryDirectory(
@@ -278,7 +277,7 @@ def private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def wait_for(condition: threading.Condition, holds: Any, seconds: float) -> bool:
-    """Waits on a condition, with a deadline."""
+    """Waits on a condition until a deadline."""
     until = time.monotonic() + seconds
     while not holds():
         left = until - time.monotonic()

@@ -1,4 +1,4 @@
-"""Who does what: the queue of closures, the workers, and what becomes of both."""
+"""Scheduler: task queue, assignment to workers, retries."""
 
 from __future__ import annotations
 
@@ -40,30 +40,29 @@ from keras_strategies.parameter_server.wire.task_messages import (
 from keras_strategies.parameter_server.wire.transport import Service
 from keras_strategies.parameter_server.worker.pull_ahead import PULL_AHEAD_STEPS
 
-#: Tasks that a worker may have, so that it need not wait for the next one. Of a model's
-#: steps one waits for the servers' answer, one is computed, and the values of those
-#: after it are on their way.
+#: Tasks of a worker, so that it does not wait for the next one. Of a model's steps one
+#: awaits the servers' replies, one is computed, and the later ones are prefetched.
 _TASKS_IN_FLIGHT = 2
 _STEPS_IN_FLIGHT = 2 + PULL_AHEAD_STEPS
-#: A closure under which so many workers have died is not given to another one.
+#: Number of workers that die during a task until it fails.
 _FATAL_DEATHS = 3
 
 
 class Scheduler:
-    """Gives closures to workers, in a thread of its own.
+    """Assigns tasks to workers, in a thread of its own.
 
     Args:
         service: where workers, servers and the manager report.
-        workers: int, how many workers there are at first.
-        servers: int, how many servers there are.
+        workers: int, initial number of workers.
+        servers: int, number of servers.
         starts: callable of a kind, an index and an incarnation that returns a
             `ProcessStart`; None if the processes are started elsewhere.
-        local: the local variables.
+        local: values of variables on no server.
         max_staleness: int or None, see `ParameterServerStrategy`.
-        pulls_ahead: bool, whether workers ask for values two steps ahead.
-        silence: float, seconds without a sign of life after which a process is dead.
+        pulls_ahead: bool, whether workers pull values two steps ahead.
+        silence: float, seconds without a heartbeat after which a process is lost.
         can_restore: bool, whether servers have snapshots.
-        name: str, the coordinator's, whom workers and servers work for.
+        name: str, the coordinator's.
         on_snapshot_error: str, `"raise"` or `"continue"`.
     """
 
@@ -110,7 +109,7 @@ class Scheduler:
         self.max_queued = 256
         self.error: BaseException | None = None
         self.fatal: BaseException | None = None
-        #: Why snapshots cannot be written at present; None while they can.
+        #: Reason why snapshots cannot be written; None if they can.
         self.snapshot_problem: str | None = None
         self.done_steps = 0
         self._definitions: dict[int, FunctionDefinition] = {}
@@ -124,7 +123,7 @@ class Scheduler:
         )
         self._thread.start()
 
-    # For the user's threads
+    # Called in the user's threads
 
     def define(self, definition: FunctionDefinition) -> None:
         with self.condition:
@@ -142,7 +141,7 @@ class Scheduler:
         result: Callable[[Any, BaseException | None], None],
         local: tuple[int, ...],
     ) -> None:
-        """Queues a closure; waits only while the queue is full."""
+        """Queues a task; blocks only while the queue is full."""
         self._emit_warnings()
         with self.condition:
             self.condition.wait_for(
@@ -154,19 +153,19 @@ class Scheduler:
             self._unfinished.add(number)
             task = ScheduledTask(number, definition, arguments, generation=generation)
             self.queue.append(QueuedTask(task, result, local))
-            # Workers that have all that they may have get it with their next outcome.
+            # Busy workers receive it after their next result.
             is_wanted = bool(self._ready_workers())
         if is_wanted:
             self._service.wake()
 
     def wait_for_room(self, is_known: Callable[[], bool]) -> bool:
-        """Waits until a closure is done, or until nothing is queued for workers.
+        """Waits until a task is finished, or until the queue is empty.
 
         Args:
-            is_known: says whether the closure is done.
+            is_known: whether the task is finished.
 
         Returns:
-            Whether it is done.
+            Whether it is finished.
         """
         with self.condition:
             self.condition.wait_for(
@@ -175,7 +174,7 @@ class Scheduler:
         return is_known()
 
     def wait_until_done(self, timeout: float | None = None) -> None:
-        """Waits for all closures; raises the first error."""
+        """Waits for all tasks; raises the first error."""
         with self.condition:
             finished = self.condition.wait_for(
                 lambda: not self._unfinished or self.fatal is not None, timeout
@@ -189,7 +188,7 @@ class Scheduler:
                 )
 
     def abandon(self) -> None:
-        """Drops what is queued and waits for what is under way, without errors."""
+        """Drops queued tasks and waits for running ones, without errors."""
         with self.condition:
             self._cancel(ClosureCancelledError("Training ended before this step."))
             self.condition.wait_for(
@@ -202,7 +201,7 @@ class Scheduler:
             self.error = None
 
     def discard_error(self, error: BaseException) -> None:
-        """The caller has raised this error itself; it is not to surface again."""
+        """Discards an error that the caller has raised."""
         with self.condition:
             if self.error is error:
                 self.error = None
@@ -213,13 +212,13 @@ class Scheduler:
             return not self._unfinished
 
     def raise_error(self) -> None:
-        """Raises the first error of a closure, once; a fatal one each time."""
+        """Raises the first error of a task, once; a fatal one always."""
         with self.condition:
             if self.fatal is not None:
                 raise self.fatal
             if self.error is None:
                 return
-            # What is under way still counts; nothing of it is left when this returns.
+            # Running tasks still count; none is left when this returns.
             self.condition.wait_for(
                 lambda: (
                     not any(w.in_flight for w in self.workers.values())
@@ -231,7 +230,7 @@ class Scheduler:
                 raise error
 
     def raise_fatal(self) -> None:
-        """Raises the error after which nothing can go on, if there is one."""
+        """Raises the fatal error, if there is one."""
         if self.fatal is not None and not self._is_closed:
             raise self.fatal
 
@@ -260,20 +259,20 @@ class Scheduler:
                 )
 
     def start_all(self) -> None:
-        """Starts the processes, if that is ours to do."""
+        """Starts the processes, unless they are started elsewhere."""
         with self.condition:
             self.supervisor.start_all()
         self._service.wake()
 
     def add_worker(self) -> int:
-        """Starts one worker more; its number."""
+        """Starts another worker; returns its number."""
         with self.condition:
             index = self.supervisor.add_worker()
         self._service.wake()
         return index
 
     def close(self) -> None:
-        """Tells everybody to stop, and ends the thread."""
+        """Stops the workers and ends the thread."""
         with self.condition:
             self._is_closed = True
             for worker in self.workers.values():
@@ -304,8 +303,8 @@ class Scheduler:
                 to_send, self._to_send = self._to_send, collections.deque()
                 is_closed = self._is_closed
             for receiver, message in to_send:
-                # What is wrong with one peer must not end the thread that serves all.
-                # One that is gone is noticed by its silence.
+                # An error of one peer must not end the thread. A lost one is detected
+                # by its missing heartbeats.
                 with contextlib.suppress(Exception):
                     self._service.send(receiver, (0, message))
             if is_closed:
@@ -315,7 +314,7 @@ class Scheduler:
         again = list(worker.in_flight)
         worker.in_flight.clear()
         for i, pending in enumerate(again):
-            # The first was running; the others waited for it.
+            # Only the first one was running.
             pending.deaths += i == 0
             if pending.deaths >= _FATAL_DEATHS:
                 self._fail(
@@ -338,7 +337,7 @@ class Scheduler:
             self._send_task(min(ready, key=lambda w: len(w.in_flight)))
 
     def _ready_workers(self) -> list[WorkerState]:
-        """Those that may have the first closure of the queue."""
+        """Workers that may receive the first task of the queue."""
         workers = [w for w in self.workers.values() if w.is_alive]
         if self.max_staleness is not None:
             in_flight = sum(len(w.in_flight) for w in self.workers.values())
@@ -348,7 +347,7 @@ class Scheduler:
         return [w for w in workers if len(w.in_flight) < ahead]
 
     def _ahead(self) -> int:
-        """How many tasks a worker may have."""
+        """Maximum number of tasks of a worker."""
         if self.max_staleness is not None:
             return 1
         kind = self._definitions[self.queue[0].task.definition].kind
@@ -430,7 +429,7 @@ class Scheduler:
             pending.result(None, error)
 
     def _on_snapshots(self, problem: str | None) -> None:
-        """A server could not write its snapshots, or (None) can write them again."""
+        """Handles a server's snapshot problem; None after recovery."""
         before, self.snapshot_problem = self.snapshot_problem, problem
         if problem is None:
             if isinstance(self.error, SnapshotError):
@@ -451,7 +450,7 @@ class Scheduler:
             self.condition.notify_all()
 
     def _fail_all(self, error: BaseException) -> None:
-        """Nothing can go on."""
+        """Fails all tasks with a fatal error."""
         if self.fatal is not None:
             return
         self.fatal = error

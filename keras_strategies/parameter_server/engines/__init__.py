@@ -1,4 +1,4 @@
-"""Steps and updates of parameter servers on each Keras backend."""
+"""Step programs and optimizer updates on each Keras backend."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What parameter servers and their workers need of a framework.
+"""Interface between parameter servers and a framework.
 
-A step on a worker has two programs. The first finds out which rows of which tables a
-batch looks up; it runs ahead of the step. The second is the step itself, on the rows
-that came back: in it a table is a *window*, the touched rows only, and a lookup uses
-positions in the window instead of ids. So the gradient of a table is one of the window:
-a row for each id, summed by the framework.
+A step on a worker has two programs. The first one finds the rows that a batch looks up;
+it runs ahead of the step. The second one is the step itself on the pulled rows: the
+value of a table is a *window*, its looked-up rows, and lookups use positions in the
+window instead of ids. The gradient of a table therefore has one row per id, summed by
+the framework.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 
 from keras_strategies import keras_compat
 
-#: A step: callable of a batch, which may use variables, apply optimizers and look up
-#: rows; returns what the coordinator is to get.
+#: A step: callable of a batch that may use variables, apply optimizers and look up
+#: rows; returns values for the coordinator.
 Body = Callable[[Any], Any]
 
 
 @dataclass
 class OptimizerCall:
-    """One call of `optimizer.apply` in a step.
+    """A call of `optimizer.apply` in a step.
 
     Args:
         optimizer: the Keras optimizer.
-        variables: the variables that it was called for.
-        gradients: their gradients, NumPy arrays once the step has run; None where
-            there is none. For a table, those of the window's rows.
-        scale: the loss scale that the gradients have, where the optimizer has one that
-            changes; None for the one that the step's variables have.
+        variables: its arguments.
+        gradients: their gradients, NumPy arrays after the step; None for no gradient.
+            For a table, gradients of the window's rows.
+        scale: the dynamic loss scale of the gradients; None for the value in the step's
+            variables.
     """
 
     optimizer: Any
@@ -45,11 +45,11 @@ class OptimizerCall:
 
 @dataclass
 class StepResult:
-    """What a step has come to.
+    """The result of a step.
 
     Args:
         outputs: what the body returned, as NumPy arrays.
-        applied: the updates that it asks for.
+        optimizer_calls: its calls of `optimizer.apply`.
         changed: pairs of a variable and its new value, a NumPy array.
     """
 
@@ -78,15 +78,15 @@ class StepVariables:
 
 
 class LookupMismatchError(Exception):
-    """A step made other lookups than `StepProgram.lookups` had said."""
+    """A step made other lookups than `StepProgram.lookups` predicted."""
 
 
 class CompiledStep:
-    """A model's step that is to be compiled, if the backend's steps are not always.
+    """A model's step to compile, for backends that do not always compile.
 
     Args:
         step: `train_step`, `test_step` or `predict_step` of a model.
-        is_asked_for: bool, whether the model was compiled with `jit_compile=True`.
+        is_requested: bool, whether the model was compiled with `jit_compile=True`.
     """
 
     def __init__(self, step: Body, is_requested: bool):
@@ -102,8 +102,8 @@ class StepProgram(abc.ABC):
 
     Args:
         body: the step.
-        variables: what it may use.
-        gradients: bool, whether it may ask for updates.
+        variables: the variables that it may use.
+        gradients: bool, whether it may apply optimizers.
     """
 
     def __init__(self, body: Body, variables: StepVariables, gradients: bool):
@@ -113,14 +113,14 @@ class StepProgram(abc.ABC):
 
     @abc.abstractmethod
     def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
-        """Which rows a batch looks up.
+        """The rows that a batch looks up.
 
         Args:
             batch: structure of NumPy arrays.
 
         Returns:
-            A pair of a table and ids, an integer array of any shape, for each lookup
-            in the order in which the step makes them.
+            A pair of a table and ids, an integer array of any shape, for each lookup,
+            in the order of the step.
         """
 
     @abc.abstractmethod
@@ -135,30 +135,30 @@ class StepProgram(abc.ABC):
         Args:
             batch: structure of NumPy arrays.
             lookups: what `lookups` returned for this batch.
-            positions: for each lookup, where the rows are in the table's window.
+            positions: for each lookup, positions in the table's window.
 
         Raises:
-            OtherLookupsError: if it makes other lookups than were foreseen.
+            LookupMismatchError: if it makes other lookups than predicted.
         """
 
     def disable_lookup_prediction(self) -> None:  # noqa: B027
-        """Looks at every batch before its step from now on."""
+        """From now on runs the first program for each batch."""
 
 
 class ParameterServerEngine(abc.ABC):
-    """One framework's part in parameter servers."""
+    """A framework's implementation of steps and updates."""
 
-    #: Whether programs are compiled for exact shapes, so that row counts are padded.
+    #: Whether programs are compiled for static shapes, so that rows are padded.
     pads_rows = False
-    #: Whether compiled updates write into the arrays that they are given.
+    #: Whether compiled updates are in place.
     updates_in_place = False
 
     def is_tracing(self) -> bool:
-        """Whether a program is being traced just now."""
+        """Whether a program is being traced."""
         return keras_compat.current_stateless_scope() is not None
 
     def install(self) -> None:  # noqa: B027
-        """Hooks what Keras does differently on this backend; may be called again."""
+        """Installs hooks for this backend; may be called repeatedly."""
 
     def model_body(self, model: Any, kind: str) -> Body:
         """Keras's step of a model, for `kind` "train", "test" or "predict"."""
@@ -169,12 +169,12 @@ class ParameterServerEngine(abc.ABC):
     def program(
         self, body: Body, variables: StepVariables, gradients: bool
     ) -> StepProgram:
-        """Makes a step of a body."""
+        """Creates the program of a body."""
 
     def new_variable(
         self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
     ) -> Any:
-        """A variable of a worker, before it gets values."""
+        """Creates a variable of a worker, without a value."""
         empty = np.zeros([min(n, 1) for n in shape], "float32")
         made = keras_compat.make_variable(path, trainable, dtype, empty)
         keras_compat.set_variable_shape(made, keras_compat.OpenShape(shape))
@@ -182,11 +182,11 @@ class ParameterServerEngine(abc.ABC):
 
     @abc.abstractmethod
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        """Gives a variable of a worker a value; a table's window may have any rows."""
+        """Sets a worker's value of a variable; a window may have any number of rows."""
 
     @abc.abstractmethod
     def get_value(self, variable: Any) -> np.ndarray:
-        """A worker's value of a variable."""
+        """The value of a worker's variable."""
 
     @abc.abstractmethod
     def compile_update(
@@ -198,7 +198,7 @@ class ParameterServerEngine(abc.ABC):
             update: pure function of tensors, `(scalars, values, slots, gradients)`,
                 lists but for `slots`, a list of lists; returns new scalars, values
                 and slots.
-            is_of_keras: bool, whether nobody else's code is called in it.
+            is_of_keras: bool, whether it calls only Keras's code.
 
         Returns:
             A callable of NumPy arrays that returns NumPy arrays. It may overwrite the
@@ -207,11 +207,11 @@ class ParameterServerEngine(abc.ABC):
 
 
 class TracedOutputs:
-    """What a traced step returns: tensors, and Python objects that stay as they are.
+    """Outputs of a traced step: tensors, and other Python objects.
 
     Args:
         structure: what the step returned.
-        is_tensor: callable of a leaf; whether the program computes it.
+        is_tensor: callable of a leaf, whether the program computes it.
 
     Attributes:
         tensors: list, the leaves that the program computes.
@@ -230,7 +230,7 @@ class TracedOutputs:
         self._structure = keras.tree.map_structure(lambda leaf: 0, structure)
 
     def filled(self, arrays: Sequence[Any]) -> Any:
-        """The structure with arrays for the tensors."""
+        """The structure with arrays instead of tensors."""
         given = iter(arrays)
         leaves = [
             next(given) if own else leaf
@@ -240,7 +240,7 @@ class TracedOutputs:
 
 
 class OptimizerCallRecorder:
-    """Collects the updates that a step asks for instead of making them."""
+    """Records calls of `optimizer.apply` instead of running them."""
 
     def __init__(self) -> None:
         self.calls: list[OptimizerCall] = []
@@ -253,9 +253,9 @@ class OptimizerCallRecorder:
 
 
 def regularized_scope(variables: StepVariables) -> Any:
-    """A `StatelessScope` in which regularizers find the values of their variables.
+    """A `StatelessScope` with the values of regularized variables.
 
-    Keras asks the scope for them, where it asks variables themselves for all else.
+    Keras reads these from the scope, and others from the variables.
     """
     everything = (*variables.tables, *variables.others)
     return keras_compat.values_scope(
@@ -266,13 +266,13 @@ def regularized_scope(variables: StepVariables) -> Any:
 
 
 def changed_in(scope: Any, variable: Any) -> Any:
-    """The value that a variable has been given in a scope; None if it has not."""
+    """The value assigned to a variable in a scope; None without one."""
     value = scope.get_current_value(variable)
     return None if value is keras_compat.raw_value(variable) else value
 
 
 class _Writable:
-    """Says that the memory of an array may be written to."""
+    """Array interface of a read-only array that declares its memory writable."""
 
     def __init__(self, array: np.ndarray):
         about = array.__array_interface__
@@ -281,16 +281,16 @@ class _Writable:
 
 
 def writable(array: np.ndarray) -> np.ndarray:
-    """An array for a framework that knows no memory which is only to be read.
+    """A writable view of an array, for frameworks without read-only memory.
 
-    What has arrived in a message is read-only to NumPy. It is nobody else's: what is
-    written there is lost with it.
+    Arrays of messages are read-only in NumPy, but used by nothing else: writes to them
+    are lost.
     """
     return array if array.flags.writeable else np.asarray(_Writable(array))
 
 
 def bucket(rows: int) -> int:
-    """The rows of a padded array: four sizes for each power of two.
+    """Number of rows of a padded array: four sizes per power of two.
 
     >>> [bucket(n) for n in (0, 1, 9, 13, 100)]
     [8, 8, 10, 14, 112]

@@ -24,19 +24,19 @@ from keras_strategies.parameter_server.engines.engine_interface import (
 
 
 class JaxStepProgram(StepProgram):
-    """One jitted function of the variables' values, the positions and the batch."""
+    """A jitted function of variables' values, positions and batch."""
 
     def __init__(self, body: Body, variables: StepVariables, gradients: bool):
         super().__init__(body, variables, gradients)
         self._ids: dict[Any, Any] = {}
         self._traced: list[Any] = []
         self._step = jax.jit(self._pure)
-        # What the last trace has found, by the shapes of its arguments' leaves.
+        # Results of traces, by the shapes of the arguments.
         self._meanings: dict[
             Any, tuple[list[OptimizerCall], list[Any], TracedOutputs]
         ] = {}
 
-    # Which rows
+    # Lookups
 
     def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
         if not self.variables.tables:
@@ -55,11 +55,11 @@ class JaxStepProgram(StepProgram):
         return list(zip(tables, map(np.asarray, found), strict=True))
 
     def _find_lookups(self, batch: Any) -> tuple[list[Any], list[int | None], Any]:
-        """Traces the step with whole tables, and keeps what leads to the ids.
+        """Traces the step with zeros for tables, and extracts the computation of ids.
 
         Returns:
-            The table of each lookup, the number of the batch's leaf that its ids are,
-            None where they are computed, and a program of a batch that returns ids.
+            The table of each lookup; the index of the batch's leaf that its ids are,
+            None if they are computed; and a program of a batch that returns ids.
         """
         while True:
             variables = [*self.variables.tables, *self.variables.others]
@@ -95,16 +95,16 @@ class JaxStepProgram(StepProgram):
             specs = [jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for v in variables]
             by_ids, read = used_inputs(trace, specs, batch)
             if any(by_ids):
-                # Ids that depend on values are not known ahead of the step.
-                whole = list({id(t): t for t in found}.values())
+                # Ids that depend on variables are unknown before the step.
+                dense = list({id(t): t for t in found}.values())
             else:
-                whole = [
+                dense = [
                     table
                     for table, is_read in zip(tables, read[: len(tables)], strict=True)
                     if is_read
                 ]
-            if whole:
-                self.variables.mark_dense(whole)
+            if dense:
+                self.variables.mark_dense(dense)
                 continue
 
             def ids_of(batch: Any, trace: Any = trace, specs: Any = specs) -> Any:
@@ -179,7 +179,7 @@ def _assign(variables: Any, values: Any) -> None:
 
 
 class JaxParameterServerEngine(ParameterServerEngine):
-    """Programs are jitted; arrays are handed over without a copy where possible."""
+    """Steps and updates are jitted; arrays are passed without copies where possible."""
 
     pads_rows = True
 
@@ -215,7 +215,7 @@ class JaxParameterServerEngine(ParameterServerEngine):
         return JaxStepProgram(body, variables, gradients)
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        # Programs take arrays of NumPy as they are.
+        # Jitted functions accept NumPy arrays.
         keras_compat.set_raw_value(variable, value)
 
     def get_value(self, variable: Any) -> np.ndarray:

@@ -26,13 +26,13 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     writable,
 )
 
-# NumPy has these from `ml_dtypes`, or as objects.
+# Not NumPy's dtypes.
 _WITHOUT_BUFFER = (tf.bfloat16, tf.string)
-# Kinds of NumPy's dtypes that TensorFlow has too.
+# Kinds of NumPy dtypes that TensorFlow has.
 _WITH_BUFFER = "biuf"
-# Bytes at a multiple of which TensorFlow wants arrays to begin.
+# Alignment of arrays in bytes that TensorFlow requires.
 _ALIGNMENT = 64
-# The attribute of a variable of TensorFlow's that has its value for the next program.
+# Attribute of a `tf.Variable`: its value in the next program.
 _PENDING_VALUE = "_keras_strategies_given"
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
@@ -40,8 +40,8 @@ _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 class _Traced:
     """A function of tensors, traced for one signature.
 
-    A call of a `ConcreteFunction` binds and checks its arguments, which takes as long
-    as a server's whole update of small variables. Here they are known to be right.
+    Calls of a `ConcreteFunction` bind and check arguments, which takes as long as an
+    update of small variables; this calls the inner function.
 
     Args:
         function: takes tensors; returns a list of tensors and None.
@@ -75,7 +75,7 @@ class _Traced:
 
 
 class TensorFlowStepProgram(StepProgram):
-    """Two functions of TensorFlow's, traced for each signature of a batch."""
+    """Two TensorFlow functions, traced for each signature of a batch."""
 
     def __init__(self, body: Body, variables: StepVariables, gradients: bool):
         super().__init__(body, variables, gradients)
@@ -103,16 +103,16 @@ class TensorFlowStepProgram(StepProgram):
             tables = list(self.variables.tables)
             found, program = self._trace_lookups(signature)
             read = _read_handles(program.concrete.graph)
-            whole = [t for t in tables if id(_handle(t)) in read]
-            if not whole and _depend_on_state(program.concrete.outputs):
-                # Ids that depend on values are not known ahead of the step.
-                whole = list({id(t): t for t in found}.values())
-            if not whole:
+            dense = [t for t in tables if id(_handle(t)) in read]
+            if not dense and _depend_on_state(program.concrete.outputs):
+                # Ids that depend on variables are unknown before the step.
+                dense = list({id(t): t for t in found}.values())
+            if not dense:
                 return found, _passed_on(program.concrete), program
-            self.variables.mark_dense(whole)
+            self.variables.mark_dense(dense)
 
     def _trace_lookups(self, signature: Any) -> tuple[list[Any], _Traced]:
-        """A program of a batch that returns ids, and the tables that they are for."""
+        """A program of a batch that returns ids, and their tables."""
         found: list[Any] = []
         ids: list[Any] = []
 
@@ -221,7 +221,7 @@ class TensorFlowStepProgram(StepProgram):
 
         def step(*arguments: Any) -> list[Any]:
             values = arguments[count : count + len(raws)]
-            # Keras asks for gradients of TensorFlow's variables, not of values.
+            # Keras differentiates by `tf.Variable`s.
             for raw, value in zip(raws, values, strict=True):
                 raw.assign(value, read_value=False)
             return compute(*arguments[:count], *arguments[count + len(raws) :])
@@ -237,25 +237,25 @@ class TensorFlowStepProgram(StepProgram):
         return program, structure, calls, list(changed_variables), split
 
 
-#: The table of each lookup, the number of the batch's leaf that its ids are, None
-#: where they are computed, and a program of the leaves that returns ids.
+#: The table of each lookup; the index of the batch's leaf that its ids are, None if
+#: they are computed; and a program of the leaves that returns ids.
 _Lookups = tuple[list[Any], list[int | None], _Traced]
-#: A program, the structure of what it returns flat, the updates that it asks for, the
-#: variables that it changes, and what the step returns.
+#: A program, the structure of its flat outputs, its optimizer calls, the variables that
+#: it changes, and the step's outputs.
 _Step = tuple[_Traced, Any, list[OptimizerCall], list[Any], TracedOutputs]
 
 
 def _is_computed(leaf: Any) -> bool:
-    """Whether a program returns a leaf: tensors and numbers, not strings and the like.
+    """Whether a program returns a leaf: tensors and numbers, not strings.
 
-    Rows of several lengths, and gradients without them, are tensors in parts.
+    Ragged tensors and sparse gradients are composite tensors.
     """
     kinds = (np.ndarray, np.generic, int, float, complex, keras.Variable)
     return tf.is_tensor(leaf) or isinstance(leaf, kinds)
 
 
 def _dense(gradient: Any) -> Any:
-    """A gradient whose rows are summed."""
+    """A dense gradient, with summed rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows = tf.cast(gradient.dense_shape[0], tf.int32)
@@ -268,7 +268,7 @@ def _handle(variable: Any) -> Any:
 
 
 def _read_handles(graph: Any) -> set[int]:
-    """The captured variables that operations of a graph read, by `id` of handles."""
+    """Captured variables that a graph reads, by `id` of their handles."""
     captured = {id(inner): outer for outer, inner in graph.captures}
     found = set()
     for operation in graph.get_operations():
@@ -295,7 +295,7 @@ def _depend_on_state(outputs: Any) -> bool:
 
 
 def _passed_on(program: Any) -> list[int | None]:
-    """For each output of a program the input that it is, None if it is computed."""
+    """For each output of a program the index of an identical input, or None."""
     inputs = [id(tensor) for tensor in program.inputs]
     found: list[int | None] = []
     for tensor in program.outputs:
@@ -328,14 +328,14 @@ def _flat(signature: Any) -> list[Any]:
 
 
 def _key(batch: Any) -> Any:
-    """What batches of one signature have in common."""
+    """Key of a batch's signature."""
     return repr(
         keras.tree.map_structure(lambda a: (a.shape[1:], a.ndim, a.dtype.str), batch)
     )
 
 
 def _tensor(array: Any) -> Any:
-    """An eager tensor on the memory of an array, where TensorFlow can use it."""
+    """An eager tensor on the memory of an array, where TensorFlow supports it."""
     array = np.asarray(array)
     address = array.__array_interface__["data"][0]
     if (
@@ -349,7 +349,7 @@ def _tensor(array: Any) -> Any:
 
 
 def _numpy(value: Any) -> Any:
-    """An array on the memory of an eager tensor, where NumPy knows its dtype."""
+    """An array on the memory of an eager tensor, where NumPy has its dtype."""
     if not isinstance(value, tf.Tensor):
         return value
     if value.dtype in _WITHOUT_BUFFER:
@@ -358,7 +358,7 @@ def _numpy(value: Any) -> Any:
 
 
 class TensorFlowParameterServerEngine(ParameterServerEngine):
-    """Windows are variables whose first axis is open. XLA compiles updates."""
+    """Windows are variables with an open first axis; XLA compiles updates."""
 
     pads_rows = True
 
@@ -378,8 +378,8 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
         self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
     ) -> Any:
         made = super().new_variable(path, trainable, dtype, shape)
-        # Matrices may be tables, whose windows have any number of rows. What has been
-        # traced holds on to this variable, so it is never another one.
+        # Matrices may be tables, whose windows have any number of rows. Traced programs
+        # refer to this `tf.Variable`, so it is never replaced.
         open_shape = [None, *shape[1:]] if len(shape) == 2 else list(shape)
         first = [min(shape[0], 1), shape[1]] if len(shape) == 2 else list(shape)
         raw = tf.Variable(
@@ -389,7 +389,7 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
         return made
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        # Programs take it from here, all values with one call.
+        # Read by the next program, which assigns all values.
         setattr(keras_compat.raw_value(variable), _PENDING_VALUE, value)
 
     def get_value(self, variable: Any) -> np.ndarray:
@@ -398,7 +398,7 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
     def compile_update(
         self, update: Callable[..., Any], is_of_keras: bool
     ) -> Callable[..., Any]:
-        # Each variable has programs of its own, which is no mistake.
+        # No warnings about retracing: each variable has programs of its own.
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
         programs: dict[Any, Any] = {}
 
@@ -408,7 +408,7 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
             if key not in programs:
                 programs[key] = _flat_program(update, arguments, is_of_keras)
             found = programs[key](*map(_tensor, leaves))
-            # What has been updated is arranged as what was given, without gradients.
+            # The structure of the arguments without gradients.
             return keras.tree.pack_sequence_as(
                 arguments[:-1], [_numpy(tensor) for tensor in found]
             )
@@ -430,7 +430,7 @@ def _flat_program(
 
 
 def _pending_value(variable: Any) -> np.ndarray:
-    """The value that a variable was given; that of TensorFlow's before the first."""
+    """The assigned value of a variable; before the first one, its own."""
     raw = keras_compat.raw_value(variable)
     given: np.ndarray | None = getattr(raw, _PENDING_VALUE, None)
     return raw.numpy() if given is None else given  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ from keras_strategies.parameter_server.engines.torch_steps import (
 class TorchParameterServerEngine(ParameterServerEngine):
     """Tensors share the memory of arrays; updates are in place."""
 
-    # Graphs are recorded for exact shapes.
+    # Graphs have static shapes.
     pads_rows = True
     updates_in_place = True
 
@@ -64,7 +64,7 @@ class TorchParameterServerEngine(ParameterServerEngine):
         tensor = keras.ops.convert_to_tensor(as_tensor(value), dtype=variable._dtype)
         trains = variable.trainable and tensor.is_floating_point()
         raw = keras_compat.raw_value(variable)
-        # Torch remembers the shape of what a gradient was once asked for.
+        # Autograd stores the shape of a parameter with a gradient.
         if raw is not None and raw.dtype == tensor.dtype and raw.shape == tensor.shape:
             raw.data = tensor
             return
@@ -82,11 +82,11 @@ class TorchParameterServerEngine(ParameterServerEngine):
 
 
 class _Update:
-    """An optimizer's update of arrays, in their memory.
+    """An optimizer's in-place update of arrays.
 
     Args:
         update: as for `ParameterServerEngine.compile_update`.
-        is_recorded: bool, whether it may be run as a graph.
+        is_recorded: bool, whether it may run as a graph.
     """
 
     def __init__(self, update: Callable[..., Any], is_recorded: bool):

@@ -1,18 +1,18 @@
-"""Functions of tensors as graphs of ATen's operations: recorded once, then run again.
+"""Recorded graphs of ATen operations, for functions of tensors on Torch.
 
-Keras's layers on Torch take several times as long to call as what they compute takes,
-where batches are small. What a function does to tensors is recorded by
-`torch.fx.experimental.proxy_tensor.make_fx`, below autograd, so that a step's graph has
-the backward pass in it, and is run again for inputs of the same shapes.
+For small batches, calling Keras's layers takes several times as long as their
+computation. `torch.fx.experimental.proxy_tensor.make_fx` records the operations of a
+function below autograd, so that the graph of a step contains the backward pass; the
+graph is run for inputs of the same shapes.
 
-It is recorded with tensors that have no numbers. What would depend on numbers, or on a
-tensor that is no input, is an error then, and the function is called as it is from then
-on: nothing can be left in a graph from the batch that it was recorded with. State of
-Python's is another matter, which is why only code of Keras's is recorded unless asked.
+It is recorded with fake tensors. Python code that depends on their values, or on a
+tensor that is not an input, raises, and the function then runs eagerly: a graph
+contains no values of the batch that it was recorded with. It may contain Python state;
+therefore only Keras's own code is recorded, unless the user requests it.
 
-A graph can be *fused*: TorchInductor makes one loop of operations that each go through
-the same memory. That takes a C++ compiler and several seconds, so it is for what is run
-again and again on arrays larger than a cache.
+TorchInductor can *fuse* a graph: it compiles elementwise operations into one loop. This
+needs a C++ compiler and several seconds, and pays off for graphs on arrays larger than
+a cache.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-#: Takes tensors; returns a structure of tensors and constants, and a note.
+#: Takes tensors; returns a structure of tensors and constants, and any other result.
 Function = Callable[..., tuple[Any, Any]]
 
 _logger = logging.getLogger(__name__)
 
-#: Kinds of inputs for which graphs are kept; others call the function as it is.
+#: Maximum number of graphs; further shapes run eagerly.
 _MOST_GRAPHS = 32
-#: Operations that hand on an integer as it is.
+#: Operations that do not change the value of an integer.
 _SAME_INTEGERS = frozenset(
     (
         torch.ops.aten.detach.default,
@@ -44,13 +44,13 @@ _SAME_INTEGERS = frozenset(
     )
 )
 _WIDE = (torch.int32, torch.int64)
-#: Bytes of inputs from which on fusing pays, and calls after which it is done.
+#: Bytes of inputs above which graphs are fused, and the number of calls before.
 _FUSED_BYTES = 1 << 20
 _FUSED_CALLS = 3
 
 
 class NotRecordableError(Exception):
-    """A function does what depends on more than the shapes of its inputs."""
+    """A function depends on more than the shapes of its inputs."""
 
 
 class NotFusableError(Exception):
@@ -58,16 +58,15 @@ class NotFusableError(Exception):
 
 
 class TensorGraph:
-    """What a function did to tensors of some shapes.
+    """The recorded operations of a function on tensors of some shapes.
 
     Args:
-        function: takes tensors, returns a structure of tensors and constants, and a
-            note of anything else.
-        inputs: tensors of the shapes to record for. Their numbers do not matter, and
-            they stay as they are.
+        function: takes tensors; returns a structure of tensors and constants, and any
+            other result.
+        inputs: tensors of these shapes; their values are not used.
 
     Attributes:
-        note: what the function noted.
+        note: the other result of the function.
 
     Raises:
         Exception: `NotRecordableError` if more than shapes matters.
@@ -81,23 +80,23 @@ class TensorGraph:
 
         try:
             self._module = make_fx(flat, tracing_mode="fake")(*inputs)
-        except Exception as error:  # Whatever the function meets without numbers.
+        except Exception as error:  # Any error of code that uses values.
             raise NotRecordableError(str(error)) from error
         self._run: Callable[..., Any] = self._module.forward
         self.is_fused = False
-        #: How often it has been asked for.
+        #: Number of calls.
         self.calls = 0
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Does the same to other tensors of these shapes and dtypes."""
+        """Runs the operations on other tensors of these shapes and dtypes."""
         with torch.no_grad():
             return pytree.tree_unflatten(self._run(*inputs), self._structure)
 
     def fuse(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Lets TorchInductor compile this graph.
+        """Compiles the graph by TorchInductor.
 
         Args:
-            inputs: tensors of its shapes, which stay as they are.
+            inputs: tensors of its shapes; they are not changed.
 
         Raises:
             Exception: `NotFusableError` if it cannot.
@@ -105,16 +104,16 @@ class TensorGraph:
         try:
             from torch._inductor import compile, config
 
-            # Others would compile in a pool of processes that stay.
+            # No pool of compiler processes.
             config.compile_threads = 1
-            # It may change the graph, and fail later.
+            # It may change the graph before it fails.
             self._run = compile(copy.deepcopy(self._module), list(inputs))
-        except Exception as error:  # No compiler, or what it does not know.
+        except Exception as error:  # No compiler, or an unsupported operation.
             raise NotFusableError(str(error).partition("\n")[0]) from error
         self.is_fused = True
 
     def input_index(self, output: int) -> int | None:
-        """Which input a leaf of the output is, an integer that nothing has changed."""
+        """The index of the integer input that an output equals; None for others."""
         nodes = list(self._module.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
         node = nodes[-1].args[0][output]
@@ -130,13 +129,12 @@ class TensorGraph:
 
 
 class GraphRecorder:
-    """Keeps a function's graphs.
+    """Recorded graphs of a function, by shapes.
 
     Args:
-        function: as that of a `TensorGraph`.
-        check: called with each new graph; raises `NotRecordableError` if it will not
-            do.
-        is_asked_for: bool, whether somebody is to be told where there is none.
+        function: as for `TensorGraph`.
+        check: called with each new graph; raises `NotRecordableError` to reject it.
+        is_requested: bool, whether to warn if it cannot be recorded.
         fuses: bool, whether graphs on large arrays are fused.
     """
 
@@ -155,12 +153,12 @@ class GraphRecorder:
         self._fuses = fuses
 
     def graph(self, inputs: Sequence[torch.Tensor]) -> TensorGraph | None:
-        """The graph for inputs of these shapes, from the second time on.
+        """The graph for inputs of these shapes, from their second call on.
 
-        Many shapes come once, and recording takes as long as several calls.
+        Many shapes occur once, and recording takes as long as several calls.
 
         Returns:
-            A graph, or None where the function is to be called as it is.
+            A graph; None if the function must run eagerly.
         """
         if not self._is_recordable:
             return None

@@ -33,19 +33,19 @@ from keras_strategies.parameter_server.engines.torch_graphs import (
 
 
 class TorchStepProgram(StepProgram):
-    """Steps run eagerly, or as graphs that were recorded of Keras's own code.
+    """Steps as recorded graphs of Keras's own code, or eager steps.
 
-    Ids are foreseen from where they came from in the batch. The first batch goes
-    through the step once without updates, which shows the ids. Where each lookup's ids
-    are an array of the batch, later batches are asked directly; the step checks that it
-    was so, and a batch for which it was not runs as the first.
+    Lookups are predicted from the batch. The first batch runs through the step without
+    updates, which records the ids. If the ids of each lookup are an array of the batch,
+    they are read from later batches directly. The step compares them; after a mismatch,
+    each batch runs twice.
     """
 
     def __init__(self, body: Body, variables: StepVariables, gradients: bool):
         super().__init__(body, variables, gradients)
-        # For each lookup the table and the leaf of the batch that its ids are.
+        # For each lookup its table and the index of the batch's leaf with its ids.
         self._origins: list[tuple[Any, int]] | None = None
-        # By the structure of a batch.
+        # By structure of the batch.
         self._recorders: dict[Any, GraphRecorder] = {}
         self._may_predict = True
 
@@ -62,7 +62,7 @@ class TorchStepProgram(StepProgram):
         return found
 
     def _run_for_lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
-        """Runs the step on zeros for rows, and forgets all else that it does."""
+        """Runs the step with zeros for rows, and discards all else that it computes."""
         while True:
             found: list[tuple[Any, np.ndarray]] = []
 
@@ -156,12 +156,12 @@ class TorchStepProgram(StepProgram):
                 trains = variable.trainable and value.is_floating_point()
                 values.append(value.detach().requires_grad_(trains))
             remaining = iter(places)
-            asked: list[tuple[Any, torch.Tensor]] = []
+            looked_up: list[tuple[Any, torch.Tensor]] = []
 
             def take(x: Any, indices: Any, axis: Any) -> Any:
                 if axis != 0 or not self._is_table(x):
                     return NotImplemented
-                asked.append((x, keras.ops.convert_to_tensor(indices)))
+                looked_up.append((x, keras.ops.convert_to_tensor(indices)))
                 return torch.nn.functional.embedding(next(remaining), x.value)
 
             recorder = OptimizerCallRecorder()
@@ -179,22 +179,22 @@ class TorchStepProgram(StepProgram):
                     changed.append((variable, after))
             gradients = [list(call.gradients) for call in recorder.calls]
             result = (
-                [ids for _, ids in asked],
+                [ids for _, ids in looked_up],
                 outputs,
                 gradients,
                 [after for _, after in changed],
             )
-            tables = [table for table, _ in asked]
+            tables = [table for table, _ in looked_up]
             return result, (tables, recorder.calls, [v for v, _ in changed])
 
         def check(graph: TensorGraph) -> None:
-            """That lookups are the foreseen ones, by what the graph does for ids."""
+            """Checks that the ids of the graph's lookups are the predicted leaves."""
             tables = graph.note[0]
             leaves = [i for i, there in enumerate(present) if there]
             origins = []
             for i, table in enumerate(tables):
                 place = graph.input_index(i)
-                # Positions come first among the inputs.
+                # The first inputs are positions.
                 leaf = None if place is None else leaves[place - lookups]
                 origins.append((table, leaf))
             expected = self._origins or []
@@ -202,10 +202,12 @@ class TorchStepProgram(StepProgram):
                 table is other and i == j
                 for (table, i), (other, j) in zip(origins, expected, strict=True)
             ):
-                raise NotRecordableError("ids of lookups are no arrays of the batch")
+                raise NotRecordableError(
+                    "the ids of a lookup are not an array of the batch"
+                )
 
-        asked = isinstance(self.body, CompiledStep) and self.body.is_requested
-        return GraphRecorder(step, check, asked)
+        looked_up = isinstance(self.body, CompiledStep) and self.body.is_requested
+        return GraphRecorder(step, check, looked_up)
 
     def _run_eagerly(
         self,
@@ -225,7 +227,7 @@ class TorchStepProgram(StepProgram):
             (table, expected), where = next(places, ((None, np.empty(0)), None))
             if table is not x or not np.array_equal(ids, expected):
                 raise LookupMismatchError
-            # Its gradient adds up rows in one pass, which that of an index does not.
+            # Its gradient sums rows in one pass, unlike that of indexing.
             return torch.nn.functional.embedding(torch.from_numpy(where), x.value)
 
         variables = [*self.variables.tables, *self.variables.others]
@@ -271,10 +273,10 @@ def _matching_leaf(leaves: list[Any], ids: np.ndarray) -> int | None:
 
 
 class _TableReads(TorchFunctionMode):
-    """Notes the tables that take part in a step other than by lookups.
+    """Records the tables that a step uses other than by lookups.
 
     Args:
-        tables: variables with the stubs that stand for them.
+        tables: variables with their stubs.
     """
 
     def __init__(self, tables: Sequence[Any]):
@@ -298,14 +300,14 @@ class _TableReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# What asks for no numbers: attributes, and gradients with respect to a table.
+# Functions that do not read values: attributes, and gradients by a table.
 _METADATA_ONLY = frozenset(
     ("__get__", "__set__", "grad", "dim", "size", "numel", "is_floating_point")
 )
 
 
 def set_stub(variable: Any) -> None:
-    """Gives a variable a value of its whole shape that takes no memory."""
+    """Sets a value of the variable's shape that takes no memory."""
     shape = tuple(variable.shape)
     stub = keras.ops.zeros((1,) * len(shape), dtype=variable._dtype).expand(shape)
     trains = variable.trainable and stub.is_floating_point()

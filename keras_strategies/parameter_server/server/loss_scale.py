@@ -1,11 +1,10 @@
-"""Dynamic loss scales: a worker judges its step, one server keeps the scale.
+"""Updates of a dynamic loss scale on the server that stores it.
 
-A worker pulls the scale with its variables, and has all gradients of its step. It
-divides them by the scale that it pulled, and pushes them for the inner optimizer; of a
-step with a gradient that is not finite it pushes none. Either way it *reports* what it
-found, under the name of the update, so that each report counts once. The server that
-workers pull the scale from then follows Keras's rule. The others' copies, which are as
-they were last written, are never read.
+A worker pulls the scale with its variables and divides the gradients by it before they
+are pushed to the inner optimizer; gradients with a non-finite value are not pushed. In
+both cases it sends a `ScaleReport` under the name of the update, so that each report is
+applied once, to the one server that workers pull the scale from. The copies on the
+other servers are not read.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from keras_strategies.parameter_server.wire.step_messages import ScaleReport
 
 
 def apply_scale_report(store: VariableStore, report: ScaleReport) -> None:
-    """Changes scale and counter as `LossScaleOptimizer.apply` does.
+    """Updates scale and counter as `LossScaleOptimizer.apply` does.
 
-    Several workers may have computed with a scale that one of them has had changed
-    since: what they report says nothing about the present one, and changes nothing.
-    So a scale that is too large for several is halved once.
+    A report counts only if its scale is the current one. If several workers overflow at
+    one scale, the scale is halved once.
     """
     scale, counter = store.get(report.scale), store.get(report.counter)
     if scale != report.used:

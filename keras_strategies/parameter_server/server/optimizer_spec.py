@@ -19,22 +19,22 @@ from keras_strategies.parameter_server.wire.variable_description import (
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What a server is told of an optimizer.
+    """An optimizer on a server.
 
     Args:
-        number: int, its name.
+        number: int, its number in the cluster.
         optimizer: the Keras optimizer, with templates for variables.
         templates: dict from a variable's number to its template.
-        scalars: tuple of the numbers of variables that belong to no other, which
-            every server has: the step, the learning rate.
+        scalars: tuple of the numbers of scalar variables, which every server has: the
+            step, the learning rate.
         slots: dict from a trained variable's number to those of its slots.
         decays: dict from a trained variable's number to whether it has weight decay.
-        constraints: dict from a trained variable's number to its constraint, which is
-            of the whole variable.
-        exact_rows: bool, whether rows that a batch has not touched are updated too,
-            as on one device, where they would change: by momentum, by weight decay.
-        whole: numbers of slots that are of a variable and not of its rows, such as
-            Adafactor's. What has one is updated as a whole.
+        constraints: dict from a trained variable's number to its constraint,
+            which applies to the unsharded variable.
+        exact_rows: bool, whether rows without a gradient are updated as on one device:
+            by momentum, by weight decay.
+        whole: numbers of slots without a row for each row of their variable, such as
+            Adafactor's. Variables with such slots are updated in full.
     """
 
     number: int
@@ -49,7 +49,7 @@ class OptimizerSpec:
 
 
 class _Templates(UnpicklingContext):
-    """Variables of an optimizer on a server, which have a place and no value."""
+    """Variables of an optimizer on a server: with a shape, without a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +67,10 @@ class _Templates(UnpicklingContext):
 
 
 def load_optimizer_spec(blob: bytes, number: int, *rest: Any) -> OptimizerSpec:
-    """An optimizer as servers use it, from what was pickled here."""
+    """Unpickles an optimizer on a server."""
     context = _Templates()
     optimizer = load(blob, context, 0)
-    # It knows its variables by what another class would call them.
+    # Another class would have registered the variables under other names.
     keras_compat.plain_optimizer(optimizer)
     keras_compat.renew_identities([optimizer])
     return OptimizerSpec(number, optimizer, context.templates, *rest)

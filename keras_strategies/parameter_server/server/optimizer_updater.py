@@ -1,9 +1,9 @@
-"""How a parameter server updates variables: by Keras's own optimizers.
+"""Optimizer updates on a parameter server, by Keras's own optimizers.
 
-An optimizer arrives as it is, its variables replaced by *templates* that have a
-variable's place in it, and no value of their own. `optimizer.apply` runs in a
-`StatelessScope` that gives templates the values of one update: whole parts, or only the
-rows that a batch has touched. The backend compiles it.
+The variables of an unpickled optimizer are *templates* without values.
+`optimizer.apply` runs in a `StatelessScope` that assigns the templates the values of
+one update: complete shards, or only the rows that a batch has looked up. The backend
+compiles it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OptimizerUpdater:
 
     Args:
         spec: the optimizer.
-        store: what it updates.
+        store: the variables.
         engine: compiles the updates.
     """
 
@@ -49,7 +49,7 @@ class OptimizerUpdater:
         optimizer = spec.optimizer
         self._is_of_keras = keras_compat.is_of_keras(optimizer)
         keras_compat.plain_optimizer(optimizer)
-        # Norms are of whole gradients, which only workers see: they have clipped.
+        # Workers have clipped: only they have the gradients of all variables.
         if not optimizer.gradient_accumulation_steps:
             keras_compat.stop_clipping(optimizer)
         optimizer.loss_scale_factor = None
@@ -58,7 +58,7 @@ class OptimizerUpdater:
         keras_compat.set_weight_decay(optimizer, decays)
         for number, constraint in spec.constraints.items():
             spec.templates[number].constraint = constraint
-        # The rows of whole variables, of which this server may have some.
+        # Rows of the unsharded variables; None for scalars.
         self._rows: dict[int, int | None] = {}
         self._checked: set[Key] = set()
         for number in (*spec.slots, *(s for ss in spec.slots.values() for s in ss)):
@@ -67,7 +67,7 @@ class OptimizerUpdater:
             self._rows[number] = shape[0] if shape else None
             if shape and number not in spec.whole:
                 keras_compat.set_variable_shape(template, (None, *shape[1:]))
-        # Steps of an accumulation and moving averages are of variables, not of rows.
+        # Accumulation and moving averages also change rows without a gradient.
         self._row_programs_change_others = (
             optimizer.use_ema
             or bool(optimizer.gradient_accumulation_steps)
@@ -75,10 +75,7 @@ class OptimizerUpdater:
         )
 
     def _changes_without_gradient(self) -> bool:
-        """Whether rows change by an update whose gradient for them is zero.
-
-        Asked by trying it on numbers.
-        """
+        """Whether rows with a gradient of zero change, found by a trial update."""
         for number in self.spec.slots:
             template = self.spec.templates[number]
             if not tuple(template.shape) or not _is_float(template):
@@ -94,10 +91,10 @@ class OptimizerUpdater:
         return False
 
     def _updates_rows_independently(self, number: int) -> bool:
-        """Whether each row is updated as if it were alone, asked in the same way.
+        """Whether rows are updated independently, found by a trial update.
 
-        Not so where an optimizer looks at the norm of a variable, as `Lamb` does, or at
-        it as a matrix, as `Muon` does.
+        False for optimizers that use the norm of a variable, such as `Lamb`, or the
+        variable as a matrix, such as `Muon`.
         """
         if self._has_unsharded_slots(number):
             return False
@@ -119,7 +116,7 @@ class OptimizerUpdater:
         return not self.spec.whole.isdisjoint(self.spec.slots[number])
 
     def _numbers(self, number: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """Four rows of a variable, of its slots and of a gradient."""
+        """Random values of four rows of a variable, its slots and a gradient."""
         random = np.random.default_rng(0)
         part = (4, *self.spec.templates[number].shape[1:])
         value = random.normal(size=part).astype("float32")
@@ -136,7 +133,7 @@ class OptimizerUpdater:
         kept: list[np.ndarray],
         gradient: np.ndarray,
     ) -> list[np.ndarray]:
-        """What an update makes of a variable and its slots."""
+        """A variable and its slots after an update of random values."""
         scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
         _, [after], [others] = self._program((number,))(
             scalars, [value], [kept], [gradient]
@@ -152,7 +149,7 @@ class OptimizerUpdater:
         return self._programs[numbers]
 
     def _update(self, numbers: tuple[int, ...]) -> Callable[..., Any]:
-        """The update of some variables, a pure function."""
+        """The update of some variables as a pure function."""
         spec = self.spec
         variables = [spec.templates[n] for n in numbers]
         slots = [[spec.templates[s] for s in spec.slots[n]] for n in numbers]
@@ -181,17 +178,17 @@ class OptimizerUpdater:
         dense: Sequence[tuple[Key, np.ndarray | None]],
         rows: Sequence[tuple[Key, np.ndarray, np.ndarray]],
     ) -> None:
-        """One step of the optimizer.
+        """Applies one step of the optimizer.
 
         Args:
-            dense: pairs of a part and its gradient.
-            rows: for each part of a table, the touched rows, sorted and each once,
-                counted from the part's first, and their gradients, `(n, ...)`, with
-                or without zeros below them.
+            dense: pairs of a shard and its gradient.
+            rows: for each shard of a table its looked-up rows, sorted and unique,
+                counted from its first row, and their gradients, `(n, ...)`,
+                optionally padded with zeros.
         """
         store, spec = self._store, self.spec
         scalars = [store.get((number, 0)) for number in spec.scalars]
-        # Every update of this step begins with the same scalars.
+        # All updates of this step use the same scalars.
         after: list[np.ndarray] | None = None
         present = [(key, gradient) for key, gradient in dense if gradient is not None]
         whole = [table for table in rows if self._needs_all_rows(table[0])]
@@ -201,7 +198,7 @@ class OptimizerUpdater:
             if key not in self._checked:
                 self._check_unsharded(key, gradient)
                 self._checked.add(key)
-        # Parts of one variable share a template, so they are updated one by one.
+        # Shards of one variable share a template, so each is in a group of its own.
         for group in _distinct_variables(present):
             keys = [key for key, _ in group]
             numbers = tuple(number for number, _ in keys)
@@ -233,7 +230,7 @@ class OptimizerUpdater:
         )
 
     def _check_unsharded(self, key: Key, array: np.ndarray) -> None:
-        """Raises for a part of a variable that is to be updated as a whole."""
+        """Raises if a variable that is updated in full is sharded."""
         template = self.spec.templates[key[0]]
         rows = self._rows[key[0]]
         if (
@@ -276,7 +273,7 @@ class OptimizerUpdater:
         return key, whole
 
     def _count_step(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
-        """A step in which no variable of this server had a gradient."""
+        """The scalars after a step without gradients for this server."""
         optimizer = self.spec.optimizer
         step = optimizer._iterations
         return [
@@ -288,7 +285,7 @@ class OptimizerUpdater:
 def _distinct_variables(
     pairs: Sequence[tuple[Key, np.ndarray]],
 ) -> list[list[tuple[Key, np.ndarray]]]:
-    """Groups in which each variable occurs once."""
+    """Groups of updates without two shards of one variable."""
     groups: list[list[tuple[Key, np.ndarray]]] = []
     taken: list[set[int]] = []
     for key, gradient in pairs:

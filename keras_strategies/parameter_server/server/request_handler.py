@@ -1,4 +1,4 @@
-"""A parameter server: a store behind a service, one request after the other."""
+"""Requests to a parameter server, handled one after the other."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from keras_strategies.parameter_server.wire.transport import (
     COPY_BYTES,
 )
 
-#: Seconds between looks at whether there is something to do.
+#: Seconds between calls of `idle` without snapshots.
 _IDLE_SECONDS = 0.2
-#: The share of the interval between snapshots after which the next one begins.
+#: Fraction of the snapshot interval after which the next snapshot starts.
 _EARLY = 0.7
 
 
 class ParameterServer:
-    """Handles requests on a store.
+    """Handler of requests to a variable store.
 
     Args:
         index: int, the number of this server.
@@ -50,24 +50,24 @@ class ParameterServer:
         self._store = VariableStore()
         self._updaters: dict[int, OptimizerUpdater] = {}
         self._optimizers: dict[int, bytes] = {}
-        # Whose variables these are: another coordinator has others.
+        # The coordinator that these variables belong to.
         self._owner: str | None = None
         self._snapshots = SnapshotFiles(snapshots, index) if snapshots else None
         self._interval = interval
         self._saved_at = time.monotonic()
         self._saved_version = -1
-        # Whether something was created that neither snapshot nor journal has.
+        # Whether shards or optimizers are in neither snapshot nor journal.
         self._is_incomplete = False
         self._has_failed = False
         #: Messages for the coordinator: `("snapshots", (index, problem, restorable))`.
         self.notices: collections.deque[tuple[str, Any]] = collections.deque()
-        #: str, which files were damaged when this server began; "" for none.
+        #: str, damaged files found at the start; "" for none.
         self.damage = ""
         self.is_restored = self._restore()
         self.is_stopped = False
 
     def _restore(self) -> bool:
-        """Restores the state of an earlier process; whether there was one."""
+        """Restores the files of an earlier process; returns whether there were any."""
         if self._snapshots is None:
             return False
         try:
@@ -85,7 +85,7 @@ class ParameterServer:
         for kind, value in found.events:
             if kind == "owner":
                 self._owner = value
-            elif kind == "parts":
+            elif kind == "shards":
                 self._create(value)
             else:
                 self._optimizers[value[0]] = value[1]
@@ -93,11 +93,11 @@ class ParameterServer:
         return self._owner is not None
 
     def handle(self, message: tuple[Any, ...], empty: Empty = empty_aligned) -> Any:
-        """Does what a request says.
+        """Handles a request.
 
         Args:
-            message: a method's name, its argument, and who asks.
-            empty: makes arrays for the reply to a step.
+            message: name of a method, its argument, optionally the coordinator's name.
+            empty: allocator of arrays for the reply to a step.
         """
         name, argument, *owner = message
         if owner and self._owner is not None and owner[0] != self._owner:
@@ -110,7 +110,7 @@ class ParameterServer:
         return method(argument)
 
     def on_step(self, step: StepRequest, empty: Empty = empty_aligned) -> StepReply:
-        """Pushes, if this update has not been made, and pulls."""
+        """Applies the update, unless it has been applied, and replies with values."""
         store = self._store
         store.applied.discard_below(step.done)
         if step.update is not None and store.applied.is_new(step.update):
@@ -135,13 +135,13 @@ class ParameterServer:
         store = self._store
         dense = [store.get(key) for key in step.pull]
         if self._engine.updates_in_place:
-            # The reply may be on its way when the next update begins.
+            # The reply may still be in transit when the next update starts.
             dense = [_copy(a, empty) if a.nbytes >= COPY_BYTES else a for a in dense]
         rows = [store.rows(*wanted, empty) for wanted in step.pull_rows]
         return StepReply(dense, rows, store.version)
 
     def on_begin(self, owner: str) -> None:
-        """Says whose server this is; of somebody else's, nothing is kept."""
+        """Assigns this server to a coordinator; clears the state of another one."""
         if self._owner == owner:
             return
         if self._snapshots is not None:
@@ -158,7 +158,7 @@ class ParameterServer:
             self._attempt(lambda: snapshots.note(kind, value))
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        """Writes to the journal; reports a failure, after which a snapshot is due."""
+        """Writes to the journal; after a failure a snapshot is due."""
         try:
             write()
         except SnapshotError as error:
@@ -166,27 +166,27 @@ class ParameterServer:
             self._report(error.text)
 
     def _report(self, problem: str | None) -> None:
-        """Reports to the coordinator that writing failed, or that it works again."""
+        """Reports a snapshot problem to the coordinator; None after recovery."""
         if problem is None and not self._has_failed:
             return
         self._has_failed = problem is not None
         value = (self._index, problem, not self._is_incomplete)
         self.notices.append(("snapshots", value))
 
-    def on_create(self, parts: list[tuple[Key, Any]]) -> None:
-        """Begins parts: pairs of a key and an array, or a function that makes it."""
-        new = [(key, value) for key, value in parts if key not in self._store.arrays]
+    def on_create(self, shards: list[tuple[Key, Any]]) -> None:
+        """Creates shards: pairs of a key and an array or a pickled initializer."""
+        new = [(key, value) for key, value in shards if key not in self._store.arrays]
         self._create(new)
-        self._note("parts", new)
+        self._note("shards", new)
 
-    def _create(self, parts: list[tuple[Key, Any]]) -> None:
-        for key, value in parts:
+    def _create(self, shards: list[tuple[Key, Any]]) -> None:
+        for key, value in shards:
             if isinstance(value, bytes):
                 value = pickle.loads(value)()
             self._store.create(key, value)
 
     def on_optimizer(self, argument: tuple[int, bytes]) -> None:
-        """Takes an optimizer, an `OptimizerSpec` that was pickled."""
+        """Creates the updater of a pickled `OptimizerSpec`."""
         number, blob = argument
         self._optimizers[number] = blob
         self._make_updater(number)
@@ -204,31 +204,31 @@ class ParameterServer:
         return self._updaters[number]
 
     def on_read(self, argument: tuple[Key, int, int]) -> np.ndarray:
-        """Consecutive rows of a part; all of a scalar."""
+        """Consecutive rows of a shard; the value of a scalar."""
         key, start, stop = argument
         array = self._store.get(key)
         return array if array.ndim == 0 else array[start:stop]
 
     def on_write(self, argument: tuple[Key, int, np.ndarray]) -> None:
-        """Sets consecutive rows of a part."""
+        """Writes consecutive rows of a shard."""
         key, start, value = argument
         self._store.write(key, value, start)
         self._store.version += 1
 
     def on_add(self, argument: tuple[Key, np.ndarray, str, int]) -> None:
-        """Adds to a part, once for each sender and number."""
+        """Adds to a shard, once for each sender and request number."""
         key, delta, sender, number = argument
         if self._store.applied.is_new_request(sender, number):
             self._store.add(key, delta)
             self._store.version += 1
 
     def on_delete(self, keys: list[Key]) -> None:
-        """Forgets parts, of variables that nobody has any more."""
+        """Deletes shards of variables that no longer exist."""
         for key in keys:
             self._store.arrays.pop(key, None)
 
     def on_snapshot(self, argument: None = None) -> str:
-        """Writes a snapshot now; the path."""
+        """Writes a snapshot and returns its path."""
         if self._snapshots is None:
             raise PeerError("This parameter server has no snapshot folder.")
         self._saved_at = time.monotonic()
@@ -241,10 +241,10 @@ class ParameterServer:
         return str(self._snapshots.path)
 
     def on_status(self, argument: None = None) -> dict[str, Any]:
-        """Numbers for `coordinator.status()`."""
+        """Statistics for `coordinator.status()`."""
         return {
             "nbytes": self._store.nbytes,
-            "parts": len(self._store.arrays),
+            "shards": len(self._store.arrays),
             "version": self._store.version,
             "restored": self.is_restored,
             "pid": os.getpid(),
@@ -255,10 +255,10 @@ class ParameterServer:
         self.is_stopped = True
 
     def idle(self) -> None:
-        """Called now and then: snapshots when one is due."""
+        """Writes a snapshot if one is due; called periodically."""
         if self._snapshots is None or self._interval is None or self._owner is None:
             return
-        # Early, so that writing it ends within the interval.
+        # Early, so that the snapshot is complete within the interval.
         if time.monotonic() - self._saved_at < _EARLY * self._interval:
             return
         try:
@@ -268,7 +268,7 @@ class ParameterServer:
 
     @property
     def idle_seconds(self) -> float:
-        """float, seconds after which `idle` is to be called again."""
+        """float, seconds between calls of `idle`."""
         return _IDLE_SECONDS if self._interval is None else self._interval / 10
 
 

@@ -22,20 +22,20 @@ def run_server(
     interval: float | None,
     coordinator_seconds: float = math.inf,
 ) -> None:
-    """A parameter server's process.
+    """Runs a parameter server's process until the coordinator ends.
 
     Args:
         index: int, its number.
-        incarnation: int, counts the processes that have been this server.
+        incarnation: int, number of earlier processes of this server.
         control: str, the coordinator's address.
         keys: `Keys` where addresses are not local.
-        address: str, where it listens.
+        address: str, the server's own.
         snapshots: folder for snapshots, None for none.
-        interval: float, seconds between snapshots; None for none by itself.
-        patience: float, seconds that the coordinator may be gone.
+        interval: float, seconds between snapshots; None for snapshots on request only.
+        coordinator_seconds: float, timeout for a lost coordinator.
 
     Raises:
-        RuntimeError: `WorkerError` if the coordinator is gone for longer.
+        RuntimeError: `WorkerError` if the coordinator is lost for longer.
     """
     reasons: list[str] = []
 
@@ -71,15 +71,15 @@ def _serve(
     interval: float | None,
     ready: Callable[[ParameterServer], None],
 ) -> None:
-    """Runs a parameter server until it is told to stop.
+    """Serves requests until the server is stopped.
 
     Args:
         index: int, its number.
-        address: str, where it listens.
+        address: str, the server's own.
         keys: `Keys` for TCP.
         snapshots: folder for snapshots, None for none.
-        interval: float, seconds between snapshots; None for none by itself.
-        ready: called with the server when it listens.
+        interval: float, seconds between snapshots; None for snapshots on request only.
+        ready: called with the server once it listens.
     """
     server = ParameterServer(index, snapshots, interval)
     service = Service(address, keys)

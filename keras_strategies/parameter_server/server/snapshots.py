@@ -1,14 +1,14 @@
-"""Snapshots of a parameter server: generations, journals, checksums.
+"""Snapshot files of a parameter server: generations, journals, checksums.
 
 A *snapshot* is the full state at one moment: variables and the names of the updates
-applied to them. What is created after it, parts of variables and optimizers, is
-appended to a *journal*, so that a server that dies between two snapshots comes back
-with all of its parts; only updates are lost.
+applied to them. Shards and optimizers that are created later are appended to a
+*journal*, so that a server that dies between two snapshots is restored with all of its
+shards and loses only updates.
 
-Each snapshot begins a *generation*: `ps-0.7.snapshot`, and `ps-0.7.journal` for what
-was created since. Generation 0 has a journal only. Two generations stay on disk. A file
-whose checksums do not match is not used: the server then restores the generation before
-it, and all journals since.
+Each snapshot starts a *generation*: `ps-0.7.snapshot`, and `ps-0.7.journal` for what
+was created since. Generation 0 has only a journal. Two generations are kept on disk. A
+file whose checksums do not match is not used: the server then restores the previous
+generation and all journals since.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from keras_strategies.errors import SnapshotError
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.step_messages import Key
 
-#: Before each record: a mark, the payload's bytes and its CRC-32; then the CRC-32 of
+#: Header of each record: mark, length and CRC-32 of the payload; then the CRC-32 of
 #: these three.
 _HEADER = struct.Struct("<4sQI")
 _CHECK = struct.Struct("<I")
 _MARK = b"KSR1"
-#: Bytes that are written and checked at a time.
+#: Bytes written or checked at a time.
 _PIECE_BYTES = 4 << 20
-#: Generations that stay on disk: the latest, and the one to use if it is damaged.
+#: Generations kept on disk: the latest, and the previous one as a fallback.
 _GENERATIONS = 2
 
 
 class DamagedFileError(Exception):
-    """A file is shorter than it was written, or has other bytes."""
+    """A file is truncated or its checksums do not match."""
 
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What a server's files hold.
+    """State restored from a server's files.
 
     Args:
-        store: as in the snapshot; empty for generation 0.
-        extra: what the snapshot holds besides; None for generation 0.
+        store: the snapshot's; empty for generation 0.
+        extra: additional content of the snapshot; None for generation 0.
         events: pairs of a kind and a value, created since the snapshot.
-        damage: str, which files were damaged and what was used instead; "" if none.
+        damage: str, damaged files and their replacement; "" for none.
     """
 
     store: VariableStore
@@ -62,10 +62,10 @@ class RestoredState:
 
 
 class SnapshotFiles:
-    """The files of one parameter server.
+    """Snapshots and journals of one parameter server.
 
     Args:
-        folder: where they are.
+        folder: str, their folder.
         index: int, the number of the server.
     """
 
@@ -74,7 +74,7 @@ class SnapshotFiles:
         self._name = f"ps-{index}"
         self._index = index
         self._generation = max(self._generations(), default=0)
-        # The generations that are known to be complete, the latest last.
+        # Generations known to be complete, latest last.
         self._complete = [0]
 
     @property
@@ -94,7 +94,7 @@ class SnapshotFiles:
         return self._folder / f"{self._name}.{generation}.journal"
 
     def _generations(self) -> list[int]:
-        """The generations that have a snapshot, the latest first."""
+        """The generations that have a snapshot, latest first."""
         found = []
         for path in self._folder.glob(f"{self._name}.*.snapshot"):
             middle = path.name[len(self._name) + 1 : -len(".snapshot")]
@@ -105,15 +105,15 @@ class SnapshotFiles:
     # Writing
 
     def save(self, store: VariableStore, extra: Any) -> None:
-        """Writes a snapshot, by renaming a complete file, and begins its generation.
+        """Writes a snapshot atomically and starts its generation.
 
         Args:
-            store: what to write.
-            extra: what else the file is to hold.
+            store: the variables.
+            extra: additional content of the file.
 
         Raises:
-            RuntimeError: `SnapshotError` if the file cannot be written; the snapshots
-                before it remain.
+            RuntimeError: `SnapshotError` if the file cannot be written; earlier
+                snapshots remain.
         """
         following = self._generation + 1
         part = self._folder / f"{self._name}.part"
@@ -133,7 +133,7 @@ class SnapshotFiles:
         self._remove_older(self._complete[0])
 
     def note(self, kind: str, value: Any) -> None:
-        """Appends to the journal what was created since the snapshot.
+        """Appends an event to the journal.
 
         Raises:
             RuntimeError: `SnapshotError` if it cannot be written.
@@ -146,7 +146,7 @@ class SnapshotFiles:
                 try:
                     _write_record(file, payload)
                 except OSError:
-                    # Half a record would hide those after it.
+                    # A partial record would hide the following ones.
                     with contextlib.suppress(OSError):
                         file.truncate(length)
                     raise
@@ -155,11 +155,11 @@ class SnapshotFiles:
             raise self._failure(what, len(payload), error) from error
 
     def clear(self) -> None:
-        """Removes the files, of another cluster that had this folder.
+        """Removes the files of another cluster in this folder.
 
         Raises:
             RuntimeError: `SnapshotError` if one cannot be removed: it would be restored
-                as if it were of this cluster.
+                later.
         """
         for path in self._folder.glob(f"{self._name}.*"):
             try:
@@ -177,7 +177,7 @@ class SnapshotFiles:
         for path in self._folder.glob(f"{self._name}.*"):
             middle = path.name[len(self._name) + 1 :].split(".")[0]
             if middle.isdigit() and int(middle) < first:
-                # One that stays takes space, and no more: later ones are used first.
+                # A leftover file only takes space: later generations are used first.
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -191,7 +191,7 @@ class SnapshotFiles:
     # Reading
 
     def load(self) -> RestoredState | None:
-        """The latest state that the files hold; None if there are none.
+        """The latest restorable state; None without files.
 
         Raises:
             RuntimeError: `SnapshotError` if every generation is damaged.
@@ -253,7 +253,7 @@ class SnapshotFiles:
 
 
 def describe_disk(folder: str | os.PathLike[str]) -> str:
-    """The filesystem of a folder and its free bytes, as a sentence."""
+    """A sentence with the filesystem of a folder and its free space."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
@@ -271,7 +271,7 @@ def describe_disk(folder: str | os.PathLike[str]) -> str:
 
 
 def check_folder(folder: str) -> None:
-    """Makes a folder for snapshots, and tries whether files can be written there.
+    """Creates a folder for snapshots and checks that it is writable.
 
     Raises:
         RuntimeError: `SnapshotError` if they cannot.
@@ -301,7 +301,7 @@ def _write_store(file: BinaryIO, store: VariableStore, extra: Any) -> None:
     head = (store.version, store.applied, described, extra)
     _write_record(file, pickle.dumps(head, protocol=5))
     for array in store.arrays.values():
-        # As bytes: dtypes such as bfloat16 are not NumPy's own.
+        # As bytes: NumPy has no dtype bfloat16.
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         _write_record(file, flat.data)
 
@@ -312,7 +312,7 @@ def _write_record(file: BinaryIO, payload: bytes | memoryview) -> None:
     for piece in (memoryview(header + _CHECK.pack(zlib.crc32(header))), view):
         written = 0
         while written < piece.nbytes:
-            # Without a buffer, a disk that is nearly full takes less than is given.
+            # Unbuffered files on a nearly full disk write only a part.
             written += file.write(piece[written : written + _PIECE_BYTES])
 
 
@@ -320,10 +320,10 @@ def _read_record(file: BinaryIO, path: Path, may_end: bool = False) -> bytes | N
     """The next record; None at the end.
 
     Args:
-        file: where it is read from.
-        path: the file's name.
-        may_end: bool, whether the last record may be incomplete, as in a journal of a
-            process that died while it wrote: the coordinator has no reply about it.
+        file: the open file.
+        path: its path, for errors.
+        may_end: bool, whether the last record may be incomplete, as in the journal of a
+            process that died during a write, whose request was not answered.
     """
     header = _read_header(file, path, may_end)
     if header is None:
@@ -356,7 +356,7 @@ def _read_array(
 def _read_header(
     file: BinaryIO, path: Path, may_end: bool = False
 ) -> tuple[int, int] | None:
-    """The bytes and the checksum of the record that follows; None at the end."""
+    """Length and checksum of the next record; None at the end."""
     header, check = file.read(_HEADER.size), file.read(_CHECK.size)
     if not header:
         return None

@@ -1,4 +1,4 @@
-"""What one parameter server holds: parts of variables, and which updates they had."""
+"""Variables on one parameter server, and the updates applied to them."""
 
 from __future__ import annotations
 
@@ -13,61 +13,61 @@ from keras_strategies.parameter_server.wire.step_messages import Key, UpdateId
 
 @dataclass
 class AppliedUpdates:
-    """Which updates have been made, so that each is made once.
+    """Names of the applied updates, so that each is applied once.
 
-    A closure that is run again, because its worker died, sends the same names. Those
-    of closures that are done are forgotten.
+    A task that runs again after its worker died sends the same names. Names of finished
+    tasks are discarded.
     """
 
     steps: dict[int, int] = field(default_factory=dict)
-    #: Closures below this number are done.
+    #: Tasks below this number are finished.
     done: int = 0
-    #: The last request of each process that added something outside of a closure.
+    #: The number of the last request of each sender outside of tasks.
     requests: dict[str, int] = field(default_factory=dict)
 
     def is_new(self, update: UpdateId) -> bool:
-        closure, step = update
-        return closure >= self.done and self.steps.get(closure, -1) < step
+        task, number = update
+        return task >= self.done and self.steps.get(task, -1) < number
 
     def add(self, update: UpdateId) -> None:
-        closure, step = update
-        self.steps[closure] = step
+        task, number = update
+        self.steps[task] = number
 
     def is_new_request(self, sender: str, number: int) -> bool:
-        """Notes a request; whether it comes for the first time."""
+        """Records a request; returns whether it is new."""
         if self.requests.get(sender, -1) >= number:
             return False
         self.requests[sender] = number
         return True
 
-    def discard_below(self, closure: int) -> None:
-        if closure > self.done:
-            self.done = closure
-            self.steps = {c: s for c, s in self.steps.items() if c >= closure}
+    def discard_below(self, task: int) -> None:
+        if task > self.done:
+            self.done = task
+            self.steps = {t: s for t, s in self.steps.items() if t >= task}
 
 
 class VariableStore:
-    """Arrays by their keys, in memory that is updated in place where possible."""
+    """Shards of variables, updated in place where possible."""
 
     def __init__(self) -> None:
         self.arrays: dict[Key, np.ndarray] = {}
         self.applied = AppliedUpdates()
-        #: Counts the updates that were made.
+        #: Number of applied updates.
         self.version = 0
 
     def create(self, key: Key, value: np.ndarray) -> None:
-        """Begins a part. One that is there stays: requests may come twice."""
+        """Creates a shard, unless it exists: requests may be repeated."""
         if key not in self.arrays:
             array = np.asarray(value, order="C")
-            # What has arrived is a view of the message.
+            # An array of a message is a view of it.
             is_own = array.flags.owndata and array.flags.writeable
             self.arrays[key] = array if is_own else np.array(array)
 
     def get(self, key: Key) -> np.ndarray:
-        """The array of a part.
+        """The array of a shard.
 
         Raises:
-            RuntimeError: `PeerError` if there is no such part.
+            RuntimeError: `PeerError` if there is no such shard.
         """
         try:
             return self.arrays[key]
@@ -78,9 +78,9 @@ class VariableStore:
             ) from None
 
     def own(self, key: Key) -> np.ndarray:
-        """The array of a part, to be changed in place.
+        """The array of a shard, writable.
 
-        After an update it may be a framework's memory, which is read-only.
+        After an update it may be read-only memory of the framework; it is copied then.
         """
         array = self.get(key)
         if not array.flags.writeable:
@@ -88,7 +88,7 @@ class VariableStore:
         return array
 
     def write(self, key: Key, value: np.ndarray, start: int = 0) -> None:
-        """Sets consecutive rows of a part, or all of a scalar."""
+        """Writes consecutive rows of a shard, or a scalar."""
         array = self.own(key)
         if array.ndim == 0:
             array[...] = value
@@ -96,7 +96,7 @@ class VariableStore:
             array[start : start + len(value)] = value
 
     def add(self, key: Key, delta: np.ndarray) -> None:
-        """Adds to a part."""
+        """Adds to a shard."""
         array = self.own(key)
         if array.dtype == bool:
             array[...] = delta
@@ -106,10 +106,10 @@ class VariableStore:
     def rows(
         self, key: Key, ids: np.ndarray, count: int, empty: Empty | None = None
     ) -> np.ndarray:
-        """Copies of some rows of a part, as `take_rows`."""
+        """Copies of some rows of a shard (see `take_rows`)."""
         return take_rows(self.get(key), ids, count, empty)
 
     @property
     def nbytes(self) -> int:
-        """int, bytes of all arrays."""
+        """int, bytes of all shards."""
         return sum(array.nbytes for array in self.arrays.values())

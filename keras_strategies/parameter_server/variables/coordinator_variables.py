@@ -1,4 +1,4 @@
-"""Values of the variables that no server has: those of metrics."""
+"""Values of the coordinator's own variables, those of metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class CoordinatorVariables:
-    """The values of variables that only the coordinator has: those of metrics."""
+    """Values of variables that are on no server, those of metrics."""
 
     def __init__(self) -> None:
         self._values: dict[int, np.ndarray] = {}

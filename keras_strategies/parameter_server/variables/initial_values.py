@@ -1,4 +1,4 @@
-"""First values of variables, made where their parts will be."""
+"""Initial values of variables, computed shard by shard on their servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 
 _PIECE_BYTES = 8 << 20
-#: Initializers whose values are the same in every part.
+#: Initializers with the same value everywhere.
 CONSTANTS = (
     keras.initializers.Zeros,
     keras.initializers.Ones,
@@ -26,43 +26,43 @@ CONSTANTS = (
 def shard_factory(
     initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str
 ) -> Callable[[int, int], bytes]:
-    """What makes a variable in parts, so that no process holds it whole.
+    """Pickled initializers of a variable's shards, for variables of any size.
 
     Args:
-        initializer: makes the whole.
-        shape: tuple of int, of the whole.
+        initializer: initializer of the unsharded variable.
+        shape: tuple of int, of the unsharded variable.
         dtype: str.
 
     Returns:
-        A callable of a part's first row and the row after its last, which returns the
-        pickled function that makes the part.
+        A callable of a shard's first and last row (exclusive) that returns the pickled
+        function which computes the shard.
 
     Raises:
-        ValueError: for an initializer whose numbers depend on each other.
+        ValueError: for an initializer whose values depend on each other.
     """
     if not isinstance(initializer, CONSTANTS):
         initializer = _per_shard(initializer, shape)
 
-    def part(start: int, stop: int) -> bytes:
+    def shard(start: int, stop: int) -> bytes:
         part_shape = (stop - start, *shape[1:]) if shape else ()
         make = functools.partial(
             make_initial_values, initializer, part_shape, dtype, start
         )
         return cloudpickle.dumps(make)  # type: ignore[no-any-return]
 
-    return part
+    return shard
 
 
 def make_initial_values(
     initializer: Callable[..., Any], shape: tuple[int, ...], dtype: str, start: int
 ) -> np.ndarray:
-    """The first values of a part, made where the part will be, some rows at a time.
+    """Computes the initial values of a shard, some rows at a time.
 
     Args:
-        initializer: makes values of any shape, each row without regard to the others.
-        shape: tuple of int, of the part.
+        initializer: makes values of any shape, with independent rows.
+        shape: tuple of int, of the shard.
         dtype: str.
-        start: int, the part's first row in the variable.
+        start: int, the shard's first row in the variable.
     """
     if not shape:
         return _values(initializer, shape, dtype)
@@ -73,7 +73,7 @@ def make_initial_values(
     for first in range(0, max(1, shape[0]), step):
         rows = min(step, shape[0] - first)
         if isinstance(seed, int):
-            # Rows differ, however many parts of a variable there are on a server.
+            # Different seeds for all pieces of a variable.
             initializer.seed = (seed + (start + first) * 1_000_003) % 2**31  # type: ignore[attr-defined]
             setattr(initializer, "_init_seed", initializer.seed)  # type: ignore[attr-defined]  # noqa: B010
         piece = _values(initializer, (rows, *shape[1:]), dtype)
@@ -89,7 +89,7 @@ def _values(initializer: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _per_shard(initializer: Any, shape: tuple[int, ...]) -> Any:
-    """An initializer that makes of parts what another one makes of a whole."""
+    """An initializer with the distribution of another one, for single shards."""
     names = keras.initializers
     independent = (names.RandomNormal, names.RandomUniform, names.TruncatedNormal)
     if isinstance(initializer, independent):
@@ -104,7 +104,7 @@ def _per_shard(initializer: Any, shape: tuple[int, ...]) -> Any:
             limit = math.sqrt(3 * variance)
             return names.RandomUniform(-limit, limit, seed=seed)
         if initializer.distribution == "truncated_normal":
-            # The spread of a normal distribution that is cut at two deviations.
+            # Standard deviation of a normal distribution truncated at two deviations.
             deviation = math.sqrt(variance) / 0.87962566103423978
             return names.TruncatedNormal(0.0, deviation, seed=seed)
         return names.RandomNormal(0.0, math.sqrt(variance), seed=seed)

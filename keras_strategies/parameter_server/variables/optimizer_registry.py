@@ -1,4 +1,4 @@
-"""Optimizers on their way to the parameter servers."""
+"""Optimizers of scheduled functions, sent to the servers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class OptimizerRegistry:
-    """Gives servers the optimizers that closures use, each once.
+    """Sends servers the optimizers of scheduled functions, each once.
 
     Args:
-        registry: knows the variables.
-        servers: who gets them.
+        registry: the variables.
+        servers: connections to the servers.
         lazy_rows: bool, see `ParameterServerStrategy`.
     """
 
@@ -41,19 +41,19 @@ class OptimizerRegistry:
         self._registry = registry
         self._servers = servers
         self._lazy_rows = lazy_rows
-        # How many variables each had when it was sent.
+        # Number of variables of each optimizer when it was sent.
         self._sent: dict[int, int] = {}
-        # Slots that are of a variable and not of its rows.
+        # Slots without a row for each row of their variable.
         self._whole: set[int] = set()
 
     def send(self, optimizer: Any, is_strategy: Any) -> bool:
-        """Gives the servers an optimizer, unless they have it.
+        """Sends the servers an optimizer, unless they have it.
 
-        Of one that scales losses it is the one that it wraps. The optimizers of a
-        `MultiOptimizer` are sent by themselves.
+        For a `LossScaleOptimizer` this is the inner one. The optimizers of a
+        `MultiOptimizer` are sent separately.
 
         Returns:
-            Whether variables of it are in other places since.
+            Whether the placement of its variables has changed.
         """
         optimizer = innermost(optimizer)
         if keras_compat.optimizers_of(optimizer):
@@ -102,7 +102,7 @@ class OptimizerRegistry:
         return has_moved
 
     def _place(self, optimizer: Any, trained: dict[int, Any]) -> bool:
-        """Puts what has no place by its making where it is used; whether there was."""
+        """Places variables without a reference variable; returns whether one moved."""
         registry = self._registry
         unplaced, has_moved = [], False
         for variable in optimizer.variables:
@@ -119,7 +119,7 @@ class OptimizerRegistry:
                 has_moved = True
         users = self._users(optimizer, trained, unplaced) if unplaced else []
         for variable, own in zip(unplaced, users, strict=True):
-            # What no update uses may be anywhere.
+            # Unused variables stay where they are.
             if own:
                 home = self._home(optimizer, variable, own)
                 self._whole.add(registry.colocate(variable, home))
@@ -129,7 +129,7 @@ class OptimizerRegistry:
     def _users(
         self, optimizer: Any, trained: dict[int, Any], unplaced: list[Any]
     ) -> list[list[Any]]:
-        """For each variable those whose updates use it, found by tracing them."""
+        """For each variable the trained variables whose traced updates use it."""
         users: list[list[Any]] = [[] for _ in unplaced]
         for variable in trained.values():
             try:
@@ -152,7 +152,7 @@ class OptimizerRegistry:
     def _home(
         self, optimizer: Any, variable: Any, users: list[Any]
     ) -> VariableDescription:
-        """The trained variable that another one is to be with."""
+        """The trained variable that determines the server of another one."""
         description = self._registry.describe(variable)
         if len(users) > 1:
             raise InvalidArgumentError(
@@ -163,12 +163,12 @@ class OptimizerRegistry:
                 "scalars, which every server has; or train with ks.MirroredStrategy."
             )
         home = self._registry.describe(users[0])
-        if len(home.parts) > 1:
+        if len(home.shards) > 1:
             raise InvalidArgumentError(
                 f"Optimizer {type(optimizer).__name__} computes with all rows of a "
                 f"variable at once: it has the slot {description.path!r} of shape "
                 f"{description.shape} for {home.path!r}, which is sharded into "
-                f"{len(home.parts)} shards. Let `variable_partitioner` return 1 for "
+                f"{len(home.shards)} shards. Let `variable_partitioner` return 1 for "
                 "its shape, or use an optimizer that updates each row independently, "
                 "such as Adam."
             )
@@ -180,11 +180,11 @@ class OptimizerRegistry:
             description = self._registry.describe(variable)
             if variable.constraint is None:
                 continue
-            if len(description.parts) > 1:
+            if len(description.shards) > 1:
                 raise InvalidArgumentError(
                     f"Variable {variable.path!r} has the constraint "
                     f"{variable.constraint!r}, which applies to the whole variable, "
-                    f"but it is sharded into {len(description.parts)} shards. Let "
+                    f"but it is sharded into {len(description.shards)} shards. Let "
                     "`variable_partitioner` return 1 for its shape."
                 )
             found[description.number] = variable.constraint

@@ -8,10 +8,10 @@ import keras
 
 
 def has_dynamic_scale(optimizer: Any) -> bool:
-    """Whether an optimizer wraps another one, and scales the loss for it."""
+    """Whether an optimizer is a `LossScaleOptimizer`."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that updates variables: the wrapped one, or the one given."""
+    """The wrapped optimizer, or the given one."""
     return optimizer.inner_optimizer if has_dynamic_scale(optimizer) else optimizer

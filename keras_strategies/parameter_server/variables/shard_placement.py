@@ -1,4 +1,4 @@
-"""Which server keeps which rows of which variable."""
+"""Placement of a variable's shards on the servers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from keras_strategies.parameter_server.wire.variable_description import ShardRan
 
 
 class RoundRobinPlacement:
-    """Gives each new part to the next server.
+    """Places each new shard on the next server.
 
     Args:
-        servers: int, how many servers there are.
-        partitioner: how variables are cut; None leaves them whole.
+        servers: int, number of servers.
+        partitioner: number of shards of a variable; None for one.
 
     Example:
 
-    >>> places = RoundRobin(2, FixedShardsPartitioner(3))
-    >>> places.place((4, 8), "float32")
-    (Part(server=0, start=0, stop=2), Part(server=1, start=2, stop=3),
-     Part(server=0, start=3, stop=4))
+    >>> placement = RoundRobinPlacement(2, FixedShardsPartitioner(3))
+    >>> placement.place((4, 8), "float32")
+    (ShardRange(server=0, start=0, stop=2), ShardRange(server=1, start=2, stop=3),
+     ShardRange(server=0, start=3, stop=4))
     """
 
     def __init__(self, servers: int, partitioner: PartitionFunction | None = None):
@@ -33,15 +33,15 @@ class RoundRobinPlacement:
         self._next = itertools.cycle(range(servers))
 
     def place(self, shape: tuple[int, ...], dtype: str) -> tuple[ShardRange, ...]:
-        """The parts of a new variable.
+        """The shards of a new variable.
 
         Args:
             shape: tuple of int.
             dtype: str.
         """
-        parts = number_of_parts(self._partitioner, shape, dtype)
+        shards = number_of_parts(self._partitioner, shape, dtype)
         rows = shape[0] if shape else 1
         return tuple(
             ShardRange(next(self._next), start, stop)
-            for start, stop in split_rows(rows, parts)
+            for start, stop in split_rows(rows, shards)
         )

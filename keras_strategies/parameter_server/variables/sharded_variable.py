@@ -1,4 +1,4 @@
-"""Partitioned variables: `ShardedVariable` and its parts."""
+"""`ShardedVariable` and its shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class VariableShard:
     """Consecutive rows of a `ShardedVariable`, on one parameter server.
 
     Attributes:
-        name: str, the variable's path and the number of the part.
+        name: str, the variable's path and the number of the shard.
         device: str, the parameter server, such as
             `"/job:ps/replica:0/task:1/device:CPU:0"`.
         shape: tuple of int.
@@ -39,7 +39,7 @@ class VariableShard:
         return np.asarray(keras.ops.convert_to_numpy(self.value))
 
     def assign(self, value: Any) -> None:
-        """Sets the rows.
+        """Assigns the rows.
 
         Args:
             value: array or tensor of shape `shape`.
@@ -63,12 +63,12 @@ class VariableShard:
 
 
 class ShardedVariable:
-    """A `keras.Variable` that is split along its first axis over parameter servers.
+    """A `keras.Variable` that is sharded along its first axis over parameter servers.
 
     Variables become one where the `variable_partitioner` of a `ParameterServerStrategy`
-    gives more than one part. They are used as any variable: conversion to tensors and
-    arrays, `len` and slices are those of the unsplit variable, and a slice reads only
-    its rows. Keras's files hold one variable, whatever the number of parts.
+    returns more than one shard. They are used as any variable: conversion to tensors
+    and arrays, `len` and slices are those of the unsharded variable, and a slice reads
+    only its rows. Keras's files contain one variable, for any number of shards.
 
     Example:
 
@@ -78,7 +78,7 @@ class ShardedVariable:
     ...     table = keras.Variable(np.zeros((10, 4)))
     >>> isinstance(table, ks.ShardedVariable)
     True
-    >>> [part.shape for part in table.variables]
+    >>> [shard.shape for shard in table.variables]
     [(5, 4), (5, 4)]
     """
 
@@ -90,7 +90,7 @@ class ShardedVariable:
 
     @property
     def variables(self) -> list[VariableShard]:
-        """list of `VariableShard`, the parts in the order of their rows."""
+        """list of `VariableShard`, in the order of their rows."""
         variable: Any = self
         places = keras_compat.host_of(variable).places(variable)
         return [
@@ -100,7 +100,7 @@ class ShardedVariable:
 
     @property
     def device(self) -> str:
-        """Refused: each part has a device of its own."""
+        """Not available: the shards are on different devices."""
         variable: Any = self
         raise AttributeError(
             f"Variable {variable.path!r} has {len(self.variables)} shards on different "

@@ -1,7 +1,7 @@
-"""Into how many parts a variable is cut, along its first axis.
+"""Partitioners: the number of shards of a variable along its first axis.
 
-The rules are pure functions of shape and dtype. Parts are cut "div": the first ones
-are one row longer where the rows do not divide.
+Pure functions of shape and dtype. Rows are divided with the "div" strategy: the first
+shards have one row more if the division has a remainder.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 
-#: What `ParameterServerStrategy` takes: a partitioner of this module, or a callable
-#: of a shape and a dtype that returns the parts along each axis.
+#: A partitioner of this module, or a callable of a shape and a dtype that returns the
+#: number of shards of each axis.
 PartitionFunction = Callable[[tuple[int, ...], Any], Sequence[int]]
 
 
 def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
-    """The rows of each part: consecutive, the first parts one longer.
+    """Row ranges of the shards: consecutive, the first ones with one row more.
 
     Args:
         rows: int, the length of the first axis.
@@ -42,7 +42,7 @@ def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 class Partitioner:
-    """A rule for the number of parts; call it with a shape and a dtype.
+    """A rule for the number of shards; call it with a shape and a dtype.
 
     Subclasses define `parts`, or `__call__` as in `tf.distribute`.
     """
@@ -50,12 +50,12 @@ class Partitioner:
     def __call__(
         self, shape: Sequence[int], dtype: Any, axis: int = 0
     ) -> tuple[int, ...]:
-        """The parts along each axis.
+        """The number of shards of each axis.
 
         Args:
             shape: sequence of int.
             dtype: str, or a dtype of NumPy, JAX, Torch or TensorFlow.
-            axis: int; only the first axis is cut.
+            axis: int; only the first axis is sharded.
 
         Returns:
             tuple of int, one for each axis, all 1 but that of `axis`.
@@ -74,7 +74,7 @@ class Partitioner:
         return (parts, *(1 for _ in shape[1:]))
 
     def parts(self, shape: tuple[int, ...], dtype: Any) -> int:
-        """How many parts a variable of one axis or more is split into at most."""
+        """The maximum number of shards of a variable with at least one axis."""
         raise InvalidArgumentError(
             f"{type(self).__name__} defines neither `parts(shape, dtype)` nor "
             "`__call__(shape, dtype)`. Define one of them."
@@ -82,10 +82,10 @@ class Partitioner:
 
 
 class FixedShardsPartitioner(Partitioner):
-    """Cuts every variable into the same number of parts.
+    """The same number of shards for every variable.
 
     Args:
-        num_shards: int, 1 or more. A variable with fewer rows gets a part per row.
+        num_shards: int, 1 or more. A variable with fewer rows has a shard per row.
 
     Raises:
         ValueError: for a number below 1.
@@ -107,12 +107,12 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """Makes as many parts as possible, none of them smaller than so many bytes.
+    """As many shards as possible, of a minimum size.
 
     Args:
         min_shard_bytes: int, bytes.
-        max_shards: int, upper limit of the parts.
-        bytes_per_string: int, bytes that one string counts as.
+        max_shards: int, maximum number of shards.
+        bytes_per_string: int, assumed bytes of a string.
 
     Raises:
         ValueError: for a number below 1.
@@ -136,7 +136,7 @@ class MinSizePartitioner(Partitioner):
     def parts(self, shape: tuple[int, ...], dtype: Any) -> int:
         rows = shape[0]
         row = _row_bytes(shape, dtype, self._bytes_per_string)
-        # The smallest part has rows // parts rows.
+        # The smallest shard has rows // parts rows.
         least = max(1, -(-self._min_shard_bytes // row)) if row else max(rows, 1)
         return min(self._max_shards, rows // least)
 
@@ -148,14 +148,15 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """Makes as few parts as possible, none of them larger than so many bytes.
+    """As few shards as possible, of a maximum size.
 
-    A single row that is larger is a part of its own.
+    A larger row is a shard of its own.
 
     Args:
         max_shard_bytes: int, bytes.
-        max_shards: int, upper limit of the parts, which wins; None for no limit.
-        bytes_per_string: int, bytes that one string counts as.
+        max_shards: int, maximum number of shards, which takes precedence; None for
+            no limit.
+        bytes_per_string: int, assumed bytes of a string.
 
     Raises:
         ValueError: for a number below 1.
@@ -194,7 +195,7 @@ class MaxSizePartitioner(Partitioner):
 def number_of_parts(
     partitioner: PartitionFunction | None, shape: tuple[int, ...], dtype: Any
 ) -> int:
-    """What a strategy's partitioner makes of a variable.
+    """The number of shards that a strategy's partitioner returns for a variable.
 
     Args:
         partitioner: a partitioner, any callable of a shape and a dtype, or None.
@@ -202,10 +203,10 @@ def number_of_parts(
         dtype: str.
 
     Returns:
-        int, 1 for a variable that stays whole.
+        int, 1 for an unsharded variable.
 
     Raises:
-        ValueError: if the callable returns something that cannot be.
+        ValueError: if the callable returns an invalid number.
     """
     if partitioner is None or not shape or shape[0] == 0:
         return 1

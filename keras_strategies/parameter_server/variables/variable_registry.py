@@ -1,4 +1,4 @@
-"""The coordinator's variables: names without values, which the servers have."""
+"""The coordinator's variables: numbers and placement of values on the servers."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from keras_strategies.parameter_server.wire.variable_description import (
 )
 from keras_strategies.reports.tables import readable_bytes
 
-#: Variables up to this size begin with exactly the numbers that they would have
-#: without a strategy: they are made here and cut. Larger ones are made in parts.
+#: Variables up to this size are initialized here, with the same values as without a
+#: strategy, and then sharded. Larger ones are initialized shard by shard.
 _WHOLE_BYTES = 64 << 20
 _STREAMED_BYTES = 32 << 20
-#: More than its share so many times over, and by so many bytes, is worth a warning.
+#: Ratio to an equal share, and difference in bytes, above which a warning is emitted.
 _MUCH = 1.5
 _MUCH_BYTES = 16 << 20
 
 
 class VariableRegistry:
-    """Gives variables numbers and places (`keras_compat.VariableHost`).
+    """Numbers and places variables (`keras_compat.VariableHost`).
 
     Args:
         servers: the parameter servers.
-        partitioner: how variables are cut, None for not at all.
-        local: keeps metrics' variables.
+        partitioner: number of shards of a variable; None for one.
+        local: values of metrics' variables.
         lazy_rows: bool, see `ParameterServerStrategy`.
     """
 
@@ -85,7 +85,7 @@ class VariableRegistry:
             weakref.WeakValueDictionary()
         )
         self._optimizers = OptimizerRegistry(self, servers, lazy_rows)
-        # The variable that new ones are placed with; None for round-robin.
+        # The variable that new ones are colocated with; None for round-robin.
         self._colocated: VariableDescription | None = None
         self._has_warned = False
         self._generation = itertools.count()
@@ -93,7 +93,7 @@ class VariableRegistry:
         #: Variables with more bytes than this are saved and loaded in pieces.
         self.streamed_bytes = _STREAMED_BYTES
 
-    # Making variables
+    # Creating variables
 
     def create(self, variable: Any, value: Any) -> None:
         array = np.asarray(keras.ops.convert_to_numpy(value))
@@ -119,22 +119,22 @@ class VariableRegistry:
             kind, reference = self._kind(variable, shape)
             dtype = variable._dtype
             if kind == "local":
-                parts: tuple[ShardRange, ...] = ()
+                shards: tuple[ShardRange, ...] = ()
             elif kind == "scalar":
-                parts = tuple(ShardRange(i, 0, 1) for i in range(len(self._servers)))
+                shards = tuple(ShardRange(i, 0, 1) for i in range(len(self._servers)))
             elif reference is not None:
-                parts = self.describe(reference).parts
+                shards = self.describe(reference).shards
                 self.references[number] = self.describe(reference).number
             elif kind == "slot":
-                parts = (ShardRange(0, 0, shape[0]),)
+                shards = (ShardRange(0, 0, shape[0]),)
             elif self._colocated is not None:
-                server = self._colocated.parts[0].server
-                parts = (ShardRange(server, 0, shape[0] if shape else 1),)
+                server = self._colocated.shards[0].server
+                shards = (ShardRange(server, 0, shape[0] if shape else 1),)
             else:
                 placed = self._places.place(shape, dtype)
-                parts = tuple(ShardRange(p.server, p.start, p.stop) for p in placed)
+                shards = tuple(ShardRange(p.server, p.start, p.stop) for p in placed)
             description = VariableDescription(
-                number, variable.path, shape, dtype, variable.trainable, kind, parts
+                number, variable.path, shape, dtype, variable.trainable, kind, shards
             )
             self._described[number] = description
             if is_sharded(description):
@@ -154,32 +154,32 @@ class VariableRegistry:
         if maker is None or not keras_compat.is_optimizer(maker):
             return "weight", None
         keras_compat.plain_optimizer(maker)
-        # Of another shape than what it is for, which shows when the optimizer is used.
+        # Without a reference variable; placed when the optimizer is used.
         return ("slot" if shape else "scalar"), None
 
     @contextlib.contextmanager
     def colocated(self, variable: Any) -> Iterator[None]:
-        """Places new variables, unpartitioned, on the first server of another one."""
+        """Places new variables, unsharded, on the first server of another one."""
         description = self.describe(variable)
         before = self._colocated
-        self._colocated = description if description.parts else None
+        self._colocated = description if description.shards else None
         try:
             yield
         finally:
             self._colocated = before
 
     def _begin(
-        self, variable: Any, part: Callable[[int, int], Any], whole: Any
+        self, variable: Any, shard: Callable[[int, int], Any], whole: Any
     ) -> None:
         description = self.describe(variable)
         if description.kind == "local":
             self._local.set(description.number, whole)
             return
         by_server: dict[int, list[Any]] = {}
-        for each in description.parts:
-            value = part(each.start, each.stop) if description.shape else whole
+        for each in description.shards:
+            value = shard(each.start, each.stop) if description.shape else whole
             if not description.shape and whole is None:
-                value = part(0, 1)
+                value = shard(0, 1)
             by_server.setdefault(each.server, []).append(
                 ((description.number, each.start), value)
             )
@@ -188,7 +188,7 @@ class VariableRegistry:
     # Using variables
 
     def describe(self, variable: Any) -> VariableDescription:
-        """What workers and servers are told of a variable."""
+        """The description of a variable for workers and servers."""
         number = self._number_of_id.get(id(variable))
         if number is None:
             raise InvalidArgumentError(
@@ -219,7 +219,7 @@ class VariableRegistry:
         return self._servers.read(description)
 
     def read_slice(self, variable: Any, index: Any) -> np.ndarray:
-        """What indexing as NumPy's gives, from as few rows as possible."""
+        """The result of indexing as in NumPy, from as few rows as possible."""
         description = self.describe(variable)
         if description.kind == "local" or not description.shape:
             return self.read(variable)[index]  # type: ignore[no-any-return]
@@ -256,7 +256,7 @@ class VariableRegistry:
         return variable.value
 
     def is_large(self, variable: Any) -> bool:
-        """Whether files are written from it, and into it, piece by piece."""
+        """Whether a variable is saved and loaded in pieces."""
         description = self.describe(variable)
         if description.kind == "local" or not description.shape:
             return False
@@ -273,41 +273,40 @@ class VariableRegistry:
         return device_places(self.describe(variable))
 
     def place(self, variable: Any) -> str:
-        """Where a variable is, for its representation."""
+        """Placement of a variable, for its representation."""
         description = self.describe(variable)
         if description.kind == "local":
             return f"on the coordinator, value={self._local.get(description.number)}"
         if description.kind == "scalar":
             return f"on every parameter server, value={self.read(variable)}"
-        names = [f"ps:{p.server} [{p.start}:{p.stop}]" for p in description.parts]
+        names = [f"ps:{p.server} [{p.start}:{p.stop}]" for p in description.shards]
         if len(names) == 1:
-            return f"on ps:{description.parts[0].server}"
-        return f"{len(names)} parts on {', '.join(names)}"
+            return f"on ps:{description.shards[0].server}"
+        return f"{len(names)} shards on {', '.join(names)}"
 
     def replicate(self, variable: Any) -> None:
-        """Gives every server an optimizer's scalar, such as Nadam's, made unnamed."""
+        """Copies an optimizer's scalar, such as Nadam's, to every server."""
         description = self.describe(variable)
         value = self.read(variable)
         everywhere = tuple(ShardRange(i, 0, 1) for i in range(len(self._servers)))
         self._described[description.number] = dataclasses.replace(
-            description, kind="scalar", parts=everywhere
+            description, kind="scalar", shards=everywhere
         )
-        part = ((description.number, 0), value)
-        self._servers.request_all("create", {p.server: [part] for p in everywhere})
+        shard = ((description.number, 0), value)
+        self._servers.request_all("create", {p.server: [shard] for p in everywhere})
 
     def colocate(self, variable: Any, home: VariableDescription) -> int:
-        """Puts an optimizer's variable on the server of a whole variable.
+        """Moves an optimizer's variable to the server of an unsharded variable.
 
         Args:
             variable: a `keras.Variable` of any shape.
-            home: the variable that it is for, in one part.
+            home: the unsharded variable that it belongs to.
 
         Returns:
-            The variable's number, which is another one: nothing that was sent before
-            means it.
+            The variable's new number: earlier messages do not refer to it.
         """
         before = self.describe(variable)
-        server = home.parts[0].server
+        server = home.shards[0].server
         value = self.read(variable)
         with self._lock:
             number = next(self._numbers)
@@ -315,7 +314,7 @@ class VariableRegistry:
                 before,
                 number=number,
                 kind="slot",
-                parts=(ShardRange(server, 0, before.shape[0]),),
+                shards=(ShardRange(server, 0, before.shape[0]),),
             )
             self.references[number] = home.number
             self._servers.request_all("create", {server: [((number, 0), value)]})
@@ -323,15 +322,15 @@ class VariableRegistry:
             self._variables[number] = variable
             del self._variables[before.number]
         old: dict[int, list[Any]] = {}
-        for part in before.parts:
-            old.setdefault(part.server, []).append((before.number, part.start))
+        for shard in before.shards:
+            old.setdefault(shard.server, []).append((before.number, shard.start))
         self._servers.request_all("delete", old)
         return number
 
-    # Sending things
+    # Sending objects
 
     def number_of(self, made: Any) -> int:
-        """The number of a Keras object, which lives as long as this registry."""
+        """The number of a Keras object, stored as long as this registry."""
         with self._lock:
             for number, found in self._objects.items():
                 if found is made:
@@ -343,7 +342,7 @@ class VariableRegistry:
     def dump(
         self, value: Any, is_strategy: Callable[[Any], bool]
     ) -> tuple[bytes, int, dict[int, VariableDescription], list[Any]]:
-        """Pickles something for workers.
+        """Pickles an object for workers.
 
         Returns:
             The bytes, their generation, the variables in them, and the optimizers.
@@ -361,26 +360,28 @@ class VariableRegistry:
     def send_optimizer(
         self, optimizer: Any, is_strategy: Callable[[Any], bool]
     ) -> bool:
-        """Gives the servers an optimizer, unless they have it.
+        """Sends the servers an optimizer, unless they have it.
 
         Returns:
-            Whether it has to be pickled again: variables are in other places since.
+            Whether it must be pickled again because the placement has changed.
         """
         return self._optimizers.send(optimizer, is_strategy)
 
-    # Who holds how much
+    # Balance
 
     def bytes_per_server(self) -> list[int]:
         """Bytes of the variables on each server."""
         found = [0] * len(self._servers)
         for number in list(self._variables):
             description = self._described[number]
-            for part in description.parts:
-                found[part.server] += _row_bytes(description) * (part.stop - part.start)
+            for shard in description.shards:
+                found[shard.server] += _row_bytes(description) * (
+                    shard.stop - shard.start
+                )
         return found
 
     def warn_of_imbalance(self) -> None:
-        """Warns once when one server holds much more than its share."""
+        """Warns once if one server has much more than an equal share."""
         bytes_per_server = self.bytes_per_server()
         share = sum(bytes_per_server) / len(bytes_per_server)
         most = max(bytes_per_server)
@@ -390,9 +391,9 @@ class VariableRegistry:
         server = bytes_per_server.index(most)
         held = {
             self._described[n].path: sum(
-                _row_bytes(self._described[n]) * (part.stop - part.start)
-                for part in self._described[n].parts
-                if part.server == server
+                _row_bytes(self._described[n]) * (shard.stop - shard.start)
+                for shard in self._described[n].shards
+                if shard.server == server
             )
             for n in list(self._variables)
         }

@@ -1,11 +1,10 @@
-"""Messages between the processes of a cluster: a small header, and arrays beside it.
+"""Packed messages: a pickled header, and arrays beside it.
 
-A message is a structure of plain values and NumPy arrays. Pickle's protocol 5 hands
-out the memory of arrays instead of copying it, so that a message is sent from where
-its arrays lie and is read where it has arrived.
+Pickle's protocol 5 hands out the memory of arrays instead of copying it, so that arrays
+are sent from their own memory and read from that of the message.
 
-Peers have proved who they are before a message is read (`transport`): whoever can
-send one could run any code anyway, since closures are code.
+Peers are authenticated before a message is unpickled (`transport`); messages contain
+code anyway, the scheduled functions.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from typing import Any
 
 Buffer = Any
 
-#: Arrays of fewer bytes are in the header: a part of its own costs more than the copy.
+#: Smaller arrays are copied into the header, which costs less than a frame.
 _SMALL_BYTES = 4096
 
 
 def pack(message: Any) -> list[Buffer]:
-    """The parts of a message: a header, then the memory of its arrays.
+    """Packs a message: a header, then the memory of its arrays.
 
     Args:
-        message: anything that pickle takes. Arrays have to be contiguous to travel
-            without a copy, and unchanged until the message has been sent.
+        message: any picklable object. Contiguous arrays are not copied; they must not
+            change until the message has been sent.
     """
     arrays: list[memoryview] = []
 
@@ -41,12 +40,12 @@ def pack(message: Any) -> list[Buffer]:
 
 
 def unpack(parts: Sequence[Buffer]) -> Any:
-    """The message; its arrays are read-only views of the parts."""
+    """Unpacks a message; its arrays are read-only views of the buffers."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
 def nbytes(parts: Sequence[Buffer]) -> int:
-    """int, the bytes of a packed message."""
+    """int, bytes of a packed message."""
     return sum(
         part.nbytes if isinstance(part, memoryview) else len(part) for part in parts
     )

@@ -1,7 +1,7 @@
-"""Signs of life: how workers and servers say that they are there, and look for theirs.
+"""Heartbeats: liveness of workers and servers, and detection of a lost coordinator.
 
-A process that hangs in a step goes on beating, from a thread; one that is stopped or
-whose machine is gone does not.
+A thread sends them, so that they continue during a step that hangs; a stopped process
+or a lost machine sends none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from keras_strategies.parameter_server.wire.transport import Connection, Keys
 
-#: Seconds between signs of life.
+#: Seconds between heartbeats.
 HEARTBEAT_SECONDS = 0.5
 
 
@@ -28,18 +28,19 @@ def send_heartbeats(
     coordinator_seconds: float = math.inf,
     notices: collections.deque[tuple[str, Any]] | None = None,
 ) -> None:
-    """Tells the coordinator that this process lives, until it ends.
+    """Sends heartbeats to the coordinator until the process ends.
 
     Args:
         address: str, the coordinator's.
         keys: `Keys` for TCP.
         index: int, the worker's number, or `("ps", number)`.
-        incarnation: int, counts the processes with this number.
-        announce: makes what the coordinator is told first, and when it has come back.
-        lost: called with the reason once the coordinator is gone for too long.
-        patience: float, seconds that it may be gone.
-        notices: messages for the coordinator, pairs of a kind and a value, to which
-            other threads append.
+        incarnation: int, number of earlier processes with this index.
+        announce: returns the message that registers the process, sent at first and
+            after each reconnection.
+        lost: called with an error message when the coordinator is lost.
+        coordinator_seconds: float, timeout for a lost coordinator.
+        notices: further messages for the coordinator, pairs of a kind and a value,
+            appended by other threads.
     """
     connection = Connection(address, keys, "the coordinator")
     reconnects = 0
@@ -49,7 +50,7 @@ def send_heartbeats(
         connection.post((0, ("heartbeat", (index, incarnation))))
         while notices:
             connection.post((0, notices.popleft()))
-        # Nobody answers; this looks after the connection.
+        # There are no replies; this monitors the connection.
         connection.receive(HEARTBEAT_SECONDS)
         if announce is not None and connection.reconnects > reconnects:
             reconnects = connection.reconnects
@@ -61,7 +62,7 @@ def send_heartbeats(
 
 
 def start_heartbeats(*arguments: Any) -> None:
-    """Begins `send_heartbeats` in a thread that ends with the process."""
+    """Starts `send_heartbeats` in a daemon thread."""
     threading.Thread(target=send_heartbeats, args=arguments, daemon=True).start()
 
 

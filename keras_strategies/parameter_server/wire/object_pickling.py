@@ -1,8 +1,8 @@
-"""Keras objects on their way to other processes: who they are stays, values do not.
+"""Pickling of Keras objects: identities are preserved, values are not sent.
 
-A model is sent as the Python objects that it is made of, so that any model can be, and
-arrives once: closures that were sent later mean the same model. Variables are sent by
-their numbers; what a number becomes is the receiver's choice.
+A model is sent once, as the Python objects that it consists of; later tasks refer to
+the same model. Variables are sent as their descriptions, from which the receiving
+process creates its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keras_strategies.runtime.compiled_functions import original_function
 
 
 class UnpicklingContext:
-    """What a process makes of the things that arrive."""
+    """Objects of the receiving process that stand for pickled ones."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
@@ -35,11 +35,11 @@ class UnpicklingContext:
         raise NotImplementedError
 
     def function(self, original: Callable[..., Any]) -> Any:
-        """What stands for a compiled function."""
+        """The substitute for a compiled function."""
         return original
 
     def strategy(self) -> Any:
-        """What stands for the coordinator's strategy."""
+        """The substitute for the coordinator's strategy."""
         return None
 
 
@@ -57,7 +57,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     file: where to.
     describe: callable of a variable that returns its `VariableDescription`.
     number_of: callable of an object that returns its number.
-    is_strategy: callable that knows the strategy.
+    is_strategy: callable of an object, whether it is the strategy.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ def dump(
     number_of: Callable[[Any], int],
     is_strategy: Callable[[Any], bool],
 ) -> tuple[bytes, dict[int, VariableDescription]]:
-    """Pickles anything, Keras objects in it included.
+    """Pickles any object, including Keras objects.
 
     Returns:
         The bytes, and the variables in it by their numbers.
@@ -117,22 +117,22 @@ def dump(
         pickler.dump(value)
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         error.add_note(
-            "It was to be sent to a worker, with all that it refers to. Make things "
-            "that cannot be sent, such as locks, files and threads, inside of the "
-            "function, or with `create_per_worker_values`."
+            "It cannot be sent to a worker with all objects that it refers to. Create "
+            "objects that cannot be pickled, such as locks, files and threads, inside "
+            "of the function or with `create_per_worker_values`."
         )
         raise
     return file.getvalue(), pickler.variables
 
 
 def load(blob: bytes, context: UnpicklingContext, generation: int) -> Any:
-    """What was pickled by `dump`, as `context` has it.
+    """Unpickles an object that was pickled by `dump`.
 
     Args:
         blob: bytes.
-        receiver: makes variables, and keeps objects.
-        generation: int, higher for what was pickled later: objects that are there
-            already take the state that is the latest.
+        context: creates variables and stores objects.
+        generation: int, higher for what was pickled later: existing objects take the
+            latest state.
     """
     previous = _loading.context, _loading.generation, _loading.filled
     _loading.context, _loading.generation = context, generation

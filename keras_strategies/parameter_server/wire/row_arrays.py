@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-#: Makes an array of a shape and a dtype, whose numbers are not set yet.
+#: Allocates an uninitialized array of a shape and a dtype.
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 
 
-#: Bytes at a multiple of which XLA wants arrays to begin.
+#: Alignment of arrays in bytes that XLA requires.
 ALIGNMENT = 64
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """An array that XLA takes as it is; one at another address it would copy first."""
+    """An uninitialized array, aligned so that XLA uses it without a copy."""
     size = dtype.itemsize * math.prod(shape)
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
@@ -27,23 +27,23 @@ def empty_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 def take_rows(
     array: np.ndarray, ids: np.ndarray, count: int, empty: Empty | None = None
 ) -> np.ndarray:
-    """Copies of some rows of an array, with zeros below them.
+    """Copies of some rows of an array, padded with zeros.
 
     Args:
         array: `(n, ...)`.
         ids: integers, `(m,)`, from 0 to n - 1.
-        count: int, the rows of the result, at least m.
-        empty: makes the array for the result; `empty_aligned` by default.
+        count: int, rows of the result, at least m.
+        empty: allocator of the result; `empty_aligned` by default.
     """
     found = (empty or empty_aligned)((count, *array.shape[1:]), array.dtype)
-    # NumPy takes into a given array without a copy in this mode only.
+    # Other modes copy before writing to `out`.
     array.take(ids, axis=0, out=found[: len(ids)], mode="clip")
     found[len(ids) :] = 0
     return found
 
 
 def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
-    """An array with so many rows: zeros below it, or without what is below them."""
+    """An array padded with rows of zeros, or truncated."""
     if len(array) >= rows:
         return array[:rows]
     padded = empty_aligned((rows, *array.shape[1:]), array.dtype)
@@ -53,10 +53,10 @@ def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
 
 
 def put_rows(array: np.ndarray, ids: np.ndarray, rows: np.ndarray) -> None:
-    """Sets some rows of an array.
+    """Writes some rows of an array.
 
-    NumPy sets rows number by number; taken for one item each, they are copied as
-    wholes, which takes a fifth of the time. `put` does less for each than an index.
+    NumPy writes rows number by number. Viewed as one item each, they are copied at
+    once, which takes a fifth of the time.
     """
     rows = np.ascontiguousarray(rows, array.dtype)
     if not array.size or not len(ids) or not array.flags.c_contiguous:

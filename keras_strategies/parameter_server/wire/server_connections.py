@@ -1,4 +1,4 @@
-"""The parameter servers as one: requests go to whichever has a part."""
+"""Connections to all parameter servers: requests by shard."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ServerConnections:
         addresses: sequence of str, one for each server.
         keys: `Keys` for TCP.
         timeout: float, seconds that a server may take to answer, a restart included.
-        owner: str, the coordinator's name; of another one's steps, none is made.
-        check: called now and then during a wait; raises to end it. None for no check.
+        owner: str, the coordinator's name; servers refuse steps of another one.
+        check: called periodically while waiting; raises to end the wait.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class ServerConnections:
         ]
         self._timeout = timeout
         self._is_closed = False
-        # Callbacks may run on other threads than `fit`.
+        # Callbacks may run in other threads than `fit`.
         self._lock = threading.RLock()
-        # The name of this process among those that ask servers.
+        # The sender of additions.
         self._name = secrets.token_hex(8)
         self._additions = itertools.count()
 
@@ -62,13 +62,13 @@ class ServerConnections:
         return sent, sum(c.received_bytes for c in self._connections)
 
     def request(self, server: int, name: str, argument: Any = None) -> Any:
-        """One request to one server."""
+        """Sends a request to one server and waits for the reply."""
         with self._lock:
             self._check_open()
             return self._connections[server].request((name, argument), self._timeout)
 
     def request_all(self, name: str, arguments: dict[int, Any]) -> dict[int, Any]:
-        """A request to each of several servers, at the same time."""
+        """Sends a request to each of several servers and waits for the replies."""
         with self._lock:
             self._check_open()
             numbers = {
@@ -83,7 +83,7 @@ class ServerConnections:
     def send_steps(
         self, steps: dict[int, StepRequest], shares_memory: bool = True
     ) -> dict[int, int]:
-        """Sends each server its part of a step; the numbers of the requests.
+        """Sends each server its part of a step; returns the request numbers.
 
         Args:
             steps: by server.
@@ -98,11 +98,11 @@ class ServerConnections:
             }
 
     def is_shared(self, array: np.ndarray) -> bool:
-        """Whether an array lies in a server's memory, which is written to again."""
+        """Whether an array is in shared memory that a server will reuse."""
         return any(connection.is_shared(array) for connection in self._connections)
 
     def receive_steps(self, numbers: dict[int, int]) -> dict[int, StepReply]:
-        """What the servers answer."""
+        """The replies of the servers."""
         with self._lock:
             return {
                 server: self._connections[server].finish(number, self._timeout)
@@ -117,37 +117,37 @@ class ServerConnections:
                 "`with` block."
             )
 
-    # Whole variables
+    # Unsharded values
 
     def pieces(
         self, description: VariableDescription
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """A variable piece by piece: the first row of each, and the rows."""
-        for part in description.parts[: 1 if description.kind == "scalar" else None]:
-            rows = part.stop - part.start
+        """Pieces of a variable: the first row of each, and its rows."""
+        for shard in description.shards[: 1 if description.kind == "scalar" else None]:
+            rows = shard.stop - shard.start
             step = max(1, _CHUNK_BYTES // max(1, _row_bytes(description)))
             for start in range(0, max(rows, 1), step):
-                key = (description.number, part.start)
+                key = (description.number, shard.start)
                 stop = min(start + step, rows)
                 yield (
-                    part.start + start,
-                    self.request(part.server, "read", (key, start, stop)),
+                    shard.start + start,
+                    self.request(shard.server, "read", (key, start, stop)),
                 )
 
     def read(self, description: VariableDescription) -> np.ndarray:
-        """A whole variable."""
+        """Reads a variable in full."""
         pieces = [piece for _, piece in self.pieces(description)]
         if len(pieces) == 1:
-            # The message's memory is read-only, and may be large beside the array.
+            # A view would keep the memory of the message, which is read-only.
             return np.array(pieces[0])
         return np.concatenate(pieces)
 
     def write(self, description: VariableDescription, value: np.ndarray) -> None:
-        """Sets a whole variable."""
+        """Writes a variable in full."""
         if value.ndim == 0:
-            for part in description.parts:
-                key = (description.number, part.start)
-                self.request(part.server, "write", (key, 0, value))
+            for shard in description.shards:
+                key = (description.number, shard.start)
+                self.request(shard.server, "write", (key, 0, value))
             return
         step = max(1, _CHUNK_BYTES // max(1, _row_bytes(description)))
         for start in range(0, description.shape[0], step):
@@ -156,45 +156,45 @@ class ServerConnections:
     def write_rows(
         self, description: VariableDescription, start: int, rows: np.ndarray
     ) -> None:
-        """Sets consecutive rows, whichever parts they are in."""
+        """Writes consecutive rows to their shards."""
         stop = start + len(rows)
-        for part in description.parts:
-            first, last = max(start, part.start), min(stop, part.stop)
+        for shard in description.shards:
+            first, last = max(start, shard.start), min(stop, shard.stop)
             if first < last:
-                key = (description.number, part.start)
+                key = (description.number, shard.start)
                 own = np.ascontiguousarray(
                     rows[first - start : last - start], _dtype(description)
                 )
-                self.request(part.server, "write", (key, first - part.start, own))
+                self.request(shard.server, "write", (key, first - shard.start, own))
 
     def add(self, description: VariableDescription, delta: np.ndarray) -> None:
-        """Adds to a whole variable, each part in one piece."""
-        for part in description.parts:
-            rows = delta if delta.ndim == 0 else delta[part.start : part.stop]
-            key = (description.number, part.start)
-            # A number of its own: a request whose reply was lost is sent again.
+        """Adds to a variable, shard by shard."""
+        for shard in description.shards:
+            rows = delta if delta.ndim == 0 else delta[shard.start : shard.stop]
+            key = (description.number, shard.start)
+            # Numbered, because a request without a reply is sent again.
             request = (
                 key,
                 np.ascontiguousarray(rows),
                 self._name,
                 next(self._additions),
             )
-            self.request(part.server, "add", request)
+            self.request(shard.server, "add", request)
 
     def rows(self, description: VariableDescription, ids: np.ndarray) -> np.ndarray:
         """Some rows of a variable, in the order of the ids."""
         found = np.empty((len(ids), *description.shape[1:]), _dtype(description))
-        for part in description.parts:
-            here = (ids >= part.start) & (ids < part.stop)
+        for shard in description.shards:
+            here = (ids >= shard.start) & (ids < shard.stop)
             if here.any():
-                key = (description.number, part.start)
-                own = ids[here] - part.start
+                key = (description.number, shard.start)
+                own = ids[here] - shard.start
                 step = StepRequest(pull_rows=((key, own, len(own)),))
-                found[here] = self.request(part.server, "step", step).rows[0]
+                found[here] = self.request(shard.server, "step", step).rows[0]
         return found
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         with self._lock:
             self._is_closed = True
             for connection in self._connections:

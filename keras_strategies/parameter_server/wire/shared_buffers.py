@@ -1,13 +1,11 @@
-"""Large arrays between processes of one machine: in memory that both of them have.
+"""Shared memory for large arrays of messages between processes of one machine.
 
-ZeroMQ carries a message; its large arrays may lie in a *region*, an anonymous file of
-the sender's that the receiver maps. Copied there once and read where they are, 2 MB
-cost a tenth of what they cost through a socket, where they are copied four times, in
-pieces. A region has no name that could be left behind, and is gone with the last
-process that has it.
+ZeroMQ carries the message; its large arrays are in a *region*, an anonymous file of the
+sender that the receiver maps. They are copied once, instead of four times through a
+socket: 2 MB take a tenth of the time. Regions have no name in the file system and end
+with the last process that maps them.
 
-Used only for requests and replies that alternate; see `SharedBufferWriter` for when
-a region is reused.
+Only requests and replies that alternate may use it: see `SharedBufferWriter`.
 """
 
 from __future__ import annotations
@@ -24,24 +22,24 @@ import numpy as np
 
 from keras_strategies.parameter_server.wire.row_arrays import ALIGNMENT, empty_aligned
 
-#: Whether this system has anonymous files, and lets processes of one user open them.
+#: Whether this system has anonymous files that other processes can open.
 IS_AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
-#: Below so many bytes in all, a socket costs less.
+#: Total bytes of arrays below which a socket is faster.
 LEAST_BYTES = 65536
 _FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class SharedBufferReference:
-    """Where arrays lie.
+    """Location of arrays in shared memory.
 
     Args:
-        pid: int, of the process whose region it is.
-        descriptor: int, the file, as that process knows it.
-        serial: int, tells regions of one process apart.
+        pid: int, process of the region.
+        descriptor: int, its file descriptor in that process.
+        serial: int, number of the region in that process.
         size: int, bytes of the region.
-        places: pairs of an array's first byte and its bytes.
+        places: pairs of an array's offset and length in bytes.
     """
 
     pid: int
@@ -65,13 +63,13 @@ class _Region:
         mapped = mmap.mmap(self.descriptor, size)
         self.memory = memoryview(mapped)
         self.bytes = np.frombuffer(mapped, np.uint8)
-        #: The message whose arrays are in it.
+        #: The message that refers to it.
         self.number = -1
-        #: Bytes that arrays of this message have taken so far.
+        #: Bytes used by arrays of this message.
         self.used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
-        """An array here; None if there is no room."""
+        """An array in this region; None without space."""
         start, size = self.used, dtype.itemsize * math.prod(shape)
         if start + size > self.size:
             return None
@@ -79,56 +77,55 @@ class _Region:
         return self.bytes[start : start + size].view(dtype).reshape(shape)
 
     def place_of(self, array: memoryview) -> int | None:
-        """Where an array begins that is here already; None for others."""
+        """Offset of an array in this region; None for other arrays."""
         start = _address(np.frombuffer(array, np.uint8)) - _address(self.bytes)
         return start if 0 <= start < self.size else None
 
     def close(self) -> None:
-        """Ends this process's part; who has mapped the region keeps it."""
+        """Closes the descriptor; mappings of the peer stay valid."""
         os.close(self.descriptor)
 
 
 class SharedBufferWriter:
-    """Puts arrays where one peer can read them.
+    """Writes arrays to shared memory that one peer reads.
 
-    Two regions take turns. What is in one stays until the peer has answered a later
-    message than the one that told of it; if that has not happened when its turn comes,
-    because the peer was slow and has been given up, a new region takes its place.
+    Two regions alternate. A region is reused once the peer has answered a later message
+    than the one that refers to it; otherwise a new region replaces it.
 
-    What is made for a message can be made in its region: between `begin` and `write`,
-    `empty` gives arrays that need no copy then.
+    Between `begin` and `write`, `empty` allocates arrays in the region of the message,
+    which `write` does not copy.
     """
 
     def __init__(self) -> None:
         self._regions: list[_Region] = []
         self._answered = -1
-        # The region of the message that has been begun.
+        # The region of the started message.
         self._begun: _Region | None = None
-        # The bytes of the largest message.
+        # Bytes of the largest message.
         self._most = 0
 
     def answered(self, number: int) -> None:
-        """Notes that the peer has answered a message."""
+        """Records that the peer has answered a message."""
         self._answered = max(self._answered, number)
 
     def begin(self, number: int) -> None:
-        """Begins a message, the number of which is higher than all before."""
+        """Starts a message; its number is higher than all earlier ones."""
         self._begun = self._free(self._most)
         self._begun.number = number
         self._begun.used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """An array for the message that was begun, in its region if there is room."""
+        """An array for the started message, in its region if there is space."""
         assert self._begun is not None
         found = self._begun.empty(shape, dtype)
         return empty_aligned(shape, dtype) if found is None else found
 
     def write(self, arrays: Sequence[memoryview], number: int) -> SharedBufferReference:
-        """Copies those arrays to the message's region that are not in it.
+        """Copies arrays to the region of the message, unless they are in it.
 
         Args:
-            arrays: the memory of each, contiguous bytes.
-            number: int, the message that tells of them.
+            arrays: memory of each, contiguous bytes.
+            number: int, the message's.
         """
         if self._begun is None:
             self.begin(number)
@@ -136,7 +133,7 @@ class SharedBufferWriter:
         assert region is not None
         others = (a.nbytes for a in arrays if region.place_of(a) is None)
         if region.used + sum(map(_padded, others)) > region.size:
-            # All of it goes to a larger one.
+            # All arrays are written to a larger region.
             size = sum(_padded(array.nbytes) for array in arrays)
             region.close()
             region = self._regions[-1] = _Region(_room(size))
@@ -166,14 +163,14 @@ class SharedBufferWriter:
         return self._regions[-1]
 
     def close(self) -> None:
-        """Ends this process's part of the regions."""
+        """Closes the regions."""
         for region in self._regions:
             region.close()
         self._regions.clear()
 
 
 def _room(size: int) -> int:
-    """Bytes of a region for arrays of so many: more, as batches differ."""
+    """Size of a region in bytes, with reserve for larger batches."""
     return max(_FIRST_BYTES, 1 << (size * 5 // 4 - 1).bit_length())
 
 
@@ -187,7 +184,7 @@ def _address(array: np.ndarray) -> int:
 
 
 class SharedBufferReader:
-    """Reads what one peer has lent."""
+    """Reads arrays from the shared memory of one peer."""
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}
@@ -196,18 +193,18 @@ class SharedBufferReader:
         """The memory of the arrays.
 
         Raises:
-            OSError: if the peer is gone.
+            OSError: if the peer has died.
         """
         key = (reference.pid, reference.serial)
         if key not in self._mapped:
-            # Of more than the two that take turns, the oldest has been replaced.
+            # Of more than two regions, the oldest has been replaced.
             for old in list(self._mapped)[:-1]:
                 del self._mapped[old]
             descriptor = os.open(
                 f"/proc/{reference.pid}/fd/{reference.descriptor}", os.O_RDWR
             )
             try:
-                # Writable: frameworks may use memory that is nobody else's.
+                # Writable, because frameworks may write to their inputs.
                 self._mapped[key] = mmap.mmap(descriptor, reference.size)
             finally:
                 os.close(descriptor)
@@ -215,7 +212,7 @@ class SharedBufferReader:
         return [memory[start : start + length] for start, length in reference.places]
 
     def has(self, array: np.ndarray) -> bool:
-        """Whether an array lies in memory that the peer will write to again."""
+        """Whether an array is in shared memory that the peer will reuse."""
         address = _address(array)
         for mapped in self._mapped.values():
             first = _address(np.frombuffer(mapped, np.uint8))

@@ -7,23 +7,23 @@ from typing import Any
 
 import numpy as np
 
-#: A part's name: the variable's number, and the first of the rows.
+#: Name of a shard: the variable's number and the shard's first row.
 Key = tuple[int, int]
 
 
-#: An update's name: the closure's number, and the number of the update in it.
+#: Name of an update: the task's number and the update's number in the task.
 UpdateId = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """What a worker found of a step, for the server that keeps the scale.
+    """Report on the loss scale of a step, for the server that stores the scale.
 
     Args:
         scale: the key of `dynamic_scale`.
         counter: the key of `step_counter`.
-        growth_steps: int, steps with finite gradients after which the scale doubles.
-        used: float32, the scale that the gradients were computed with.
+        growth_steps: int, finite steps after which the scale doubles.
+        used: float32, the scale of the gradients.
         is_finite: bool, whether all of them were finite.
     """
 
@@ -36,19 +36,19 @@ class ScaleReport:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The one message of a step: what to push, and what to pull.
+    """Request of a step: update to apply and values to reply with.
 
     Args:
-        update: the name of the update, None if there is nothing to push.
-        done: int, closures below this number need not be remembered.
-        optimizer: int, whose gradients these are; None without any.
-        dense: pairs of a part and its gradient.
-        rows: triples of a part, rows and their gradients.
-        adds: pairs of a part and what to add to it.
-        scales: what was found of losses that were scaled.
-        pull: parts to send whole.
-        pull_rows: triples of a part, rows to send, and how many rows the reply is to
-            have, with zeros below those.
+        update: name of the update; None without one.
+        done: int, tasks below this number are finished.
+        optimizers: for each optimizer its number, pairs of a shard and its gradient,
+            and triples of a shard, rows and their gradients.
+        adds: pairs of a shard and an array to add.
+        writes: pairs of a shard and its new value.
+        scales: reports on loss scales.
+        pull: shards to send in full.
+        pull_rows: triples of a shard, rows to send, and the number of rows of the
+            padded reply.
     """
 
     update: UpdateId | None = None
@@ -63,12 +63,12 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class StepReply:
-    """What a server sends back.
+    """Reply to a `StepRequest`.
 
     Args:
-        dense: parts.
-        rows: rows of parts.
-        version: int, the updates that are in these values.
+        dense: shards.
+        rows: padded rows of shards.
+        version: int, number of updates applied to these values.
     """
 
     dense: list[np.ndarray]

@@ -1,4 +1,4 @@
-"""What the coordinator and the workers say to each other."""
+"""Messages between the coordinator and the workers: functions, tasks, results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class FunctionDefinition:
-    """A function that tasks will call, sent once.
+    """A function that tasks call, sent to each worker once.
 
     Args:
-        number: int, its name.
+        number: int, its number.
         kind: str, `"call"` for a function of its arguments, `"train"`, `"test"` and
             `"predict"` for a model's step.
         blob: bytes, the function or the model, pickled.
@@ -30,18 +30,18 @@ class FunctionDefinition:
 
 @dataclass(frozen=True)
 class ScheduledTask:
-    """One closure to be run.
+    """A scheduled call of a function or of a model's steps.
 
     Args:
-        number: int, its name; also that of its updates.
-        definition: int, what to call.
+        number: int, its number, part of its updates' names.
+        definition: int, number of the `FunctionDefinition`.
         arguments: for a model's step a list of batches; for a function its pickled
             arguments, bytes.
-        local: dict from the numbers of variables that no server has to their values.
-        done: int, all closures below this number are done.
+        local: dict from the numbers of variables on no server to their values.
+        done: int, all tasks below this number are finished.
         generation: int, of the arguments.
-        pulls_ahead: bool, whether the values of the step after the next one are asked
-            for when this one is done; the next one then misses its update.
+        pulls_ahead: bool, whether this step's push pulls the values of the step after
+            the next one, which then misses this update.
     """
 
     number: int
@@ -55,18 +55,17 @@ class ScheduledTask:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task.
+    """The result of a task.
 
     Args:
         number: int, the task's.
-        value: what it returned, with arrays of NumPy.
-        error: what it raised, None if it did not.
-        local: changes of variables that no server has.
-        seconds: float, how long it took.
-        steps: int, how many steps it made.
-        traffic: bytes that the worker has sent to servers and received since the last
-            outcome.
-        staleness: updates that its steps have missed, in all and at most.
+        value: the returned value, with NumPy arrays.
+        error: the exception; None without one.
+        local: changes of variables on no server.
+        seconds: float, duration.
+        steps: int, number of steps.
+        traffic: bytes sent to and received from servers since the last result.
+        staleness: updates that its steps have missed, total and maximum.
     """
 
     number: int
@@ -81,10 +80,10 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class WorkerReference:
-    """Stands for something that each worker has one of its own of.
+    """Reference to a value that exists once per worker.
 
     Args:
-        number: int, its name.
+        number: int, its number.
     """
 
     number: int
@@ -92,12 +91,13 @@ class WorkerReference:
 
 @dataclass(frozen=True)
 class WorkerResource:
-    """How a worker makes what a `WorkerReference` stands for.
+    """Definition of the value of a `WorkerReference`.
 
     Args:
         number: int.
         kind: str, `"value"` or `"iterator"`.
-        blob: bytes, the pickled function, or the dataset's `WorkerReference` number.
+        blob: bytes, the pickled function, or int, the number of the dataset's
+            `WorkerReference`.
         generation: int.
     """
 

@@ -1,10 +1,10 @@
-"""How messages get from process to process: requests and replies over ZeroMQ.
+"""Requests and replies between processes, over ZeroMQ.
 
-Processes on one machine use Unix sockets in a folder that only their user may enter;
-between machines it is TCP, authenticated and encrypted by CurveZMQ with keys that all
-processes of the cluster, and no others, have been given. Everything has a deadline.
+Processes of one machine use Unix sockets in a folder of their user. Between machines it
+is TCP, authenticated and encrypted by CurveZMQ with the keys of the cluster. All waits
+have timeouts.
 
-A service receives requests (`Service`), a client sends them (`Connection`).
+A `Service` receives requests, a `Connection` sends them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from keras_strategies.parameter_server.wire.shared_buffers import (
     SharedBufferWriter,
 )
 
-#: What answers a request, given what makes arrays for the reply.
+#: Callable of a request and of an allocator of arrays that returns the reply.
 Handle = Callable[[Any, Empty], Any]
 
-#: Below so many bytes a copy costs less than keeping track of the memory.
+#: Bytes below which ZeroMQ's zero-copy sending is slower than a copy.
 COPY_BYTES = 65536
-#: Ends a message whose arrays are lent; no array of a message is empty.
+#: Last frame of a message with arrays in shared memory; other frames are not empty.
 _SHARED = b""
-#: Milliseconds that a socket may go on sending when it is closed.
+#: Milliseconds for unsent messages of a closed socket.
 _LINGER_MS = 500
-#: Seconds between checks whether a wait for a reply is in vain.
+#: Seconds between calls of `check` while waiting for a reply.
 _CHECK_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a cluster (CurveZMQ), which every process of it gets.
+    """CurveZMQ keys, the same in all processes of a cluster.
 
     Args:
         service_public: bytes.
@@ -68,7 +68,7 @@ class Keys:
 
     @classmethod
     def from_secret(cls, secret: str) -> Keys:
-        """The keys that every process with the same secret has."""
+        """Keys derived from a shared secret."""
         import zmq
         from zmq.utils import z85
 
@@ -85,7 +85,7 @@ def _needs_keys(address: str) -> bool:
 
 
 class _ClientKeyCheck:
-    """Lets in who has the cluster's client key."""
+    """Accepts clients with the cluster's client key."""
 
     def __init__(self, keys: Keys):
         self._public = keys.client_public
@@ -95,7 +95,7 @@ class _ClientKeyCheck:
 
 
 class Service:
-    """Answers requests at an address, in the thread that calls `serve`.
+    """Receives requests at an address, in the thread that calls `serve`.
 
     Args:
         address: str, `"ipc://..."` or `"tcp://host:port"`; port 0 for a free one.
@@ -110,7 +110,7 @@ class Service:
         self._authenticator: Any = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = _LINGER_MS
-        # One frame for the peer that is gone is better than a blocked service.
+        # A reconnected peer replaces its earlier connection.
         self._socket.router_handover = True
         if _needs_keys(address):
             assert keys is not None, "TCP needs keys"
@@ -123,9 +123,9 @@ class Service:
         self.address = address
         self.received_bytes = 0
         self.sent_bytes = 0
-        # By peer: those that lend, and those that have asked for loans.
+        # Shared memory by peer.
         self._peers: dict[bytes, _SharedBuffers] = {}
-        # Other threads wake the loop through this pair.
+        # `wake` interrupts the poll through this pair of sockets.
         name = f"inproc://wake-{id(self)}"
         self._wake_in = self._context.socket(zmq.PULL)
         self._wake_in.bind(name)
@@ -147,7 +147,7 @@ class Service:
         self._socket.curve_secretkey = keys.service_secret
 
     def wake(self) -> None:
-        """Ends a wait in `receive` that is under way; for other threads."""
+        """Interrupts `receive`; may be called in other threads."""
         with self._wake_lock:
             if self._context.closed:
                 return
@@ -159,10 +159,10 @@ class Service:
                 self._wake_out.send(b"", self._zmq.DONTWAIT)
 
     def receive(self, timeout: float | None = None) -> tuple[bytes, Any] | None:
-        """The next message and who sent it; None when it took too long, or woken.
+        """The next message and its sender; None after the timeout or `wake`.
 
         Args:
-            timeout: float, seconds; None to wait for as long as it takes.
+            timeout: float, seconds; None for no limit.
         """
         milliseconds = None if timeout is None else max(0, int(timeout * 1000))
         ready = dict(self._poller.poll(milliseconds))
@@ -179,7 +179,7 @@ class Service:
             try:
                 buffers = self._shared_buffers(name).read(buffers)
             except OSError:
-                return None  # It is gone, and waits for nothing.
+                return None  # The peer has died.
         self.received_bytes += nbytes(buffers)
         return name, unpack(buffers)
 
@@ -193,28 +193,28 @@ class Service:
         return self._peers[peer]
 
     def begin(self, receiver: bytes, turn: int | None) -> Empty:
-        """Begins a reply; what makes arrays for it.
+        """Starts a reply; returns the allocator of its arrays.
 
         Args:
             receiver: bytes, the peer.
-            loan: int, as for `send`, which is to follow.
+            turn: int, as for `send`.
         """
         if turn is None:
             return empty_aligned
         writer = self._shared_buffers(receiver).writer
-        # It had read all replies but this one and the last when it asked.
+        # The peer has read all replies before the previous one.
         writer.answered(turn - 1)
         writer.begin(turn)
         return writer.empty
 
     def send(self, receiver: bytes, message: Any, turn: int | None = None) -> None:
-        """Sends a message to a peer; one that is gone gets nothing.
+        """Sends a message to a peer; dropped if the peer is gone.
 
         Args:
             receiver: bytes, the peer.
-            message: anything that pickle takes.
-            loan: int, counts the requests of the peer which say that it will have
-                read the arrays before it sends the one after the next. None for others.
+            message: any picklable object.
+            turn: int, number of the request among those with shared memory; None for
+                other requests.
         """
         parts = pack(message)
         self.sent_bytes += nbytes(parts)
@@ -242,7 +242,7 @@ def _is_shared(buffers: Sequence[Any]) -> bool:
 
 
 class _SharedBuffers:
-    """What two processes of one machine lend each other, on one side."""
+    """Shared memory of two processes of one machine, on one side."""
 
     def __init__(self) -> None:
         self.writer = SharedBufferWriter()
@@ -250,20 +250,20 @@ class _SharedBuffers:
         self._pid: int | None = None
 
     def write(self, parts: list[Any], number: int) -> list[Any]:
-        """A message whose arrays, if they are large, are lent and not sent."""
+        """Moves the arrays of a message to shared memory, if they are large."""
         if nbytes(parts[1:]) < shared_buffers.LEAST_BYTES:
             return parts
         return [parts[0], pickle.dumps(self.writer.write(parts[1:], number)), _SHARED]
 
     def read(self, buffers: Sequence[Any]) -> list[Any]:
-        """The parts of a message as they were before `write`."""
+        """The parts of a message, with arrays from shared memory."""
         reference = pickle.loads(buffers[1])
         self._pid = reference.pid
         return [buffers[0], *self.reader.read(reference)]
 
     @property
     def is_alive(self) -> bool:
-        """Whether the other process is there, as far as is known."""
+        """Whether the peer's process exists; True if unknown."""
         return self._pid is None or os.path.exists(f"/proc/{self._pid}")
 
     def close(self) -> None:
@@ -271,16 +271,16 @@ class _SharedBuffers:
 
 
 class Connection:
-    """Sends requests to a service, and matches the replies. For one thread.
+    """Connection to a service; for one thread.
 
-    A request may arrive twice, when the service died in between: updates have names,
-    so that each is made once.
+    A request is repeated after a restart of the service; updates have names, so that
+    each is applied once.
 
     Args:
         address: str, the service's.
         keys: `Keys`, needed for TCP.
-        peer: str, what the service is to people, such as `"parameter server 0"`.
-        check: called now and then during a wait; raises to end it. None for no check.
+        peer: str, name of the service in errors, such as `"parameter server 0"`.
+        check: called periodically while waiting; raises to end the wait.
     """
 
     def __init__(
@@ -310,9 +310,9 @@ class Connection:
             self._socket.curve_secretkey = keys.client_secret
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor = self._socket.get_monitor_socket(events)
-        #: When the service went away; None while it is there, or has not come yet.
+        #: Time of the disconnection; None while connected or never connected.
         self.lost_since: float | None = None
-        #: How often it has come back.
+        #: Number of reconnections.
         self.reconnects = 0
         self._socket.connect(address)
         self._poller = zmq.Poller()
@@ -320,7 +320,7 @@ class Connection:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._numbers = itertools.count(1)
         self._replies: dict[int, Any] = {}
-        # What has not been answered, to be sent again to a service that came back.
+        # Unanswered requests, repeated after a reconnection.
         self._waiting: dict[int, list[Any]] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -332,10 +332,10 @@ class Connection:
         """Sends a request without waiting; returns its number for `finish`.
 
         Args:
-            message: anything that pickle takes.
-            shares_memory: bool, whether what this reply brings will have been read when
-                the request after the next one is sent, so that its memory may be
-                written to then.
+            message: any picklable object.
+            shares_memory: bool, whether large arrays may be in shared memory: those of
+                the reply must have been read when the request after the next one
+                is sent.
         """
         number = next(self._numbers)
         shares = shares_memory and self._shared_buffers is not None
@@ -362,15 +362,15 @@ class Connection:
         _send(self._socket, parts)
 
     def finish(self, number: int, timeout: float) -> Any:
-        """The reply to a request.
+        """Waits for the reply to a request.
 
         Args:
             number: int, as `begin` returned it.
             timeout: float, seconds.
 
         Raises:
-            RuntimeError: `ClusterTimeoutError` if there is none in time, `PeerError`
-                with what went wrong at the service.
+            RuntimeError: `ClusterTimeoutError` without a reply in time, `PeerError` for
+                an error of the service.
         """
         until = time.monotonic() + timeout
         while number not in self._replies:
@@ -391,7 +391,7 @@ class Connection:
             found, reply = message
             if self._shared_buffers is not None:
                 self._shared_buffers.writer.answered(found)
-            # Of a request that was sent twice, one reply is enough.
+            # A repeated request may have two replies.
             if self._waiting.pop(found, None) is not None:
                 self._replies[found] = reply
         status, value = self._replies.pop(number)
@@ -400,7 +400,7 @@ class Connection:
         return value
 
     def receive(self, timeout: float) -> Any:
-        """The next message, whatever it is; None after `timeout` seconds."""
+        """The next message; None after `timeout` seconds."""
         ready = dict(self._poller.poll(max(0, int(timeout * 1000))))
         if self._monitor in ready:
             self._watch()
@@ -412,20 +412,20 @@ class Connection:
             try:
                 buffers = self._shared_buffers.read(buffers)
             except OSError:
-                return None  # It has died since; what it is asked again, it answers.
+                return None  # The service died; the repeated request will be answered.
         self.received_bytes += nbytes(buffers)
         return unpack(buffers)
 
     def is_shared(self, array: np.ndarray) -> bool:
-        """Whether an array lies in memory that later replies are written to."""
+        """Whether an array is in shared memory that later replies overwrite."""
         return self._shared_buffers is not None and self._shared_buffers.reader.has(
             array
         )
 
     def _watch(self) -> None:
-        """Sends again what a service that has been started anew did not answer.
+        """Handles disconnections; repeats unanswered requests after a reconnection.
 
-        Updates have names, so that one that had been made is not made twice.
+        Updates have names, so that none is applied twice.
         """
         from zmq.utils.monitor import recv_monitor_message
 
@@ -440,12 +440,12 @@ class Connection:
                     _send(self._socket, parts)
 
     def is_lost_for(self, seconds: float) -> bool:
-        """Whether the service was there, and has been gone for so long."""
+        """Whether an earlier connection has been lost for so many seconds."""
         since = self.lost_since
         return since is not None and time.monotonic() - since > seconds
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
@@ -471,16 +471,16 @@ def serve(
     idle: Callable[[], None] = lambda: None,
     every: float = 0.2,
 ) -> None:
-    """Answers requests one after the other until `until()`.
+    """Answers requests one after the other.
 
     Args:
-        service: where they come in.
-        handle: callable of a request and of what makes arrays for the reply, best in
-            the memory from which it will be read; returns the reply. What it raises
-            becomes the reply, and is raised where the request came from.
-        until: callable, asked after each request.
-        idle: callable, called at least every so many seconds.
-        every: float, seconds.
+        service: receives the requests.
+        handle: callable of a request and of an allocator of arrays for the reply, in
+            shared memory if possible; returns the reply. An exception becomes the reply
+            and is raised in the requesting process.
+        until: callable; whether to end, called after each request.
+        idle: callable, called periodically.
+        every: float, seconds between calls of `idle`.
     """
     due = time.monotonic() + every
     while not until():
@@ -497,10 +497,10 @@ def serve(
 def answer(
     handle: Handle, message: Any, empty: Empty = empty_aligned
 ) -> tuple[str, Any]:
-    """What a request comes to: `("ok", reply)`, or `("error", exception)`."""
+    """Result of a request: `("ok", reply)` or `("error", exception)`."""
     try:
         return "ok", handle(message, empty)
-    except Exception as error:  # Whatever it is, it is raised where it was asked for.
+    except Exception as error:  # Raised in the requesting process.
         return "error", _portable(error)
 
 

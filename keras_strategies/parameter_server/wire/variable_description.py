@@ -22,25 +22,24 @@ class ShardRange:
 
     @property
     def rows(self) -> int:
-        """int, how many rows there are."""
+        """int, number of rows."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class VariableDescription:
-    """What is said of a variable that is sent.
+    """Description of a variable for workers and servers.
 
     Args:
-        number: int, its name in the cluster.
+        number: int, its number in the cluster.
         path: str.
         shape: tuple of int.
         dtype: str.
         trainable: bool.
         kind: str, `"weight"`, `"slot"` (an optimizer's, for one weight), `"scalar"`
-            (an optimizer's own) or `"local"` (a metric's, which no server has).
-        parts: where its rows are.
-        regularizer: adds to the losses of each step what the whole variable costs;
-            None for nothing.
+            (an optimizer's own) or `"local"` (a metric's, on the coordinator).
+        shards: its shards.
+        regularizer: Keras regularizer of the unsharded variable, or None.
     """
 
     number: int
@@ -49,25 +48,25 @@ class VariableDescription:
     dtype: str
     trainable: bool
     kind: str
-    parts: tuple[ShardRange, ...]
+    shards: tuple[ShardRange, ...]
     regularizer: Any = None
 
 
 def is_sharded(description: VariableDescription) -> bool:
-    """Whether a variable is in several parts; scalars of optimizers are copied."""
-    return len(description.parts) > 1 and description.kind != "scalar"
+    """Whether a variable has several shards; scalars of optimizers are copied."""
+    return len(description.shards) > 1 and description.kind != "scalar"
 
 
 def device_places(description: VariableDescription) -> list[tuple[str, int, int]]:
-    """Device, first row and the row after the last of each part of a variable."""
+    """Device, first and last row (exclusive) of each shard of a variable."""
     if description.kind == "local":
         rows = description.shape[0] if description.shape else 1
         return [(_device("chief", 0), 0, rows)]
-    return [(server_device(p.server), p.start, p.stop) for p in description.parts]
+    return [(server_device(p.server), p.start, p.stop) for p in description.shards]
 
 
 def server_device(server: int) -> str:
-    """A parameter server's device, as `tf.distribute` names it."""
+    """The device of a parameter server, as named in `tf.distribute`."""
     return _device("ps", server)
 
 

@@ -1,7 +1,7 @@
-"""What becomes of a step's gradients on a worker, before they are pushed.
+"""Transforms of a step's gradients on a worker, before they are pushed.
 
-Only a worker has all gradients of a step, so what depends on all of them is done here:
-whether they are finite, and clipping by their norms.
+Only a worker has all gradients of a step: it checks that they are finite, divides them
+by the loss scale and clips them by their norms.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def unscale(
     used: np.ndarray,
     describe: Callable[[Any], VariableDescription],
 ) -> tuple[ScaleReport, list[np.ndarray | None]]:
-    """What there is to report of a step, and its gradients without the scale.
+    """Checks and unscales the gradients of a scaled loss.
 
     Args:
         optimizer: a `LossScaleOptimizer`.
-        gradients: arrays, those of all variables of the step; None where there is none.
-        used: float32 scalar, the scale that they were computed with.
-        describe: says what is known of a variable.
+        gradients: arrays, of all variables of the step; None for no gradient.
+        used: float32 scalar, the loss scale of the gradients.
+        describe: callable of a variable that returns its `VariableDescription`.
 
     Returns:
-        The report, and the gradients divided by the scale. They mean nothing where the
-        report says that they are not finite.
+        The report, and the gradients divided by the scale; unchanged if one of them is
+        not finite.
     """
     used = np.array(used)
     is_finite = all(g is None or bool(np.isfinite(g).all()) for g in gradients)
@@ -53,7 +53,7 @@ def unscale(
 
 
 def split_by_optimizer(call: OptimizerCall) -> list[OptimizerCall]:
-    """An update by the optimizers that make it: several of a `MultiOptimizer`."""
+    """Splits a call of a `MultiOptimizer` into calls of its optimizers."""
     found = []
     optimizers = keras_compat.optimizers_of(call.optimizer)
     if not optimizers:
@@ -71,11 +71,11 @@ def split_by_optimizer(call: OptimizerCall) -> list[OptimizerCall]:
 def clip(
     optimizer: Any, gradients: Sequence[np.ndarray | None]
 ) -> list[np.ndarray | None]:
-    """Gradients without `loss_scale_factor`, clipped as the optimizer clips.
+    """Divides gradients by `loss_scale_factor` and clips them.
 
     Args:
         optimizer: a Keras optimizer.
-        gradients: arrays, those of all variables of the step; None where there is none.
+        gradients: arrays, of all variables of the step; None for no gradient.
     """
     found = list(gradients)
     scale = optimizer.loss_scale_factor

@@ -1,8 +1,8 @@
-"""What a worker has sent and asked for ahead of the step that it computes.
+"""Prefetched steps: values pulled ahead of the step that is computed.
 
-A message has what a step has come to and asks for the values of a later one. Where
-steps may miss updates, that is not the next step but the one after it: its values
-travel, and the servers update, while the next one is computed.
+A message pushes the result of a step and pulls the values of a later one. With
+unbounded staleness that is the step after the next: its values travel, and the servers
+update, while the next one is computed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from keras_strategies.parameter_server.wire.step_messages import StepReply, Step
 from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
 from keras_strategies.parameter_server.worker.step_execution import PullPlan
 
-#: Steps whose values may be on their way.
+#: Number of steps that are prefetched.
 PULL_AHEAD_STEPS = 2
 
 
 @dataclass
 class PrefetchedStep:
-    """A step that is to come.
+    """A step whose values are pulled ahead.
 
     Args:
-        task: the task, and
-        index: int, which of its batches.
-        plan: what the step needs.
-        pulled: the values by server, None until they are here.
+        task: its task.
+        index: int, the index of its batch in the task.
+        plan: its pull plan.
+        pulled: the replies by server; None until they arrive.
     """
 
     task: ScheduledTask
@@ -39,13 +39,13 @@ class PrefetchedStep:
 
 @dataclass(frozen=True)
 class _Sent:
-    """Requests that have not been answered.
+    """Unanswered requests.
 
     Args:
         numbers: the requests by server.
-        ahead: the step whose values they ask for, None for none.
-        confirm: called with the answers of the servers that updates were pushed to.
-        pushed: those servers.
+        ahead: the prefetched step, None for none.
+        confirm: called with the replies of the servers in `pushed`.
+        pushed: servers that updates were pushed to.
     """
 
     numbers: dict[int, int]
@@ -55,7 +55,7 @@ class _Sent:
 
 
 class PullAheadQueue:
-    """The steps ahead of a worker, in the order in which they will be made.
+    """Prefetched steps of a worker, in the order of their execution.
 
     Args:
         servers: the servers.
@@ -67,18 +67,18 @@ class PullAheadQueue:
         self._sent: collections.deque[_Sent] = collections.deque()
 
     def __len__(self) -> int:
-        """How many steps have been asked for and not been taken."""
+        """Number of prefetched steps."""
         return len(self._ahead)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next step's values have been asked for and are not here."""
+        """Whether the values of the next step are in transit."""
         return bool(self._ahead) and self._ahead[0].pulled is None
 
     def take(
         self, task: ScheduledTask, index: int
     ) -> tuple[PullPlan, dict[int, StepReply]] | None:
-        """A step's plan and values, if they are here."""
+        """Plan and values of a step, if they have arrived."""
         if not self._ahead:
             return None
         ahead = self._ahead.popleft()
@@ -93,14 +93,14 @@ class PullAheadQueue:
         steps: Sequence[PrefetchedStep],
         confirm: Callable[[dict[int, StepReply]], None],
     ) -> None:
-        """Sends what a step has come to, and asks for the values of others.
+        """Pushes the result of a step and pulls the values of later ones.
 
-        All that was sent before has been answered, so that messages take turns.
+        All earlier requests have been answered, so that shared memory alternates.
 
         Args:
-            pushes: by server, what to update.
-            steps: those to come, in their order; the first goes with the pushes.
-            confirm: called by `await_replies` with the answers to the pushes.
+            pushes: updates by server.
+            steps: later steps in their order; the first is sent with the pushes.
+            confirm: called by `await_replies` with the replies to the pushes.
         """
         first = steps[0] if steps else None
         pulls = first.plan.pulls if first is not None else {}
@@ -116,7 +116,7 @@ class PullAheadQueue:
         self._ahead.extend(steps)
 
     def await_replies(self) -> None:
-        """Takes in the answers to all that has been sent."""
+        """Waits for the replies to all requests."""
         while self._sent:
             sent = self._sent.popleft()
             found = self._servers.receive_steps(sent.numbers)
@@ -126,13 +126,13 @@ class PullAheadQueue:
                 sent.confirm({server: found[server] for server in sent.pushed})
 
     def drop(self) -> None:
-        """Forgets the steps to come. What has been pushed stays to be settled."""
+        """Drops the prefetched steps; replies to pushes stay pending."""
         self._ahead.clear()
         self._sent = collections.deque(replace(sent, ahead=None) for sent in self._sent)
 
 
 def merge(push: StepRequest | None, pull: StepRequest | None) -> StepRequest:
-    """One message of what to push and what to pull."""
+    """One request for a push and a pull."""
     if push is None:
         assert pull is not None
         return pull

@@ -1,4 +1,4 @@
-"""Which rows of a table a batch looks up, and where each lookup finds its own."""
+"""Looked-up rows of a table, and the position of each lookup among them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from keras_strategies.errors import InvalidArgumentError
 
 
 class RowPositions:
-    """Finds the rows that lookups touch, and where each lookup's are among them."""
+    """Unique rows of lookups, and the position of each lookup among them."""
 
-    #: Rows of a table for each id below which all rows are looked through for those
-    #: that are asked for. Beyond that, sorting the ids is faster.
+    #: Rows of a table per id up to which a mask of all rows is faster than sorting.
     _ROWS_PER_ID = 64
 
     def __init__(self) -> None:
-        # For rows of a table their place; old numbers stay where no row is asked for.
-        self._places = np.empty(0, np.int32)
+        # Position of each row of a table; stale for rows that are not looked up.
+        self._positions = np.empty(0, np.int32)
 
     def find(
         self, wanted: Sequence[np.ndarray], rows: int
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Sorted ids without repeats, and where each of the wanted ones is in them.
+        """Unique sorted ids, and the positions of the wanted ones among them.
 
         Args:
             wanted: ids from 0 to `rows - 1`, int64, `(n,)` each.
-            rows: int, the rows of the table.
+            rows: int, rows of the table.
 
         Returns:
-            Ids, int64, and for each of the wanted arrays places, int32.
+            Ids, int64, and positions for each of the wanted arrays, int32.
         """
         if not wanted:
             return np.empty(0, np.int64), []
@@ -40,26 +39,26 @@ class RowPositions:
         if rows > self._ROWS_PER_ID * len(joined):
             found, where = np.unique(joined, return_inverse=True)
             return found, np.split(where.astype(np.int32), ends)
-        is_asked = np.zeros(rows, bool)
-        is_asked[joined] = True
-        found = np.flatnonzero(is_asked)
-        if len(self._places) < rows:
-            self._places = np.empty(rows, np.int32)
-        self._places[found] = np.arange(len(found), dtype=np.int32)
-        return found, np.split(self._places[joined], ends)
+        is_wanted = np.zeros(rows, bool)
+        is_wanted[joined] = True
+        found = np.flatnonzero(is_wanted)
+        if len(self._positions) < rows:
+            self._positions = np.empty(rows, np.int32)
+        self._positions[found] = np.arange(len(found), dtype=np.int32)
+        return found, np.split(self._positions[joined], ends)
 
 
 def _wrapped(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Ids as Keras takes them: negative ones count from the end."""
+    """Ids with negative ones counted from the end, as in Keras."""
     flat = ids.astype(np.int64)
     return np.where(flat < 0, flat + rows, flat) if (flat < 0).any() else flat
 
 
 def validate_ids(ids: np.ndarray, rows: int, table: Any) -> np.ndarray:
-    """Ids of any shape as Keras takes them, `(n,)`, from 0 to `rows - 1`.
+    """Flat non-negative ids, `(n,)`.
 
     Raises:
-        ValueError: `InvalidArgumentError` if one is of no row.
+        ValueError: `InvalidArgumentError` for an id out of range.
     """
     flat = _wrapped(ids.reshape(-1), rows)
     if len(flat) and (flat.min() < 0 or flat.max() >= rows):

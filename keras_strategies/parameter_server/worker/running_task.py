@@ -1,4 +1,4 @@
-"""A closure that a worker runs: names its updates, and reads and writes for it."""
+"""A task that a worker runs: names of its updates, reads and writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RunningTask:
-    """A closure under way: names its updates, and keeps what it has read."""
+    """A running task: names its updates and caches the values that it reads."""
 
     def __init__(self, worker: Worker, task: ScheduledTask, numbers: tuple[int, ...]):
         self.worker = worker
@@ -37,12 +37,12 @@ class RunningTask:
         self.numbers = numbers
         self.local: dict[int, np.ndarray] = {}
         self.steps = 0
-        #: Updates that its steps have missed: in all, and at most.
+        #: Updates that its steps have missed: total and maximum.
         self.staleness = (0, 0)
         self._next_update = 0
         self._cache: dict[int, np.ndarray] = {}
-        # What an optimizer's own variables last were to it, updates regardless: a loss
-        # scale is that of the gradients, however much happens before they are applied.
+        # Scalars of optimizers as this task last read them: gradients are divided by
+        # the loss scale that they were computed with, even if it has changed since.
         self._scalars: dict[int, np.ndarray] = {}
 
     def next_update(self) -> tuple[int, int]:
@@ -74,10 +74,10 @@ class RunningTask:
             self.local[description.number] = value - self.task.local[description.number]
             return
         writes: dict[int, list[Any]] = {}
-        for part in description.parts:
-            cut = value[part.start : part.stop] if description.shape else value
-            key = (description.number, part.start)
-            writes.setdefault(part.server, []).append((key, cut))
+        for shard in description.shards:
+            rows = value[shard.start : shard.stop] if description.shape else value
+            key = (description.number, shard.start)
+            writes.setdefault(shard.server, []).append((key, rows))
         self._send({i: StepRequest(writes=tuple(w)) for i, w in writes.items()})
 
     def add(self, variable: Any, delta: np.ndarray) -> None:
@@ -86,10 +86,10 @@ class RunningTask:
             self.write(variable, self.read(variable) + delta)
             return
         adds: dict[int, list[Any]] = {}
-        for part in description.parts:
-            cut = delta[part.start : part.stop] if description.shape else delta
-            key = (description.number, part.start)
-            adds.setdefault(part.server, []).append((key, cut))
+        for shard in description.shards:
+            rows = delta[shard.start : shard.stop] if description.shape else delta
+            key = (description.number, shard.start)
+            adds.setdefault(shard.server, []).append((key, rows))
         self._send({i: StepRequest(adds=tuple(a)) for i, a in adds.items()})
 
     def _send(self, steps: dict[int, StepRequest]) -> None:
@@ -101,7 +101,7 @@ class RunningTask:
         self._cache.clear()
 
     def apply(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
-        """`optimizer.apply` outside of a program."""
+        """Runs `optimizer.apply` outside of a program."""
         if variables is None:
             variables = keras_compat.trained_variables(optimizer)
         arrays = [None if g is None else to_numpy(g) for g in gradients]
@@ -114,22 +114,22 @@ class RunningTask:
         return optimizer.iterations
 
     def _scale(self, variable: Any) -> np.ndarray:
-        """The loss scale that this closure has computed with."""
+        """The loss scale that this task has computed with."""
         number = self.worker.variables.describe(variable).number
         return self._scalars[number] if number in self._scalars else self.read(variable)
 
     def push(
         self, plan: PullPlan, result: StepResult, pulled: Mapping[int, StepReply]
     ) -> None:
-        """Sends the servers what a step has come to, and waits until they have it.
+        """Pushes the result of a step and waits for the replies.
 
         Args:
-            plan: what the step had pulled.
-            result: what it has come to.
-            pulled: the answers, by server.
+            plan: the pull plan of the step.
+            result: its result.
+            pulled: the replies to its pull, by server.
         """
         execution = self.worker.execution
-        steps, local = execution.pushes(
+        steps, local = execution.split_result(
             plan, result, self.next_update(), self.task.done
         )
         self.merge_local(local)
@@ -151,7 +151,7 @@ class RunningTask:
         self.staleness = total + most, max(highest, most)
 
     def merge_local(self, changes: dict[int, np.ndarray]) -> None:
-        """Adds changes of variables that no server has."""
+        """Adds changes of variables that are on no server."""
         for number, change in changes.items():
             self.local[number] = self.local.get(number, 0) + change
 
@@ -177,7 +177,7 @@ class RunningTask:
 
 
 class WorkerVariableHost:
-    """Where a worker's variables have their values: the closure under way."""
+    """Host of a worker's variables: reads and writes of the running task."""
 
     def __init__(self, worker: Worker):
         self._worker = worker
@@ -188,7 +188,7 @@ class WorkerVariableHost:
 
     def _running_task(self) -> RunningTask:
         running_task = self._worker.running_task
-        assert running_task is not None, "outside of a closure"
+        assert running_task is not None, "outside of a task"
         return running_task
 
     def read(self, variable: Any) -> Any:
@@ -222,7 +222,7 @@ class WorkerVariableHost:
         return "on parameter servers"
 
     def create(self, variable: Any, value: Any) -> None:
-        raise AssertionError("variables of workers are made by the coordinator")
+        raise AssertionError("only the coordinator creates variables")
 
     create_with = create
 
@@ -244,7 +244,7 @@ def _to_tensor(value: Any) -> Any:
 
 
 def portable_value(value: Any) -> Any:
-    """What a closure returns, with arrays of NumPy."""
+    """A tensor or variable as a NumPy array; other values unchanged."""
     if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
         return to_numpy(value)
     return value

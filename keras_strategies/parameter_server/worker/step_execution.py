@@ -1,4 +1,4 @@
-"""How a worker runs steps: find the rows, pull, compute, push."""
+"""Steps on a worker: find the rows, pull, compute, push."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from keras_strategies.parameter_server.worker.row_positions import (
 
 
 class WorkerVariables(UnpicklingContext):
-    """Makes variables whose values come from the servers step by step.
+    """A worker's variables, whose values are pulled for each step.
 
     Args:
         engine: the backend's.
@@ -61,11 +61,11 @@ class WorkerVariables(UnpicklingContext):
         self.by_number: dict[int, Any] = {}
         self._descriptions: dict[int, VariableDescription] = {}
         self._numbers: dict[int, int] = {}
-        #: Keeps values where closures use variables outside of programs.
+        #: Host of variables that tasks use outside of programs.
         self.host: Any = None
 
     def reset(self) -> None:
-        """Begins as at first, for a coordinator whose numbers mean other things."""
+        """Discards all variables, for a new coordinator with other numbers."""
         for known in (
             self.by_number,
             self._descriptions,
@@ -85,7 +85,7 @@ class WorkerVariables(UnpicklingContext):
         return run
 
     def set_strategy(self, strategy: Any) -> None:
-        """Says what stands for the coordinator's strategy."""
+        """Sets the worker's substitute for the coordinator's strategy."""
         self._strategy = strategy
 
     def variable(self, description: VariableDescription) -> Any:
@@ -112,7 +112,7 @@ class WorkerVariables(UnpicklingContext):
         return self._descriptions[number]
 
     def describe(self, variable: Any) -> VariableDescription:
-        """What the coordinator said of a variable."""
+        """The coordinator's description of a variable."""
         try:
             return self._descriptions[self._numbers[id(variable)]]
         except KeyError:
@@ -125,14 +125,14 @@ class WorkerVariables(UnpicklingContext):
 
 @dataclass
 class PullPlan:
-    """What a step pulls, and where its rows will be.
+    """Values that a step pulls, and positions of its lookups among them.
 
     Args:
-        ids: pairs of a table and the rows that it is asked for, sorted.
+        ids: pairs of a table and its looked-up rows, sorted.
         lookups: for each lookup its table and ids.
-        positions: for each lookup, places among these rows.
-        pulls: what each server is asked for.
-        dense: for each server the variables and first rows of what it sends whole.
+        positions: for each lookup its positions among these rows.
+        pulls: the request to each server.
+        dense: for each server the variables that it sends in full, and their rows.
     """
 
     ids: list[tuple[Any, np.ndarray]] = field(default_factory=list)
@@ -141,8 +141,8 @@ class PullPlan:
     pulls: dict[int, StepRequest] = field(default_factory=dict)
     dense: dict[int, list[tuple[Any, int, int]]] = field(default_factory=dict)
 
-    def is_of(self, program: StepProgram) -> bool:
-        """Whether the program still has the tables that it had."""
+    def matches(self, program: StepProgram) -> bool:
+        """Whether the program still has the tables of this plan."""
         tables = program.variables.tables
         return len(tables) == len(self.ids) and all(
             table is other for (table, _), other in zip(self.ids, tables, strict=True)
@@ -150,11 +150,11 @@ class PullPlan:
 
 
 class StepExecution:
-    """Runs programs against the servers.
+    """Execution of step programs against the servers.
 
     Args:
-        servers: the servers.
-        receiver: the worker's variables.
+        servers: connections to the servers.
+        variables: the worker's variables.
         engine: the backend's.
     """
 
@@ -170,7 +170,7 @@ class StepExecution:
         self._places = RowPositions()
 
     def step_variables(self, numbers: Sequence[int]) -> StepVariables:
-        """Which variables a program may use, by their numbers."""
+        """The variables that a program may use, by their numbers."""
         tables: list[Any] = []
         others: list[Any] = []
         for number in numbers:
@@ -188,44 +188,44 @@ class StepExecution:
         return StepVariables(tables, others)
 
     def plan(self, program: StepProgram, batch: Any) -> PullPlan:
-        """Finds out what a step needs."""
+        """The pull plan of a batch."""
         lookups = program.lookups(batch)
         describe = self.variables.describe
         ids: list[tuple[Any, np.ndarray]] = []
         positions: list[Any] = [None] * len(lookups)
         for table in program.variables.tables:
             rows = describe(table).shape[0]
-            asked = [i for i, (t, _) in enumerate(lookups) if t is table]
-            wanted = [validate_ids(lookups[i][1], rows, table) for i in asked]
+            own_lookups = [i for i, (t, _) in enumerate(lookups) if t is table]
+            wanted = [validate_ids(lookups[i][1], rows, table) for i in own_lookups]
             found, places = self._places.find(wanted, rows)
             ids.append((table, found))
-            for i, where in zip(asked, places, strict=True):
+            for i, where in zip(own_lookups, places, strict=True):
                 positions[i] = where.reshape(lookups[i][1].shape)
         whole: dict[int, list[tuple[Any, int, int]]] = {}
         for variable in program.variables.others:
             description = describe(variable)
             if description.kind == "local":
                 continue
-            for part in description.parts[
+            for shard in description.shards[
                 : 1 if description.kind == "scalar" else None
             ]:
-                whole.setdefault(part.server, []).append(
-                    (variable, part.start, part.stop)
+                whole.setdefault(shard.server, []).append(
+                    (variable, shard.start, shard.stop)
                 )
         rows_of: dict[int, list[Any]] = {}
         for table, found in ids:
             description = describe(table)
-            for part, low, high in _cut(description, found):
+            for shard, low, high in _rows_by_shard(description, found):
                 if low < high:
-                    key = (description.number, part.start)
-                    # Of several parts, the worker pads what they are put together to.
+                    key = (description.number, shard.start)
+                    # With several shards, the worker pads the concatenated rows.
                     count = (
                         self._padded(found)
-                        if len(description.parts) == 1
+                        if len(description.shards) == 1
                         else high - low
                     )
-                    rows_of.setdefault(part.server, []).append(
-                        (key, found[low:high] - part.start, count)
+                    rows_of.setdefault(shard.server, []).append(
+                        (key, found[low:high] - shard.start, count)
                     )
         pulls = {
             server: StepRequest(
@@ -239,25 +239,25 @@ class StepExecution:
         return PullPlan(ids, lookups, positions, pulls, whole)
 
     def _padded(self, ids: np.ndarray) -> int:
-        """How many rows a window has."""
+        """Number of rows of a padded window."""
         return bucket(len(ids)) if self.engine.pads_rows else len(ids)
 
-    def fill(
+    def load_values(
         self, program: StepProgram, plan: PullPlan, pulled: dict[int, StepReply]
     ) -> None:
-        """Gives the variables what has been pulled."""
+        """Loads the pulled values into the variables."""
         engine, describe = self.engine, self.variables.describe
-        parts: dict[int, list[tuple[int, np.ndarray]]] = {}
+        shards: dict[int, list[tuple[int, np.ndarray]]] = {}
         for server, wanted in plan.dense.items():
             for (variable, start, _), value in zip(
                 wanted, pulled[server].dense, strict=True
             ):
-                parts.setdefault(id(variable), []).append((start, value))
+                shards.setdefault(id(variable), []).append((start, value))
         for variable in program.variables.others:
-            pulled_parts = parts.get(id(variable))
-            if pulled_parts:
-                pulled_parts.sort(key=lambda pair: pair[0])
-                arrays = [array for _, array in pulled_parts]
+            pulled_shards = shards.get(id(variable))
+            if pulled_shards:
+                pulled_shards.sort(key=lambda pair: pair[0])
+                arrays = [array for _, array in pulled_shards]
                 whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
                 engine.set_value(variable, whole)
         answers = {server: iter(pulled[server].rows) for server in pulled}
@@ -265,8 +265,8 @@ class StepExecution:
             description = describe(table)
             count = self._padded(found)
             pieces = [
-                next(answers[part.server])
-                for part, low, high in _cut(description, found)
+                next(answers[shard.server])
+                for shard, low, high in _rows_by_shard(description, found)
                 if low < high
             ]
             if len(pieces) == 1:
@@ -279,13 +279,13 @@ class StepExecution:
                     np.concatenate(pieces, out=rows[: len(found)])
             engine.set_value(table, rows)
 
-    def pushes(
+    def split_result(
         self, plan: PullPlan, result: StepResult, update: UpdateId, done: int
     ) -> tuple[dict[int, StepRequest], dict[int, np.ndarray]]:
-        """What a step's result means for the servers, and for metrics.
+        """Splits the result of a step by server.
 
         Returns:
-            A step for each server, and changes of variables that no server has.
+            A request for each server, and changes of variables that are on no server.
         """
         describe = self.variables.describe
         count = len(self.servers)
@@ -304,11 +304,11 @@ class StepExecution:
             for own in split_by_optimizer(call):
                 self._split_updates(own, ids, updates)
             if keras_compat.optimizers_of(call.optimizer):
-                # The optimizers that it shares variables out to count for themselves.
+                # Its inner optimizers have iterations of their own.
                 description = describe(call.optimizer.iterations)
                 one = np.ones((), description.dtype)
-                for part in description.parts:
-                    adds[part.server].append(((description.number, part.start), one))
+                for shard in description.shards:
+                    adds[shard.server].append(((description.number, shard.start), one))
         for variable, after in result.changed:
             description = describe(variable)
             before = self.engine.get_value(variable)
@@ -317,13 +317,13 @@ class StepExecution:
                 continue
             if np.array_equal(after, before):
                 continue
-            for part in description.parts:
-                cut = slice(part.start, part.stop) if description.shape else ...
-                key = (description.number, part.start)
+            for shard in description.shards:
+                rows = slice(shard.start, shard.stop) if description.shape else ...
+                key = (description.number, shard.start)
                 if after.dtype == bool:
-                    writes[part.server].append((key, after[cut]))
+                    writes[shard.server].append((key, after[rows]))
                 else:
-                    adds[part.server].append((key, _difference(after, before)[cut]))
+                    adds[shard.server].append((key, _difference(after, before)[rows]))
         steps = {
             server: StepRequest(
                 update=update,
@@ -334,8 +334,8 @@ class StepExecution:
                 scales=tuple(scales[server]),
             )
             for server in range(count)
-            # Every server is to know the name of an update that nothing came of: its
-            # closure may run again, with another scale.
+            # Servers record the names of empty updates too: the task may run again,
+            # with another loss scale.
             if result.optimizer_calls or adds[server] or writes[server]
         }
         return steps, local
@@ -346,7 +346,7 @@ class StepExecution:
         ids: Mapping[int, np.ndarray],
         updates: dict[int, list[Any]],
     ) -> None:
-        """Appends to each server's updates what it is to make of gradients.
+        """Appends the gradients of an optimizer call to each server's updates.
 
         Args:
             call: of one optimizer that updates variables itself.
@@ -364,22 +364,24 @@ class StepExecution:
                 continue
             if id(variable) in ids:
                 found = ids[id(variable)]
-                for part, low, high in _cut(description, found):
-                    key = (description.number, part.start)
-                    own = gradient[low:high] if len(description.parts) > 1 else gradient
-                    rows[part.server].append((key, found[low:high] - part.start, own))
+                for shard, low, high in _rows_by_shard(description, found):
+                    key = (description.number, shard.start)
+                    own = (
+                        gradient[low:high] if len(description.shards) > 1 else gradient
+                    )
+                    rows[shard.server].append((key, found[low:high] - shard.start, own))
                 continue
-            for part in description.parts:
-                key = (description.number, part.start)
+            for shard in description.shards:
+                key = (description.number, shard.start)
                 own = gradient
-                if len(description.parts) > 1:
-                    own = gradient[part.start : part.stop]
-                dense[part.server].append((key, own))
+                if len(description.shards) > 1:
+                    own = gradient[shard.start : shard.stop]
+                dense[shard.server].append((key, own))
         for server in range(count):
             updates[server].append((number, dense[server], rows[server]))
 
     def _unscaled(self, call: OptimizerCall) -> tuple[int, ScaleReport, OptimizerCall]:
-        """Which server hears what of a scaled loss, and what its gradients mean."""
+        """Server of the loss scale, report, and call with unscaled gradients."""
         optimizer = call.optimizer
         description = self.variables.describe(optimizer.dynamic_scale)
         used = call.scale
@@ -389,10 +391,10 @@ class StepExecution:
             optimizer, call.gradients, used, self.variables.describe
         )
         inner = OptimizerCall(innermost(optimizer), call.variables, gradients)
-        return description.parts[0].server, report, inner
+        return description.shards[0].server, report, inner
 
     def optimizer_number(self, made: Any) -> int:
-        """The number that an object came with."""
+        """The number of an unpickled optimizer."""
         for number, found in self.variables.objects.items():
             if found is made:
                 return number
@@ -402,16 +404,16 @@ class StepExecution:
         )
 
 
-def _cut(
+def _rows_by_shard(
     description: VariableDescription, ids: np.ndarray
 ) -> list[tuple[Any, int, int]]:
-    """Which of sorted ids are in each part of a variable."""
-    if len(description.parts) == 1:
-        return [(description.parts[0], 0, len(ids))]
-    bounds = np.searchsorted(ids, [part.start for part in description.parts[1:]])
+    """The range of sorted ids in each shard of a variable."""
+    if len(description.shards) == 1:
+        return [(description.shards[0], 0, len(ids))]
+    bounds = np.searchsorted(ids, [shard.start for shard in description.shards[1:]])
     lows = [0, *bounds.tolist()]
     highs = [*bounds.tolist(), len(ids)]
-    return list(zip(description.parts, lows, highs, strict=True))
+    return list(zip(description.shards, lows, highs, strict=True))
 
 
 def _difference(after: np.ndarray, before: np.ndarray) -> np.ndarray:

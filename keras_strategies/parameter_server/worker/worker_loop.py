@@ -1,4 +1,4 @@
-"""A worker: takes tasks from the coordinator and runs them against the servers."""
+"""The main loop of a worker: tasks from the coordinator, steps against the servers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
     StepVariables,
 )
 
-#: Seconds between looks at whether the coordinator is there.
+#: Seconds between checks of the connection to the coordinator.
 _CHECK_SECONDS = 1.0
 
 
@@ -59,9 +59,9 @@ class Worker:
     Args:
         index: int, the number of this worker.
         connection: to the coordinator.
-        execution: the servers, the variables and the backend.
-        incarnation: int, counts the processes that have been this worker.
-        patience: float, seconds that the coordinator may be gone.
+        execution: servers, variables and engine.
+        incarnation: int, number of earlier processes of this worker.
+        coordinator_seconds: float, timeout for a lost coordinator.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Worker:
         self.variables = execution.variables
         self.variables.host = WorkerVariableHost(self)
         self.running_task: RunningTask | None = None
-        self.in_program = True  # Until a closure runs.
+        self.in_program = True  # Until a task runs.
         self._connection = connection
         self._incarnation = incarnation
         self._coordinator_seconds = coordinator_seconds
@@ -88,7 +88,7 @@ class Worker:
         self._reset()
 
     def _reset(self) -> None:
-        """Begins as at first; what another coordinator has said means nothing."""
+        """Discards the state of an earlier coordinator."""
         self._definitions: dict[int, FunctionDefinition] = {}
         self._functions: dict[int, Any] = {}
         self._programs: dict[Any, StepProgram] = {}
@@ -97,7 +97,7 @@ class Worker:
         self._values: dict[int, Any] = {}
         self._tasks: collections.deque[ScheduledTask] = collections.deque()
         self._pipeline = PullAheadQueue(self.execution.servers)
-        # Tasks that are done but for the answers to their last updates.
+        # Computed tasks whose last updates have not been confirmed.
         self._unreported: collections.deque[Callable[[], TaskResult]] = (
             collections.deque()
         )
@@ -105,17 +105,17 @@ class Worker:
     # Messages
 
     def work(self) -> None:
-        """Takes tasks until told to stop.
+        """Runs tasks until the coordinator stops this worker.
 
         Raises:
-            RuntimeError: `WorkerError` if the coordinator is gone for too long.
+            RuntimeError: `WorkerError` if the coordinator is lost for too long.
         """
         self._post("worker", (self.index, self._incarnation, os.getpid()))
         while not self._is_stopped:
             self._receive(_CHECK_SECONDS if not self._tasks else 0.0)
             self._check_coordinator()
             while self._tasks and not self._is_stopped:
-                self._do(self._tasks.popleft())
+                self._run_task(self._tasks.popleft())
                 self._receive(0.0)
 
     def _check_coordinator(self) -> None:
@@ -125,7 +125,7 @@ class Worker:
                 coordinator_lost_message(connection, self._coordinator_seconds)
             )
         if connection.reconnects > self._reconnects:
-            # It may be another one, which does not know this worker.
+            # A new coordinator does not have this worker yet.
             self._reconnects = connection.reconnects
             self._post("worker", (self.index, self._incarnation, os.getpid()))
 
@@ -133,7 +133,7 @@ class Worker:
         self._connection.post((0, (kind, value)))
 
     def _receive(self, timeout: float) -> None:
-        """Takes in what has arrived; waits for the first message only."""
+        """Handles messages; waits only for the first one."""
         while True:
             message = self._connection.receive(timeout)
             if message is None:
@@ -157,7 +157,7 @@ class Worker:
 
     # Tasks
 
-    def _do(self, task: ScheduledTask) -> None:
+    def _run_task(self, task: ScheduledTask) -> None:
         start = time.monotonic()
         definition = self._definitions[task.definition]
         try:
@@ -173,7 +173,7 @@ class Worker:
                 value = self._model_steps(running_task, definition)
                 steps = len(task.arguments)
             seconds = time.monotonic() - start
-            # It is done when the servers have its last update.
+            # It is complete once the servers confirm its last update.
             self._unreported.append(
                 lambda: TaskResult(
                     task.number,
@@ -189,10 +189,10 @@ class Worker:
             self._receive(0.0)
             if not self._tasks or not task.pulls_ahead:
                 self._await_replies()
-        except Exception as error:  # The user's: the coordinator raises it.
+        except Exception as error:  # The user's; raised on the coordinator.
             failed = TaskResult(task.number, error=portable_error(error, self.index))
             self._pipeline.drop()
-            with contextlib.suppress(Exception):  # One error is enough.
+            with contextlib.suppress(Exception):  # The first error is reported.
                 self._await_replies()
             self._report(failed)
         finally:
@@ -200,7 +200,7 @@ class Worker:
             self.in_program = True
 
     def _traffic(self) -> tuple[int, int]:
-        """Bytes that went to and came from the servers since this was asked last."""
+        """Bytes sent to and received from the servers since the last call."""
         before = self._counted
         self._counted = self.execution.servers.traffic
         return self._counted[0] - before[0], self._counted[1] - before[1]
@@ -208,7 +208,9 @@ class Worker:
     def _report(self, result: TaskResult) -> None:
         try:
             self._post("result", result)
-        except Exception as error:  # Pickling runs the user's code: anything may fail.
+        except (
+            Exception
+        ) as error:  # Pickling runs the user's code, which may raise anything.
             failed = TaskResult(result.number, error=portable_error(error, self.index))
             self._post("result", failed)
 
@@ -258,7 +260,7 @@ class Worker:
     def _model_steps(
         self, running_task: RunningTask, definition: FunctionDefinition
     ) -> Any:
-        """A model's steps on one batch or on several."""
+        """Runs a model's steps on one or several batches."""
         program = self._model_program(definition)
         batches = running_task.task.arguments
         outputs = []
@@ -282,7 +284,7 @@ class Worker:
         return outputs[-1]
 
     def _advance_local(self, running_task: RunningTask) -> None:
-        """Lets metrics go on from where the last step left them."""
+        """Applies the last step's changes to metrics."""
         for number, change in running_task.local.items():
             value = running_task.task.local[number] + change
             self.execution.engine.set_value(self.variables.by_number[number], value)
@@ -295,8 +297,8 @@ class Worker:
         pulled: Any,
         i: int,
     ) -> None:
-        """Sends what a step has come to, and asks for the values of later ones."""
-        pushes, local = self.execution.pushes(
+        """Pushes the result of a step and pulls the values of later ones."""
+        pushes, local = self.execution.split_result(
             plan, result, running_task.next_update(), running_task.task.done
         )
         running_task.local = (
@@ -307,7 +309,7 @@ class Worker:
                 for n in {*running_task.local, *local}
             }
         )
-        # The steps before this one.
+        # Replies to the steps before this one.
         self._await_replies()
         depth = PULL_AHEAD_STEPS if running_task.task.pulls_ahead else 1
         following = self._upcoming_steps(running_task.task, i, depth)[
@@ -318,7 +320,7 @@ class Worker:
             try:
                 program = self._model_program(self._definitions[task.definition])
                 plan_ahead = self.execution.plan(program, task.arguments[index])
-            except Exception:  # It is raised again when it is that step's turn.
+            except Exception:  # Raised again when that step runs.
                 break
             steps.append(PrefetchedStep(task, index, plan_ahead))
         self._pipeline.send(
@@ -328,7 +330,7 @@ class Worker:
     def _upcoming_steps(
         self, task: ScheduledTask, i: int, count: int
     ) -> list[tuple[ScheduledTask, int]]:
-        """The next steps that are known already, as far as they are models'."""
+        """The next known steps of models."""
         found = [(task, index) for index in range(i + 1, len(task.arguments))]
         if len(found) < count:
             self._receive(0.0)
@@ -340,15 +342,15 @@ class Worker:
         return found[:count]
 
     def _await_replies(self) -> None:
-        """Waits for the servers' answers, and reports the tasks that end with them.
+        """Waits for the servers' replies and reports the tasks that they complete.
 
         Raises:
-            Exception: what a server raised for an update of the task under way.
+            Exception: a server's, for an update of the running task.
         """
         error = None
         try:
             self._pipeline.await_replies()
-        except Exception as found:  # A server's: the coordinator raises it.
+        except Exception as found:  # A server's; raised on the coordinator.
             self._pipeline.drop()
             error = found
             if not self._unreported:
@@ -405,7 +407,7 @@ class Worker:
         pulled: Any,
         batch: Any,
     ) -> StepResult:
-        """Runs a program on what was pulled."""
+        """Runs a program on the pulled values."""
         running_task.steps += 1
         result = self._run(program, plan, pulled, batch)
         # A program may return a variable as it is.
@@ -413,7 +415,7 @@ class Worker:
         return result
 
     def _copy_shared(self, value: Any) -> Any:
-        """A value that stays as it is when the servers are asked again."""
+        """A copy of an array in shared memory; other values unchanged."""
         if isinstance(value, np.ndarray) and self.execution.servers.is_shared(value):
             return np.array(value)
         return value
@@ -422,26 +424,26 @@ class Worker:
         self, program: StepProgram, plan: PullPlan, pulled: Any, batch: Any
     ) -> StepResult:
         with self.inside_program():
-            if plan.is_of(program):
-                self.execution.fill(program, plan, pulled)
+            if plan.matches(program):
+                self.execution.load_values(program, plan, pulled)
                 try:
                     return program.run(batch, plan.lookups, plan.positions)
                 except LookupMismatchError:
                     program.disable_lookup_prediction()
-            # Nothing has been sent; this step begins again, with a closer look.
+            # Nothing has been pushed: the step restarts without predicted lookups.
             again = self.execution.plan(program, batch)
             plan.ids, plan.lookups = again.ids, again.lookups
             plan.positions = again.positions
             plan.pulls, plan.dense = again.pulls, again.dense
             servers = self.execution.servers
-            # Out of turn: the values of later steps may be here already.
+            # Without shared memory: values of later steps may be in it.
             numbers = servers.send_steps(plan.pulls, shares_memory=False)
-            self.execution.fill(program, plan, servers.receive_steps(numbers))
+            self.execution.load_values(program, plan, servers.receive_steps(numbers))
             return program.run(batch, plan.lookups, plan.positions)
 
     @contextlib.contextmanager
     def inside_program(self) -> Iterator[None]:
-        """Variables have values of their own, instead of asking the servers."""
+        """Variables have local values in this context, instead of the servers'."""
         before, self.in_program = self.in_program, True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Entry point of a worker's process, and its strategy."""
+"""Entry point of a worker's process, and the strategy of its tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CPU = Device("cpu", 0)
 
 
 class WorkerStrategy(Strategy):
-    """What `ks.get_strategy()` is in a scheduled function.
+    """The current strategy in a scheduled function.
 
     Args:
         worker: the worker of this process.
@@ -41,7 +41,7 @@ class WorkerStrategy(Strategy):
 
     @property
     def replica_context_in_scope(self) -> context.ReplicaContext | None:
-        """This worker's only replica while a step runs; None around it."""
+        """This worker's only replica during a step; None outside."""
         return self._replica if self._worker.in_program else None
 
     @property
@@ -56,7 +56,7 @@ class WorkerStrategy(Strategy):
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Makes a step: pulls what `fn` needs, runs it compiled, pushes updates."""
+        """Runs a step: pulls the values that `fn` needs, computes, pushes updates."""
         RunOptions.parse(options)
         running_task = self._worker.running_task
         assert running_task is not None, "outside of a scheduled function"
@@ -77,16 +77,16 @@ def run_worker(
     timeout: float,
     coordinator_seconds: float = math.inf,
 ) -> None:
-    """A worker's process.
+    """Runs a worker's process until the coordinator ends.
 
     Args:
         index: int, its number.
-        incarnation: int, counts the processes that have been this worker.
+        incarnation: int, number of earlier processes of this worker.
         control: str, the coordinator's address.
         keys: `Keys` where addresses are not local.
         addresses: list of str, the servers'.
         timeout: float, seconds that a server may take to answer.
-        patience: float, seconds that the coordinator may be gone.
+        coordinator_seconds: float, timeout for a lost coordinator.
     """
     engine = get_engine()
     variables = WorkerVariables(engine)
