@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradient_mean_tensorflow",
-        "engines/tensorflow/gradients.py",
+        "engines/tensorflow/data_parallel/gradient_sums.py",
         "    return tf.add_n([tf.convert_to_tensor(gradient) for",
         "    return 0.5 * tf.add_n([tf.convert_to_tensor(gradient) for",
         {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
@@ -97,9 +97,9 @@ MUTANTS = [
     ),
     Mutant(
         "wrong_rows_of_gradients_over_workers",
-        "engines/torch/data_parallel/gradient_sums.py",
-        "return tensor[self.start : self.start + sum(self.sizes)]",
-        "return tensor[: sum(self.sizes)]",
+        "runtime/replica_set.py",
+        "return tensor[start : start + rows[index]]",
+        "return tensor[: rows[index]]",
         {"torch": "tests/multi_worker/test_exactness.py -k size_3"},
     ),
     Mutant(
@@ -116,14 +116,14 @@ MUTANTS = [
     ),
     Mutant(
         "copies_keep_old_values",
-        "engines/tensorflow/mirrors.py",
+        "engines/tensorflow/replicas/mirrored_variables.py",
         "done.append(raw.AssignVariableOp(resource=copy.handle, value=value))",
         "done.append(copy.read_value())",
         {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
     ),
     Mutant(
         "copied_gradient_of_the_first_replica",
-        "engines/tensorflow/graph_copies.py",
+        "engines/tensorflow/data_parallel/graph_copies.py",
         "            copy.set(parts[template], parts[replica_id])",
         "            copy.set(parts[template], parts[template])",
         {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas_weigh_the_same",
-        "engines/tensorflow/data_parallel.py",
+        "engines/tensorflow/data_parallel/layer_call.py",
         '        return [tf.cast(size, "float32") / count for size in sizes]',
         "        return [1.0 / len(sizes) for size in sizes]",
         {"tensorflow": f"{EXACTNESS}[penalties-mirrored_2]"},

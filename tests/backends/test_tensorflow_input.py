@@ -15,7 +15,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.input import AheadPlacer
+from keras_strategies.engines.tensorflow.prefetched_datasets import AheadPlacer
 
 ks.set_virtual_cpu_devices(4)
 

@@ -11,6 +11,10 @@ import tensorflow as tf
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
+from keras_strategies.engines.tensorflow.compiled_function import (
+    function,
+    value_and_grad,
+)
 from keras_strategies.engines.tensorflow.devices import (
     cpu_count,
     device_of,
@@ -18,15 +22,17 @@ from keras_strategies.engines.tensorflow.devices import (
     set_virtual_cpus,
     tf_device,
 )
-from keras_strategies.engines.tensorflow.function import function, value_and_grad
-from keras_strategies.engines.tensorflow.iteration import (
+from keras_strategies.engines.tensorflow.global_random import (
+    random_state,
+    set_random_state,
+)
+from keras_strategies.engines.tensorflow.program_iteration import (
     ProgramIterator,
     loop_over,
 )
-from keras_strategies.engines.tensorflow.random import random_state, set_random_state
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
-from keras_strategies.engines.tensorflow.workers import TensorFlowWorkers
+from keras_strategies.engines.tensorflow.worker_collectives import TensorFlowWorkers
 from keras_strategies.errors import BackendError, OutOfRangeError
 from keras_strategies.runtime.engine import Backend, TrainerAdapter
 from keras_strategies.runtime.workers import Workers

@@ -12,29 +12,32 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from keras_strategies import context, keras_compat
 from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow.data_parallel import (
-    TensorFlowDataParallelCall,
-)
-from keras_strategies.engines.tensorflow.devices import device_of, tf_device
-from keras_strategies.engines.tensorflow.gradients import (
+from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import (
     in_dtype_of,
     sums_over_workers,
 )
-from keras_strategies.engines.tensorflow.input import AheadPlacer
-from keras_strategies.engines.tensorflow.mirrors import MirroredVariable, mirror
-from keras_strategies.engines.tensorflow.plain_variables import (
+from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
+    TensorFlowDataParallelCall,
+)
+from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
+from keras_strategies.engines.tensorflow.devices import device_of, tf_device
+from keras_strategies.engines.tensorflow.prefetched_datasets import AheadPlacer
+from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import ReplicaEngine
+from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
+    MirroredVariable,
+    mirror,
+)
+from keras_strategies.engines.tensorflow.replicas.plain_variables import (
     made_by_keras,
     warning_of_plain_variables,
 )
-from keras_strategies.engines.tensorflow.replicas import ReplicaEngine
-from keras_strategies.engines.tensorflow.run import (
+from keras_strategies.engines.tensorflow.replicas.replica_run import (
     TensorFlowRun,
     creating_variables,
     outside_engine,
     sum_gradients,
 )
-from keras_strategies.engines.tensorflow.steps import StepFunction
-from keras_strategies.engines.tensorflow.workers import workers_of
+from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.runtime.colocation import colocation_reference
 from keras_strategies.runtime.engine import TrainerAdapter
 from keras_strategies.runtime.placement import VariableCopy

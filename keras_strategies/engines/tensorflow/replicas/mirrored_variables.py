@@ -27,7 +27,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework import ops as graph_ops
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
-from keras_strategies.engines.tensorflow.function import refuse_xla
+from keras_strategies.engines.tensorflow.compiled_function import refuse_xla
 from keras_strategies.errors import ContextError
 
 

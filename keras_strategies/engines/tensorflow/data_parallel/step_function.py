@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.tensorflow.workers import workers_of
+from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.tensorflow.data_parallel import (
+    from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
         TensorFlowDataParallelCall,
     )
 

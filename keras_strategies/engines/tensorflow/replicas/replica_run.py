@@ -24,22 +24,26 @@ from tensorflow.python.framework import ops as graph_ops
 
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.engines.tensorflow.assignments import assigned_value
-from keras_strategies.engines.tensorflow.devices import tf_device
-from keras_strategies.engines.tensorflow.function import (
+from keras_strategies.engines.tensorflow.compiled_function import (
     exclude_from_autograph,
     program_of,
     refuse_xla,
 )
-from keras_strategies.engines.tensorflow.gradients import sums_of
-from keras_strategies.engines.tensorflow.mirrors import reading_copies_on
-from keras_strategies.engines.tensorflow.no_rows import call_with_a_row
-from keras_strategies.engines.tensorflow.replicas import (
+from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
+    assigned_value,
+)
+from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import sums_of
+from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.replicas.empty_replicas import call_with_a_row
+from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCommunicator,
     ReplicaEngine,
 )
+from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
+    reading_copies_on,
+)
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
-from keras_strategies.engines.tensorflow.workers import workers_of
+from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.runtime import run_state
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.run_state import CreatedVariables, LocalValues, RunState

@@ -6,7 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.custom_gradient import custom_gradient
+from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
+    custom_gradient,
+)
 
 
 def assigned_value(current: Any, value: Any) -> Any:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config as autograph_config
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.tensorflow.workers import (
+from keras_strategies.engines.tensorflow.worker_collectives import (
     TensorFlowWorkers,
     joined_workers,
 )

@@ -18,7 +18,9 @@ from tensorflow.core.framework import graph_pb2
 from tensorflow.python.framework import ops as graph_ops
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines.tensorflow.replicas import LockstepCommunicator
+from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
+    LockstepCommunicator,
+)
 from keras_strategies.errors import ReplicaMismatchError
 from keras_strategies.runtime.replica_state import ReplicaResult, ReplicaScope
 

@@ -21,7 +21,9 @@ import tensorflow as tf
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow.custom_gradient import custom_gradient
+from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
+    custom_gradient,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError

@@ -1,0 +1,1 @@
+"""Layer calls on all replicas, and the steps of a model around them."""

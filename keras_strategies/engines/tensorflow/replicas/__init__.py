@@ -1,0 +1,1 @@
+"""Replicas of `Strategy.run`, and their variables."""
