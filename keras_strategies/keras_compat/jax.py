@@ -132,4 +132,4 @@ def set_layout(variable: Any, layout: Any) -> None:
 
 def layout_of(variable: Any) -> Any:
     """The layout that a variable's values have on JAX, None without one."""
-    return variable._layout
+    return getattr(variable, "_layout", None)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras.distribution import DeviceMesh, TensorLayout
 
+from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.layouts import BATCH_AXIS
@@ -54,7 +55,7 @@ class StrategyDistribution(keras.distribution.DataParallel):
         return TensorLayout(axes, self.device_mesh)
 
     def get_variable_layout(self, variable: Any) -> TensorLayout:
-        own = getattr(variable, "_layout", None)
+        own = keras_compat.layout_of(variable)
         if own is not None:
             return own
         return self.own_layout(variable)

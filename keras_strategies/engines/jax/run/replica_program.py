@@ -33,6 +33,7 @@ from keras_strategies.engines.jax.function.trace_state import (
     check_sees_all,
     current_program,
 )
+from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.shard_map_replicas import ShardMapReplicas
 from keras_strategies.engines.jax.run.traced_replica_state import MergedState
 from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
@@ -70,23 +71,20 @@ class ReplicaProgram:
         mesh: jax.sharding.Mesh | None = None,
         sharding_of: Callable[[Any], jax.sharding.Sharding] | None = None,
     ):
-        self.strategy = strategy
         placement = strategy.placement
-        self.count = len(devices)
         if mesh is None:
             mesh = jax.sharding.Mesh(np.array(devices), (REPLICA_AXIS,))
-        self.mesh = mesh
-        self.axis = mesh.axis_names[0]
-        split = jax.NamedSharding(self.mesh, jax.P(self.axis))
+        split = jax.NamedSharding(mesh, jax.P(mesh.axis_names[0]))
         home = jax_device(placement.variables)
         at_home = placement.mirrored or placement.mesh is not None
         self.sharding = ProgramSharding(
-            jax.NamedSharding(self.mesh, jax.P()),
+            jax.NamedSharding(mesh, jax.P()),
             split,
             None if at_home else jax.sharding.SingleDeviceSharding(home),
             sharding_of,
         )
-        self.on_read_values = OnReadValues(self.count, split)
+        self.on_read_values = OnReadValues(len(devices), split)
+        self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values)
         # The state that functions under `shard_map` read; functions that are unrolled.
         self._known: dict[Any, dict[Any, StateRef]] = {}
         self._unrolled: set[Any] = set()
@@ -113,18 +111,19 @@ class ReplicaProgram:
                 "differentiate in the replica function, with `ks.value_and_grad`."
             )
         assert isinstance(state, TraceState)
-        check_sees_all(program, self.strategy)
-        program.strategies[id(self.strategy)] = self.strategy
+        strategy = self._mesh.strategy
+        check_sees_all(program, strategy)
+        program.strategies[id(strategy)] = strategy
         arguments = ReplicaArguments.of([list(own) for own in args], list(kwargs))
         key = (function_key(fn), arguments.signature)
-        if self.count == 1 or not arguments.is_uniform or key in self._unrolled:
-            return UnrolledReplicas(self, state, fn)(arguments)
+        if self._mesh.count == 1 or not arguments.is_uniform or key in self._unrolled:
+            return UnrolledReplicas(self._mesh, state, fn)(arguments)
         try:
             return self._sharded(key, state, program, fn, arguments)
         except Exception as error:
             # Python that depends on the traced replica number, a branch, a shape, an
             # index, can raise any error. Errors with other causes are raised again.
-            results = UnrolledReplicas(self, state, fn)(arguments)
+            results = UnrolledReplicas(self._mesh, state, fn)(arguments)
             self._unrolled.add(key)
             _warn_of_unrolling(fn, error)
             return results
@@ -139,7 +138,7 @@ class ReplicaProgram:
     ) -> list[Any]:
         refs = self._known.get(key, {})
         for _ in range(MAX_TRACES):
-            replicas = ShardMapReplicas(self, fn, arguments, list(refs.values()))
+            replicas = ShardMapReplicas(self._mesh, fn, arguments, list(refs.values()))
             mapped = replicas.mapped()
             inputs = replicas.inputs(state, program)
             results = (mapped if refs else _shape_inference(mapped))(*inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
@@ -23,6 +23,7 @@ from keras_strategies.engines.jax.function.trace_state import (
     TraceState,
     is_stacked,
 )
+from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.traced_reductions import (
     all_reduce_over,
     check_axis,
@@ -39,9 +40,6 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 from keras_strategies.runtime import run_state
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import PerReplica, map_structure
-
-if TYPE_CHECKING:
-    from keras_strategies.engines.jax.run.replica_program import ReplicaProgram
 
 
 class _NotUniformError(Exception):
@@ -65,13 +63,13 @@ class ShardMapReplicas(TracedReplicas):
 
     def __init__(
         self,
-        run: ReplicaProgram,
+        mesh: ReplicaMesh,
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
         refs: list[StateRef],
     ):
-        self._run = run
-        self._axis = run.axis
+        self._mesh = mesh
+        self._axis = mesh.axis
         self._fn = fn
         self._arguments = arguments
         self._refs = refs
@@ -90,7 +88,7 @@ class ShardMapReplicas(TracedReplicas):
         along, whole = jax.P(self._axis), jax.P()
         return jax.shard_map(
             self._body,
-            mesh=self._run.mesh,
+            mesh=self._mesh.mesh,
             in_specs=(whole, along, whole, along),
             out_specs=(whole, along, whole, along),
             axis_names={self._axis},
@@ -117,7 +115,7 @@ class ShardMapReplicas(TracedReplicas):
             state.write_ref(ref, value)
         for ref, value in zip(self._written_stacks, stacks, strict=True):
             state.write_ref(ref, value)
-        count = self._run.count
+        count = self._mesh.count
         parts = [
             program.split(array, count, stacked)
             for array, stacked in zip(joined, self._stacked, strict=True)
@@ -147,7 +145,7 @@ class ShardMapReplicas(TracedReplicas):
         self._replicated.update({id(value): value for value in whole})
         self._replica_id = lax.axis_index(self._axis)
         replica = _ShardedContext(
-            self._run.strategy,
+            self._mesh.strategy,
             self._replica_id,  # type: ignore[arg-type]
             self,
         )
@@ -180,7 +178,7 @@ class ShardMapReplicas(TracedReplicas):
         return with_seed_offset(variable, value, self._replica_id)
 
     def _local(self, variable: Any, replica_id: Any) -> Any:
-        block = self._read(OnReadRef(variable, self._run.on_read_values))
+        block = self._read(OnReadRef(variable, self._mesh.on_read_values))
         return None if block is None else block[0]
 
     def _sorted_outputs(self, result: Any) -> tuple[list[Any], list[Any]]:
@@ -209,7 +207,7 @@ class ShardMapReplicas(TracedReplicas):
         for variable, value in self._state.updates.values():
             if run_state.is_local(variable):
                 self._written_stacks.append(
-                    OnReadRef(variable, self._run.on_read_values)
+                    OnReadRef(variable, self._mesh.on_read_values)
                 )
                 stacks.append(value[None])
             self._written.append(VariableRef(variable))
@@ -227,7 +225,7 @@ class ShardMapReplicas(TracedReplicas):
 
     def _gather(self, value: Any) -> list[Any]:
         gathered = lax.all_gather(value, self._axis)
-        return [gathered[i] for i in range(self._run.count)]
+        return [gathered[i] for i in range(self._mesh.count)]
 
     # Collectives.
 
@@ -256,7 +254,7 @@ class ShardMapReplicas(TracedReplicas):
 
         args, kwargs = map_structure(gathered, (tuple(args), dict(kwargs)))
         with self._merged():
-            result = merge_fn(self._run.strategy, *args, **kwargs)
+            result = merge_fn(self._mesh.strategy, *args, **kwargs)
         return map_structure(self._own, result)
 
     def _own(self, leaf: Any) -> Any:
@@ -278,13 +276,13 @@ class ShardMapReplicas(TracedReplicas):
 
         def assign(variable: Any, value: Any) -> None:
             if run_state.is_local(variable):
-                parts = run_state.parts(variable, value, self._run.count)
+                parts = run_state.parts(variable, value, self._mesh.count)
                 state.set(variable, jnp.stack(parts)[self._replica_id])
             else:
                 state.set(variable, value, replicated=True)
 
         merged = MergedState(lambda v: self._values_of(state, v), assign)
-        with context.merged_replicas(self._run.strategy), merged.scope():
+        with context.merged_replicas(self._mesh.strategy), merged.scope():
             yield
 
     def apply(

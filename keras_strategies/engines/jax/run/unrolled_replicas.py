@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
@@ -14,6 +14,7 @@ from keras_strategies import context, keras_compat
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.state_refs import OnReadRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import TraceState
+from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.replica_threads import (
     collective_call,
     run_in_lockstep,
@@ -31,23 +32,20 @@ from keras_strategies.runtime import run_state
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import flatten, map_structure, regroup, select_replica
 
-if TYPE_CHECKING:
-    from keras_strategies.engines.jax.run.replica_program import ReplicaProgram
-
 
 class UnrolledReplicas(TracedReplicas):
     """A function on replicas that are traced one by one into one program."""
 
-    def __init__(self, run: ReplicaProgram, state: TraceState, fn: Callable[..., Any]):
-        self._run = run
+    def __init__(self, mesh: ReplicaMesh, state: TraceState, fn: Callable[..., Any]):
+        self._mesh = mesh
         self._state = state
         self._fn = fn
 
     def __call__(self, arguments: ReplicaArguments) -> list[Any]:
         keras_compat.has_deferred_variables()  # One list for all threads.
         states, tasks = [], []
-        for i in range(self._run.count):
-            replica = context.ReplicaContext(self._run.strategy, i, self)
+        for i in range(self._mesh.count):
+            replica = context.ReplicaContext(self._mesh.strategy, i, self)
             state = TracedReplicaState(replica, self._copier(i), self._local, self)
             states.append(state)
             tasks.append(self._task(arguments.calls[i], replica, state))
@@ -75,7 +73,7 @@ class UnrolledReplicas(TracedReplicas):
         return copy
 
     def _local(self, variable: Any, replica_id: int) -> Any:
-        stack = self._state.read_ref(OnReadRef(variable, self._run.on_read_values))
+        stack = self._state.read_ref(OnReadRef(variable, self._mesh.on_read_values))
         return None if stack is None else stack[replica_id]
 
     def _commit(self, states: Sequence[TracedReplicaState]) -> None:
@@ -84,7 +82,7 @@ class UnrolledReplicas(TracedReplicas):
             variable = having[0].updates[key][0]
             if run_state.is_local(variable):
                 values = [state.read(variable) for state in states]
-                ref = OnReadRef(variable, self._run.on_read_values)
+                ref = OnReadRef(variable, self._mesh.on_read_values)
                 self._state.write_ref(ref, jnp.stack(values))
             else:
                 values = [state.updates[key][1] for state in having]
@@ -122,7 +120,7 @@ class UnrolledReplicas(TracedReplicas):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        strategy = self._run.strategy
+        strategy = self._mesh.strategy
 
         def merge(every: list[Any]) -> list[Any]:
             merged_args, merged_kwargs = regroup([call for call, _ in every])
@@ -149,7 +147,7 @@ class UnrolledReplicas(TracedReplicas):
                 state.set(variable, part, replicated=not run_state.is_local(variable))
 
         merged = MergedState(values, assign)
-        with context.merged_replicas(self._run.strategy), merged.scope():
+        with context.merged_replicas(self._mesh.strategy), merged.scope():
             yield
 
     def apply(

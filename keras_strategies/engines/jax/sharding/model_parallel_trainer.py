@@ -57,7 +57,7 @@ class ModelParallelDistribution(keras.distribution.ModelParallel):
         return self._layout((self._mesh.batch_axis,) if is_split else ())
 
     def get_variable_layout(self, variable: Any) -> TensorLayout:
-        own = getattr(variable, "_layout", None)
+        own = keras_compat.layout_of(variable)
         if own is not None:
             return own
         reference = colocation_reference()
