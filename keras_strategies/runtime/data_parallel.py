@@ -32,7 +32,7 @@ from keras_strategies import keras_compat
 from keras_strategies.errors import BatchError
 from keras_strategies.runtime.replica_state import (
     ReplicaResult,
-    ReplicaScope,
+    ReplicaState,
     has_rows,
     merged_value,
 )
@@ -181,7 +181,7 @@ class DataParallelCall(abc.ABC):
 
             def call_few() -> int:
                 few = self._few_rows(structure, leaves, rows)
-                with ReplicaScope(keras_compat.raw_value):
+                with ReplicaState(keras_compat.raw_value).scope():
                     call(*few[0], **few[1])
                 return min(rows, _MEASURED_ROWS)
 
@@ -237,14 +237,14 @@ class DataParallelCall(abc.ABC):
             def run() -> ReplicaResult:
                 own = [column[replica_id] for column in columns]
                 args, kwargs = keras.tree.pack_sequence_as(structure, own)
-                scope = ReplicaScope(
+                state = ReplicaState(
                     lambda v: self.copy_variable(replica_id, v),
                     lambda value, dtype: self.cast_copy(replica_id, value, dtype),
                     self.assigned_value,
                 )
-                with scope:
+                with state.scope() as scope:
                     outputs = call(*args, **kwargs)
-                return ReplicaResult(outputs, scope)
+                return ReplicaResult(outputs, state, scope.losses)
 
             return run
 
@@ -297,7 +297,7 @@ class DataParallelCall(abc.ABC):
         args, kwargs = keras.tree.pack_sequence_as(
             layer_call.structure, layer_call.leaves
         )
-        scope = ReplicaScope(value_of)
+        scope = ReplicaState(value_of).scope()
         with keras_compat.layer_calls_through(None), scope:
             outputs = layer_call.call(*args, **kwargs)
         leaves = keras.tree.flatten(outputs)
@@ -373,7 +373,7 @@ class DataParallelCall(abc.ABC):
         over rows (then replicas count by their rows; a term of the weights alone
         is one too) or a sum over rows (then they add up).
         """
-        counts = {len(result.scope.losses) for result in results}
+        counts = {len(result.losses) for result in results}
         if counts != {len(kinds)}:
             raise BatchError(
                 f"Layer {layer.name!r} added {max(counts)} losses to one call and "
@@ -382,7 +382,7 @@ class DataParallelCall(abc.ABC):
                 "or one value per sample."
             )
         channels = []
-        per_loss = zip(*(result.scope.losses for result in results), strict=True)
+        per_loss = zip(*(result.losses for result in results), strict=True)
         for kind, parts in zip(kinds, per_loss, strict=False):
             if len(parts[0].shape) > 0 and all(
                 has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
@@ -429,12 +429,12 @@ class DataParallelCall(abc.ABC):
         self, results: list[ReplicaResult], sizes: list[Any], rows: Any
     ) -> None:
         """Makes one value of what the replicas assigned to each variable."""
-        first = results[0].scope.updates
+        first = results[0].state.updates
         columns = [
             [
-                self.to_lead(result.scope.updates[key][1])
+                self.to_lead(result.state.updates[key][1])
                 for result in results
-                if key in result.scope.updates
+                if key in result.state.updates
             ]
             for key in first
         ]

@@ -9,16 +9,17 @@ from typing import Any
 import keras
 
 from keras_strategies import keras_compat
+from keras_strategies.runtime.state_scope import StatePolicy
 
 # Sums of these over replicas are taken in float32, and rounded once.
 HALF = ("float16", "bfloat16")
 
 
-class ReplicaScope(keras.StatelessScope):
-    """The state of one replica: its own copy of each variable that it reads.
+class ReplicaState(StatePolicy):
+    """The variables of one replica in a layer call: a copy of each that it reads.
 
     Copies are made when a variable is first read, so that only what a call needs
-    is moved, and updates stay in the scope until they are merged.
+    is moved, and updates stay here until they are merged.
 
     Args:
         copy: returns the replica's copy of a variable.
@@ -32,16 +33,16 @@ class ReplicaScope(keras.StatelessScope):
         cast: Callable[[Any, str], Any] = lambda value, dtype: None,
         assigned: Callable[[Any, Callable[[], Any], Any], Any] | None = None,
     ):
-        super().__init__(collect_losses=True, initialize_variables=False)
         self._copy = copy
         self._cast = cast
         self._assigned = assigned
         self._copies: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}
         # By variable, and by the number of the read where each has its own gradient.
         self.reads: dict[Any, tuple[Any, Any]] = {}
         self.updates: dict[int, tuple[Any, Any]] = {}
 
-    def get_current_value(self, variable: Any) -> Any:
+    def read(self, variable: Any) -> Any:
         value = self._current(variable)
         if value is not None and value is self._copies.get(id(variable)):
             cast = self._in_half_range(variable, value)
@@ -51,12 +52,12 @@ class ReplicaScope(keras.StatelessScope):
 
     def _current(self, variable: Any) -> Any:
         key = id(variable)
-        if key not in self.state_mapping:
+        if key not in self._values:
             value = self._copy(variable)
             if value is None:
                 return None
-            self.state_mapping[key] = self._copies[key] = value
-        return self.state_mapping[key]
+            self._values[key] = self._copies[key] = value
+        return self._values[key]
 
     def _read(self, variable: Any) -> Any:
         value = self._current(variable)
@@ -79,20 +80,26 @@ class ReplicaScope(keras.StatelessScope):
             self.reads[id(variable), len(self.reads)] = (variable, cast)
         return cast
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
+    def assign(self, variable: Any, value: Any) -> None:
         if self._assigned is not None:
             value = self._assigned(variable, lambda: self._read(variable), value)
-        self.state_mapping[id(variable)] = value
+        self._values[id(variable)] = value
         self.updates[id(variable)] = (variable, value)
 
 
 @dataclass
 class ReplicaResult:
-    """What one replica's call of the layer left behind."""
+    """Results of one replica's call of the layer.
+
+    Args:
+        outputs: what the layer returned.
+        state: the variables that were read and assigned.
+        losses: the losses that were added.
+    """
 
     outputs: Any
-    scope: ReplicaScope
+    state: ReplicaState
+    losses: list[Any]
     leaves: list[Any] = field(init=False)
     masks: list[Any] = field(init=False)
 

@@ -19,7 +19,7 @@ import numpy as np
 from keras_strategies import context, keras_compat
 from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.runtime.engine import Communicator
-from keras_strategies.runtime.replica_state import ReplicaScope, has_rows
+from keras_strategies.runtime.replica_state import ReplicaState, has_rows
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -184,7 +184,8 @@ def _call(
     with_inner: bool,
 ) -> ProbeOutcome:
     args, kwargs = keras.tree.pack_sequence_as(call.structure, leaves)
-    scope = ReplicaScope(keras_compat.raw_value)
+    state = ReplicaState(keras_compat.raw_value)
+    scope = state.scope()
     inner: list[InnerCall] = []
 
     def recorded(layer: Any, original: Any, args: Any, kwargs: Any) -> Any:
@@ -203,7 +204,7 @@ def _call(
     return ProbeOutcome(
         as_arrays(outputs),
         [as_array(loss) for loss in scope.losses],
-        scope.updates,
+        state.updates,
         inner,
     )
 

@@ -147,9 +147,9 @@ class LayerCallOnReplicas:
         tape = self.tapes[i]
         if (template := self.traces.template(i)) is not None:
             result = self.traces.copied_forward(template, i)
-            reads = template.result.scope.reads.items()
+            reads = template.result.state.reads.items()
             self.watched[i].update(
-                id(result.scope.reads[key][1])
+                id(result.state.reads[key][1])
                 for key, (_, local) in reads
                 if id(local) in self.watched[template.replica_id]
             )
@@ -247,7 +247,7 @@ class LayerCallOnReplicas:
     ) -> list[_GradientTarget]:
         found: dict[Any, _GradientTarget] = {}
         for replica_id, result in enumerate(results):
-            for key, (variable, local) in result.scope.reads.items():
+            for key, (variable, local) in result.state.reads.items():
                 if id(local) not in self.watched[replica_id]:
                     continue
                 if key not in found:

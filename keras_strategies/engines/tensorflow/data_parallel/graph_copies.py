@@ -22,7 +22,7 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCommunicator,
 )
 from keras_strategies.errors import ReplicaMismatchError
-from keras_strategies.runtime.replica_state import ReplicaResult, ReplicaScope
+from keras_strategies.runtime.replica_state import ReplicaResult, ReplicaState
 
 
 class TracedOperations:
@@ -277,18 +277,18 @@ def _is_simple(leaf: Any) -> bool:
 
 
 def _copied_result(result: ReplicaResult, copy: GraphCopy) -> ReplicaResult:
-    scope = ReplicaScope(lambda variable: None)
-    scope.losses = [copy.of(loss) for loss in result.scope.losses]
-    scope.reads = {
+    state = ReplicaState(lambda variable: None)
+    state.reads = {
         key: (variable, copy.of(local))
-        for key, (variable, local) in result.scope.reads.items()
+        for key, (variable, local) in result.state.reads.items()
     }
-    scope.updates = {
+    state.updates = {
         key: (variable, copy.of(value))
-        for key, (variable, value) in result.scope.updates.items()
+        for key, (variable, value) in result.state.updates.items()
     }
     leaves = [copy.of(leaf) for leaf in result.leaves]
     for leaf, mask in zip(leaves, result.masks, strict=True):
         if mask is not None:
             keras_compat.set_mask(leaf, copy.of(mask))
-    return ReplicaResult(keras.tree.pack_sequence_as(result.outputs, leaves), scope)
+    outputs = keras.tree.pack_sequence_as(result.outputs, leaves)
+    return ReplicaResult(outputs, state, [copy.of(loss) for loss in result.losses])

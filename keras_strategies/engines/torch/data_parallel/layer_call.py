@@ -287,7 +287,7 @@ def _sources(
 ) -> list[GradientTarget]:
     found: dict[Any, GradientTarget] = {}
     for replica_id, result in enumerate(results):
-        for key, (variable, local) in result.scope.reads.items():
+        for key, (variable, local) in result.state.reads.items():
             if local.requires_grad:
                 if key not in found:
                     raw = keras_compat.raw_value(variable)

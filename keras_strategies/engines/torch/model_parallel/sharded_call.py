@@ -35,6 +35,7 @@ from keras_strategies.errors import ContextError
 from keras_strategies.layouts import Axes
 from keras_strategies.runtime.engine import TrainerAdapter
 from keras_strategies.runtime.placement import StepCost, VariableCopy, itemsize
+from keras_strategies.runtime.state_scope import StatePolicy
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -48,26 +49,25 @@ def _read(value: Any) -> Any:
     return _gathered.get(id(value))
 
 
-class _CallScope(keras.StatelessScope):
+class _GatheredVariables(StatePolicy):
     """Gathered variables in a layer call; assignments take effect at once."""
 
     def __init__(self, placements: Placements):
-        super().__init__(collect_losses=True, initialize_variables=False)
         self._placements = placements
+        self._values: dict[int, Any] = {}
 
-    def get_current_value(self, variable: Any) -> Any:
-        value = self.state_mapping.get(id(variable))
+    def read(self, variable: Any) -> Any:
+        value = self._values.get(id(variable))
         if value is None:
             raw = keras_compat.raw_value(variable)
             if raw is None:
                 return None
             # Cached, so that a variable that is used twice is gathered once.
-            value = self.state_mapping[id(variable)] = self._placements.used(raw)
+            value = self._values[id(variable)] = self._placements.used(raw)
         return value
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        self.state_mapping.pop(id(variable), None)
+    def assign(self, variable: Any, value: Any) -> None:
+        self._values.pop(id(variable), None)
         with keras_compat.outside_stateless_scopes(), torch.no_grad():
             if not isinstance(keras_compat.raw_value(variable), DTensor):
                 value = whole(value)
@@ -102,7 +102,7 @@ class ShardedCall:
             args, kwargs = keras.tree.map_structure(
                 lambda leaf: self._row_split(leaf, by_rows), (args, kwargs)
             )
-            scope = _CallScope(self._placements)
+            scope = _GatheredVariables(self._placements).scope()
             with scope, self._cutting_outputs(by_rows):
                 outputs = call(*args, **kwargs)
             keras_compat.clear_losses(layer)
