@@ -1,0 +1,45 @@
+"""The package's README and the decisions name what exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from architecture.figure import README, current, with_figure
+from architecture.measures import REPOSITORY
+
+DECISIONS = sorted((REPOSITORY / "docs" / "decisions").glob("*.md"))
+FILES = {
+    path.relative_to(REPOSITORY).as_posix()
+    for folder in ("keras_strategies", "tests", "benchmarks", "docs")
+    for path in (REPOSITORY / folder).rglob("*")
+    if path.is_file()
+}
+
+
+def test_the_figure_is_that_of_the_imports() -> None:
+    text = README.read_text()
+    assert text == with_figure(text, current()), (
+        "Run `PYTHONPATH=tests python tests/architecture/figure.py`."
+    )
+
+
+@pytest.mark.parametrize("page", [README, *DECISIONS], ids=lambda path: path.stem)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"`([\w/]+\.(?:py|png))`", page.read_text())
+    missing = [
+        name
+        for name in named
+        if not any(f"/{file}".endswith(f"/{name}") for file in FILES)
+    ]
+    assert missing == []
+
+
+def test_a_decision_fits_on_a_page_and_is_in_the_index() -> None:
+    index = next(path for path in DECISIONS if path.stem == "index").read_text()
+    pages = [path for path in DECISIONS if path.stem != "index"]
+    assert [path.name for path in pages if f"({path.name})" not in index] == []
+    assert [path.name for path in pages if len(path.read_text().split()) > 400] == []
+    numbers = [int(path.name[:3]) for path in pages]
+    assert numbers == list(range(1, len(pages) + 1))
