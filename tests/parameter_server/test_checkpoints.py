@@ -67,7 +67,7 @@ def test_training_goes_on_with_another_number_of_parts(
     with clusters.parts(synchronous, count), synchronous.scope():
         model = keras.saving.load_model(saved[1])
     table = next(v for v in model.weights if v.shape == (40, 4))
-    assert len(synchronous.registry.describe(table).parts) == count
+    assert len(synchronous.registry.describe(table).shards) == count
     assert_goes_on(model, uninterrupted)
 
 

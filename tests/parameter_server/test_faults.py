@@ -157,7 +157,7 @@ def test_a_function_that_kills_its_workers_is_given_up(coordinator) -> None:
 def test_a_server_loses_at_most_what_came_after_its_snapshot(
     recovered, coordinator, total
 ) -> None:
-    server = recovered.registry.describe(total).parts[0].server
+    server = recovered.registry.describe(total).shards[0].server
     known: list[float] = []
     step = counting(total, 0.005)
     until = time.monotonic() + 5 * clusters.SNAPSHOT_SECONDS
@@ -197,7 +197,7 @@ def test_nothing_is_lost_that_is_in_a_snapshot(recovered, coordinator) -> None:
         table = keras.Variable(np.zeros((10, 2)), name="table", dtype="float32")
         optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
         optimizer.build([table])
-    server = recovered.registry.describe(table).parts[0].server
+    server = recovered.registry.describe(table).shards[0].server
 
     run = updates(recovered, coordinator, table, optimizer)
     run(2)
@@ -231,7 +231,7 @@ def test_snapshots_that_cannot_be_written(
     recovered, coordinator, total, monkeypatch
 ) -> None:
     scheduler = recovered.cluster.scheduler
-    server = recovered.registry.describe(total).parts[0].server
+    server = recovered.registry.describe(total).shards[0].server
     made = 0
 
     def train() -> None:
@@ -279,7 +279,7 @@ def test_a_lost_server_without_snapshots_is_an_error() -> None:
 
 def test_a_damaged_snapshot_is_not_used(recovered, coordinator, total) -> None:
     about = recovered.registry.describe(total)
-    server = about.parts[0].server
+    server = about.shards[0].server
     for _ in range(2):
         coordinator.schedule(counting(total), args=(1.0,)).fetch(clusters.SECONDS)
         path = Path(recovered.cluster.servers.request(server, "snapshot"))
@@ -303,7 +303,7 @@ def test_factored_moments_are_in_a_snapshot(recovered, coordinator) -> None:
 
     run = updates(recovered, coordinator, table, optimizer)
     run(2)
-    server = recovered.registry.describe(table).parts[0].server
+    server = recovered.registry.describe(table).shards[0].server
     recovered.cluster.servers.request(server, "snapshot")
     clusters.kill(recovered, "ps", server)
     run(1)
@@ -321,7 +321,7 @@ def test_factored_moments_are_in_a_snapshot(recovered, coordinator) -> None:
 
 
 def test_a_stopped_server_is_replaced(recovered, coordinator, total) -> None:
-    server = recovered.registry.describe(total).parts[0].server
+    server = recovered.registry.describe(total).shards[0].server
     before = deaths(recovered, "ps", server)
     coordinator.schedule(counting(total), args=(1.0,)).fetch(clusters.SECONDS)
     recovered.cluster.servers.request(server, "snapshot")

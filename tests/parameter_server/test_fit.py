@@ -82,7 +82,7 @@ def test_constraints_hold_for_whole_variables_only(asynchronous, synchronous) ->
 def test_variables_are_cut_and_described(synchronous) -> None:
     with synchronous.scope():
         variable = keras.Variable(np.arange(10.0).reshape(5, 2), name="table")
-    first = synchronous.registry.describe(variable).parts[0].server
+    first = synchronous.registry.describe(variable).shards[0].server
     place = f"2 shards on ps:{first} [0:3], ps:{1 - first} [3:5]"
     assert place in repr(variable)
     np.testing.assert_array_equal(variable[3:, 1], [7.0, 9.0])

@@ -172,14 +172,14 @@ def test_factored_moments_are_where_their_variable_is(synchronous) -> None:
         model = build(optimizers.Adafactor(0.05))
     model.fit(x, y, **OPTIONS)
     describe = synchronous.registry.describe
-    servers = {w.path: describe(w).parts[0].server for w in model.trainable_weights}
+    servers = {w.path: describe(w).shards[0].server for w in model.trainable_weights}
     assert set(servers.values()) == {0, 1}
     kept = [v for v in model.optimizer.variables if v.name in ("embeddings", "kernel")]
     assert [v.shape for v in kept] == [(30,), (4,), (12,), (6,), (6,), (1,)]
     trained = [w for w in model.trainable_weights if len(w.shape) == 2]
     for weight, own in zip(trained, (kept[:2], kept[2:4], kept[4:]), strict=True):
         for variable in own:
-            [part] = describe(variable).parts
+            [part] = describe(variable).shards
             assert part.server == servers[weight.path]
             assert (part.start, part.stop) == (0, variable.shape[0])
             assert np.all(clusters.values([variable])[0] > 0)
