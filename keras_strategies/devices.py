@@ -110,7 +110,7 @@ def _name_of_jax_device(device: Any) -> str:
 
 
 def as_devices(devices: object) -> list[Device]:
-    """Reads one device or an iterable of devices, names and objects alike."""
+    """Reads one device or an iterable of devices, as names or objects."""
     if is_device(devices):
         return [parse_device(devices)]
     if not isinstance(devices, Iterable):

@@ -127,7 +127,7 @@ def regroup(results: Sequence[Any]) -> Any:
     """Combines the replicas' results into one structure.
 
     Args:
-        results: one structure per replica, all alike.
+        results: one structure per replica, all of the same form.
 
     Returns:
         The structure, its leaves bare where all replicas hold the identical

@@ -264,7 +264,7 @@ class CrossDeviceOps:
     def _packs(
         self, values: Sequence[Sequence[Any]], options: CommunicationOptions
     ) -> list[list[int]]:
-        """Which values travel together; each on its own unless that is asked for."""
+        """Packs of values; each value separately by default."""
         if not options.bytes_per_pack:
             return [[i] for i in range(len(values))]
         return packs_of_values(values, bytes_per_pack=options.bytes_per_pack)

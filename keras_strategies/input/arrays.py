@@ -28,7 +28,7 @@ class ArrayDataset:
     """The rows of arrays, with the few methods of `tf.data.Dataset` that they need.
 
     It is what `strategy.make_experimental_numpy_dataset` returns on JAX and Torch.
-    Each method returns a new dataset; iterating again starts anew.
+    Each method returns a new dataset; each iteration starts from the first row.
 
     Args:
         arrays: structure of arrays with the same first axis, shape `(rows, ...)`.

@@ -30,8 +30,8 @@ def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
         worker: int, the number of this one.
 
     Returns:
-        A `tf.data.Dataset` of this worker's own rows; None if all workers are to read
-        the dataset whole, and to take their rows of every batch.
+        A `tf.data.Dataset` of this worker's own rows; None if all workers read the full
+        dataset and take their rows of every batch.
 
     Raises:
         ValueError: for `FILE` without a file for each worker, or global batches with

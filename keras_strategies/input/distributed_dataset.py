@@ -18,8 +18,8 @@ class DistributedDataset:
     """Batches with a component for each replica, on the replica's device.
 
     It is made by `strategy.experimental_distribute_dataset` and
-    `strategy.distribute_datasets_from_function`. Iterating again starts anew; `fit`,
-    `evaluate` and `predict` take it too.
+    `strategy.distribute_datasets_from_function`. Each iteration starts from the first
+    batch; `fit`, `evaluate` and `predict` take it too.
 
     Args:
         backend: the engine.
@@ -55,7 +55,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """What the batches are: a structure of specifications, the rows open.
+        """Specifications of the batches, with an open number of rows.
 
         `tf.TensorSpec` on TensorFlow and `keras.KerasTensor` elsewhere, in a
         `PerReplica` where there are several replicas. If a dataset has no
@@ -238,7 +238,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """What the batches are; see `DistributedDataset.element_spec`."""
+        """Specifications of the batches; see `DistributedDataset.element_spec`."""
         return self._dataset.element_spec
 
     def close(self) -> None:

@@ -101,8 +101,8 @@ class Prefetcher:
     """Iterator that prefetches items on a thread.
 
     The thread ends when the items do, with their error if they have one, which the
-    consumer gets with its type; when the prefetcher is closed; and when nobody holds
-    the prefetcher any longer.
+    consumer gets with its type; when the prefetcher is closed; and when the prefetcher
+    is garbage-collected.
 
     Args:
         make: callable that returns an iterator; called on the thread. It must not
@@ -126,7 +126,7 @@ class Prefetcher:
         try:
             return self._buffer.take()
         except BaseException:
-            # Ended, failed or interrupted: nobody will ask again.
+            # Ended, failed or interrupted: no more items are taken.
             self.close()
             raise
 

@@ -60,7 +60,7 @@ class Source(abc.ABC):
         return leaf_specs(batch)
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        """What Keras's `fit`, `evaluate` and `predict` take for it.
+        """Input of Keras's `fit`, `evaluate` and `predict` for it.
 
         Args:
             class_weight: dict, as for `fit`, which Keras applies itself to what the

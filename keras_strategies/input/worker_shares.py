@@ -111,7 +111,7 @@ def elements_of(count: int | None, num_shards: int, index: int) -> int | None:
 def resolve_policy(
     policy: AutoShardPolicy, num_workers: int, num_files: int | None
 ) -> AutoShardPolicy:
-    """What a policy comes to.
+    """The effective policy.
 
     Args:
         policy: what was asked for.

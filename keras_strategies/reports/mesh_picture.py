@@ -10,7 +10,7 @@ from typing import Any
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
 
-# Devices are told apart by colour; there are seldom more in one picture.
+# Colours of devices; a picture seldom has more.
 _COLOURS = "tab20"
 
 

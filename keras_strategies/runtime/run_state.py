@@ -3,11 +3,11 @@
 In replica context a variable behaves by how it was made, as in `tf.distribute`:
 
 - `synchronization="on_read"` (metrics): each replica has a value of its own, which
-  lives on from run to run; outside, the values are read together.
-- an `aggregation`: an assignment brings the replicas together, and all of them
-  continue with the sum, the mean or the first replica's value. `assign_add` and
-  `assign_sub` aggregate what is added, not the result.
-- neither: replicas keep what they assign until the run ends; then floats are
+  persists between runs; outside, it is read as the aggregate.
+- an `aggregation`: an assignment is a collective, and all replicas continue with the
+  sum, the mean or the first replica's value. `assign_add` and `assign_sub` aggregate
+  what is added, not the result.
+- neither: assignments are local to the replica until the run ends; then floats are
   averaged (they agree, where replicas computed the same) and others are the first's.
 """
 
@@ -31,7 +31,7 @@ def is_local(variable: Any) -> bool:
 
 
 def is_aggregated(variable: Any) -> bool:
-    """Whether an assignment brings the replicas together."""
+    """Whether an assignment is a collective of the replicas."""
     return not is_local(variable) and variable.aggregation not in (None, "none")
 
 
@@ -48,7 +48,7 @@ class LocalValues(abc.ABC):
 
     @abc.abstractmethod
     def commit(self, variable: Any, values: Sequence[Any]) -> None:
-        """Keeps new values, and gives the variable what they are together."""
+        """Stores new values, and their aggregate in the variable."""
 
     @abc.abstractmethod
     def assigned(self, variable: Any, value: Any) -> None:
@@ -56,7 +56,7 @@ class LocalValues(abc.ABC):
 
 
 def cross_replica_value(variable: Any, values: Sequence[Any]) -> Any:
-    """What an on-read variable is in cross-replica context."""
+    """The aggregate of an on-read variable in cross-replica context."""
     if variable.aggregation == "sum":
         return sum(values[1:], start=values[0])
     if variable.aggregation == "mean":
@@ -67,7 +67,7 @@ def cross_replica_value(variable: Any, values: Sequence[Any]) -> Any:
 
 
 def parts(variable: Any, value: Any, count: int) -> list[Any]:
-    """The replicas' values of an on-read variable that is assigned as a whole."""
+    """The replicas' values of an on-read variable that is assigned outside of `run`."""
     if variable.aggregation == "sum":
         # The first holds the total: exact for integers and floats alike.
         return [value, *(keras.ops.zeros_like(value) for _ in range(count - 1))]
@@ -184,7 +184,7 @@ class RunState(StatePolicy):
         self._set(variable, value)
 
     def add(self, variable: Any, delta: Any) -> Any:
-        """Adds to a variable; where replicas are brought together, what is added is."""
+        """Adds to a variable; with an aggregation, the increments are aggregated."""
         old = keras.ops.convert_to_tensor(variable)
         delta = keras.ops.cast(keras.ops.convert_to_tensor(delta), variable.dtype)
         if is_aggregated(variable):
@@ -197,7 +197,7 @@ class RunState(StatePolicy):
         return value
 
     def forget(self, variables: Sequence[Any]) -> None:
-        """Reads variables anew, after they were changed outside of the replicas."""
+        """Reads variables again, after they were changed outside of the replicas."""
         for variable in variables:
             self._values.pop(id(variable), None)
             self.updates.pop(id(variable), None)

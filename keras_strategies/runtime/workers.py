@@ -48,7 +48,7 @@ class Workers(abc.ABC):
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         self.group = group
         self.options = options
-        #: The number of replicas of each worker, as `set_replicas` was told.
+        #: The number of replicas of each worker, from `set_replicas`.
         self.replicas: tuple[int, ...] = (1,) * group.count
         # The workers that make up one replica, where it takes several.
         self._span = 1

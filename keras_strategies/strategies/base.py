@@ -159,10 +159,10 @@ class Strategy(StrategyCore):
     ) -> Any:
         """Calls `fn` once on each replica, in replica context.
 
-        On JAX `fn` is compiled, and its Python runs again when something that it
-        closes over has changed: a name, an attribute that its code names, what is in
-        a list or dictionary, a setting of a Keras layer. What changes otherwise, the
-        contents of NumPy arrays among it, is to be an argument or a `keras.Variable`.
+        On JAX `fn` is compiled, and traced again when something that it closes over has
+        changed: a name, an attribute in its code, the contents of a list or dictionary,
+        a setting of a Keras layer. Other values that change, such as the contents of
+        NumPy arrays, must be arguments or a `keras.Variable`.
 
         Args:
             fn: callable; ordinary Keras code that may call models, apply optimizers,
@@ -173,8 +173,8 @@ class Strategy(StrategyCore):
             options: `RunOptions`, or None for the defaults.
 
         Returns:
-            The results as one structure: what is the identical object on all
-            replicas is bare, the rest is `PerReplica`. With one replica, its result.
+            The results as one structure: identical objects are bare, others are
+            `PerReplica`. With one replica, its result.
 
         Raises:
             TypeError: if `options` is something else.
@@ -280,7 +280,7 @@ class Strategy(StrategyCore):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Makes a value with a component of each replica's own.
+        """Makes a per-replica value from a function.
 
         Args:
             value_fn: callable of a `ValueContext`, which says which replica it is
@@ -312,7 +312,7 @@ class Strategy(StrategyCore):
         """Splits each global batch of a dataset over the replicas.
 
         Every row goes to one replica, in order: `range(10).batch(4)` on two replicas
-        ends `[8]`, `[9]`. A replica for which no row is left gets zero rows.
+        ends `[8]`, `[9]`. Replicas without rows get zero rows.
 
         Args:
             dataset: a dataset whose batches are global batches: a `tf.data.Dataset`,
@@ -348,7 +348,7 @@ class Strategy(StrategyCore):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Gives the replicas batches as a function's datasets make them.
+        """Distributes datasets that a function makes, without splitting batches.
 
         Args:
             dataset_fn: callable of an `InputContext` that returns a dataset of any
@@ -418,7 +418,7 @@ class Strategy(StrategyCore):
             )
 
     def describe(self, model: Any) -> Description:
-        """A table of where the model's variables are, and of bytes per device.
+        """A table of the placement of variables and of bytes per device.
 
         Args:
             model: a built `keras.Model`, made in this strategy's scope.
@@ -428,16 +428,15 @@ class Strategy(StrategyCore):
 
         Raises:
             ValueError: if the model has no variables yet.
-            RuntimeError: if the model was made elsewhere.
+            RuntimeError: if the model was created in another scope.
         """
         self._check_owns(model, "describe")
         return describe(self, model)
 
     def plan(self, build_fn: Callable[[], Any], batch_shapes: Any) -> Plan:
-        """What training a model will need, found from its shapes.
+        """Memory and communication of training a model, from its shapes.
 
-        Nothing of the model's size is allocated, so that a model may be planned that
-        fits no memory here.
+        No memory of the model's size is allocated, so larger models can be planned.
 
         Args:
             build_fn: callable without arguments that makes the model and compiles it;
@@ -466,11 +465,11 @@ class Strategy(StrategyCore):
     def save_sharded(
         self, model: Any, directory: str | os.PathLike[str], keep: int = 1
     ) -> int:
-        """Saves a model's state such that no variable is gathered in one place.
+        """Saves a model's state without gathering sharded variables.
 
-        Each process writes the parts that its devices keep, and a checkpoint counts
-        when all of it is there: until then, and if the process is killed, the one
-        before it stays the latest. JAX only; needs the extra `checkpoint` (Orbax).
+        Each process writes the shards of its devices. A checkpoint counts when it is
+        complete: until then, and if a process is killed, the previous one stays the
+        latest. JAX only; needs the extra `checkpoint` (Orbax).
 
         Args:
             model: a built `keras.Model` of this strategy. Its variables are saved,
@@ -503,8 +502,7 @@ class Strategy(StrategyCore):
     def load_sharded(self, model: Any, directory: str | os.PathLike[str]) -> int:
         """Loads the latest checkpoint that `save_sharded` has finished.
 
-        Each device reads only the parts that it keeps, under whatever strategy the
-        checkpoint was saved.
+        Each device reads only its shards, under any strategy that saved the checkpoint.
 
         Args:
             model: a built `keras.Model` of this strategy with the same variables. Its

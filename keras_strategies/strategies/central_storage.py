@@ -13,10 +13,9 @@ from keras_strategies.strategies.device_selection import choose_devices, default
 class CentralStorageStrategy(Strategy):
     """Synchronous training with variables and updates on one device.
 
-    The parameter device keeps the only copy of each variable and each optimizer
-    slot and applies the updates; compute devices get the values that a step reads
-    and return gradients. It fits models whose optimizer state is too large for the
-    accelerators.
+    The parameter device has the only copy of each variable and each optimizer slot and
+    applies the updates; compute devices get the values that a step reads and return
+    gradients. It fits models whose optimizer state is too large for the accelerators.
 
     Args:
         compute_devices: sequence of device names or objects; None for all local

@@ -1,4 +1,4 @@
-"""The strategy where no other one is current: everything passes through."""
+"""The default strategy, outside of every scope: one replica."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class DefaultStrategy(Strategy):
     ) -> Any:
         """Returns the dataset as it is, where no options are given.
 
-        What is no iterable of batches by itself, arrays, frames of pandas and
-        `keras.utils.PyDataset`, becomes a `DistributedDataset` of one replica.
+        Arrays, pandas frames and `keras.utils.PyDataset`, which are not iterables of
+        batches, become a `DistributedDataset` of one replica.
         """
         if (
             batch_size is None

@@ -1,4 +1,4 @@
-"""Which devices a strategy gets."""
+"""Selection of the devices of a strategy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def default_devices(backend: Backend) -> tuple[Device, ...]:
 def choose_devices(
     backend: Backend, names: object, what: str = "devices"
 ) -> tuple[Device, ...]:
-    """The named devices, after virtual CPU devices were made where they can be."""
+    """The named devices, after creating virtual CPU devices if possible."""
     wanted = as_devices(names)
     cpus = [device.index + 1 for device in wanted if device.kind == "cpu"]
     if cpus and max(cpus) > 1:

@@ -58,7 +58,7 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Makes variables where another one is, in the scope of the strategy.
+        """Colocates new variables with another one, in the scope of the strategy.
 
         They have copies on the same devices; of a variable that is sharded over a
         mesh, one of the same shape has the layout, and one of another shape is
@@ -72,7 +72,7 @@ class StrategyExtended:
 
         Raises:
             TypeError: if it is something else.
-            RuntimeError: if the variable is not this strategy's.
+            RuntimeError: if the variable is not of this strategy.
 
         Example:
 

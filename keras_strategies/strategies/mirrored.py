@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 class MirroredStrategy(Strategy):
     """Synchronous training on the devices of one machine.
 
-    Every batch is split over the devices, each of which has a copy of the
-    variables; what comes out, weights, losses and metrics, is what one device
-    computes on the whole batch.
+    Every batch is split over the devices, each of which has a copy of the variables.
+    Weights, losses and metrics equal those of one device on the full batch.
 
     Args:
         devices: sequence of device names or objects; None for all local accelerators,
             or all CPU devices where there are none. `["cpu:0", "cpu:1"]` makes
             virtual CPU devices.
-        cross_device_ops: `CrossDeviceOps`, how replicas are combined: gradients in
+        cross_device_ops: `CrossDeviceOps`, reductions between replicas: gradients in
             `fit` and in `run`, `ReplicaContext.all_reduce`, `reduce` and
             `extended.reduce_to`. None for the backend's own way. With one, layer calls
             are always split on Torch; calls that are computed unsplit have nothing to
@@ -36,9 +35,9 @@ class MirroredStrategy(Strategy):
             replicas are separate computations (Torch, TensorFlow); JAX has one
             program for all, and refuses False.
         always_split: bool. On Torch, virtual CPU replicas share one interpreter, and
-            layer calls with little arithmetic per kernel run whole, since that is
+            layer calls with little arithmetic per kernel run unsplit, since that is
             faster and computes the same. True splits these calls as well, as on
-            devices that are really several.
+            separate physical devices.
 
     Raises:
         TypeError: if `cross_device_ops` is something else.

@@ -1,4 +1,4 @@
-"""Variables that are cut over a mesh of devices."""
+"""Model parallelism: variables sharded over a mesh of devices."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _AXES = (BATCH_AXIS, MODEL_AXIS)
 
 
 class ModelParallelStrategy(Strategy):
-    """Synchronous training of models that one device is too small for.
+    """Synchronous training of models that do not fit on one device.
 
-    The devices are a grid, data x model. Batches are split along the data axis;
-    variables, gradients and optimizer slots are cut along the model axis, the data
-    axis, or both. A step is one program for all devices, into which XLA puts what
-    they have to tell each other; it computes what one device computes. On Torch, with
-    Keras 3.16 or newer, each device is that of a process of its own, and DTensors take
-    the place of XLA.
+    The devices are a mesh, data x model. Batches are split along the data axis;
+    variables, gradients and optimizer slots are sharded along the model axis, the data
+    axis, or both. A step is one program for all devices, into which XLA inserts the
+    collectives; it computes what one device computes. On Torch, with Keras 3.16 or
+    newer, each device belongs to a separate process, and DTensors take the place of
+    XLA.
 
     Args:
-        layout_map: how variables are cut. `"auto"`: large embeddings, attention and
+        layout_map: layouts of variables. `"auto"`: large embeddings, attention and
             feed-forward kernels along the model axis. `"fsdp"`: every large variable
             along the data axis, and gathered when it is used; with `model_parallel`
             above 1 along the model axis too. A `keras.distribution.LayoutMap`, or a
             dict from regular expressions of variable paths to tuples of axis names,
-            such as `{".*ffn/kernel": (None, "model")}`; what they leave out is on
-            every device. None is `"auto"`.
+            such as `{".*ffn/kernel": (None, "model")}`; other variables are replicated.
+            None is `"auto"`.
         devices: sequence of str or device objects, this process's, the model axis
             running fastest; None for those of the `LayoutMap`'s mesh, else for all
             local accelerators, or all CPU devices where there are none.
@@ -63,15 +63,15 @@ class ModelParallelStrategy(Strategy):
             `"fsdp"`, else for all devices.
         min_shard_bytes: int, bytes; `"auto"` and `"fsdp"` do not shard variables
             whose shards would be smaller. None for 65,536. Refused with a layout map,
-            which says itself what is sharded.
+            which selects the sharded variables itself.
         cluster_resolver: `ks.cluster_resolver.ClusterResolver`, as for
-            `MultiWorkerMirroredStrategy`: the grid has the devices of all workers,
-            worker by worker; None to find out from `TF_CONFIG` and the like, and for
-            this process alone where nothing is set. `model_parallel` divides the
-            devices of each worker, or takes all those of several. Of a `LayoutMap`'s
-            mesh the shape and the axes count.
-        communication_options: `CommunicationOptions`; `timeout_seconds` is how long
-            workers wait for one another, 300 seconds by default.
+            `MultiWorkerMirroredStrategy`: the mesh has the devices of all workers,
+            worker by worker; None for the cluster of the environment (`TF_CONFIG` and
+            others), or this process alone. `model_parallel` divides the devices of each
+            worker, or takes all those of several. Only the shape and the axes of a
+            `LayoutMap`'s mesh are used.
+        communication_options: `CommunicationOptions`; `timeout_seconds` is the timeout
+            between workers, 300 seconds by default.
         allow_unmatched: bool, whether patterns of a layout map may match no variable,
             as those of a map that serves several models. Otherwise such a pattern is
             an error in `plan`, `describe`, and the first `fit`, `evaluate` or
@@ -79,10 +79,9 @@ class ModelParallelStrategy(Strategy):
 
     Raises:
         ValueError: for devices that do not exist or that `model_parallel` does not
-            divide, for a layout map that is none, and, when a variable is made, for
-            one that its layout does not fit; when a model is used, for patterns that
-            match no variable.
-        RuntimeError: on backends that cannot cut variables: TensorFlow, and Torch
+            divide, for an invalid layout map, when a variable does not fit its layout,
+            and, when a model is used, for patterns that match no variable.
+        RuntimeError: on backends that cannot shard variables: TensorFlow, and Torch
             with a Keras before 3.16 or with several devices in one process.
 
     Example:
@@ -123,7 +122,7 @@ class ModelParallelStrategy(Strategy):
             communication_options, "communication_options"
         )
         if devices is not None:
-            # Before workers meet, who would wait for this one.
+            # Before workers connect, so that none waits for this one.
             check_implementation(options, backend.name, as_devices(devices))
         # Before devices are looked at: engines add those of other workers.
         resolver, workers = find_workers(
@@ -160,7 +159,7 @@ class ModelParallelStrategy(Strategy):
 
     @property
     def mesh(self) -> VariableMesh:
-        """The grid of devices and how variables are cut over it."""
+        """The mesh of devices and the layouts of variables."""
         mesh = self.placement.mesh
         assert mesh is not None
         return mesh

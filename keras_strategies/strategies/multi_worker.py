@@ -1,4 +1,4 @@
-"""Replicas on several machines, one process for each worker."""
+"""Mirrored replicas on several machines, one process for each worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from keras_strategies.strategies.device_selection import choose_devices, default
 from keras_strategies.training.seeds import sync_random_numbers
 from keras_strategies.types import CommunicationOptions
 
-#: Seconds that workers wait for one another where nothing else is said.
+#: Default timeout between workers, in seconds.
 DEFAULT_TIMEOUT = 300.0
 
 
@@ -44,38 +44,37 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on several machines, with one process on each.
 
     Every process, a *worker*, runs the same script. Each global batch is split over
-    the replicas of all workers, each of which has a copy of the variables; what comes
-    out, weights, losses and metrics, is the same on all workers, and is what one
-    device computes on the whole batch. Initial weights and random seeds are the
-    chief's: worker 0's, or those of the task `chief`.
+    the replicas of all workers, each of which has a copy of the variables. Weights,
+    losses and metrics are the same on all workers, and equal those of one device on the
+    full batch. Initial weights and random seeds are those of the chief: worker 0, or
+    the task `chief`.
 
-    Without a cluster, around it or in its resolver, it is one worker, as
-    `MirroredStrategy` is. Workers of one process's cluster meet once: strategies that
-    are made later use the connections that are there.
+    Without a cluster, in the environment or the resolver, it is one worker, as
+    `MirroredStrategy`. Workers connect once: later strategies of the process use the
+    same connections.
 
     Args:
-        cluster_resolver: `ks.cluster_resolver.ClusterResolver`, which says who is who;
-            None to find that out from `TF_CONFIG`, `torchrun`, SLURM or SageMaker.
-        communication_options: `CommunicationOptions`; `timeout_seconds` is how long
-            workers wait for one another and how long one may be silent, 300 seconds
-            by default, as set by the first strategy of the process. `bytes_per_pack`
-            is the size of messages, on JAX of those outside of compiled steps.
-            `implementation`: on Torch and TensorFlow, NCCL or RING (Gloo or gRPC)
-            between GPUs; on JAX, where XLA chooses, NCCL is for GPUs and RING, which
-            is Gloo's, for CPUs.
+        cluster_resolver: `ks.cluster_resolver.ClusterResolver`; None for the cluster of
+            the environment: `TF_CONFIG`, `torchrun`, SLURM or SageMaker.
+        communication_options: `CommunicationOptions`; `timeout_seconds` is the timeout
+            of collectives and heartbeats, 300 seconds by default, set by the first
+            strategy of the process. `bytes_per_pack` is the size of messages, on JAX of
+            those outside of compiled steps. `implementation`: on Torch and TensorFlow,
+            NCCL or RING (Gloo or gRPC) between GPUs; on JAX, where XLA chooses, NCCL is
+            for GPUs and RING, which is Gloo, for CPUs.
         devices: sequence of str or device objects, this worker's devices; None for
             all its accelerators, or all its CPU devices where there are none.
-        cross_device_ops: `CrossDeviceOps`, how the replicas of this worker are
-            combined, as for `MirroredStrategy`; the result is reduced over workers by
-            the engine that `communication_options` names.
+        cross_device_ops: `CrossDeviceOps`, reductions between the replicas of this
+            worker, as for `MirroredStrategy`; results are reduced over workers by the
+            engine of `communication_options`.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
 
     Raises:
-        ValueError: for a cluster that cannot be as described, a port in use, two
-            workers with one index, or workers that differ in backend or versions; for
-            NCCL between devices that are no GPUs.
-        RuntimeError: if workers do not come in time.
+        ValueError: for an invalid cluster, a port in use, two workers with one index,
+            workers that differ in backend or versions, or NCCL between devices other
+            than GPUs.
+        RuntimeError: if workers do not connect in time.
 
     Example:
 
@@ -101,7 +100,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options, "communication_options"
         )
         if devices is not None:
-            # Before workers meet, who would wait for this one.
+            # Before workers connect, so that none waits for this one.
             check_implementation(options, backend.name, as_devices(devices))
         # Before the devices are looked at: engines add those of other workers.
         resolver, workers = find_workers(
@@ -131,7 +130,7 @@ def find_workers(
     cluster_resolver: ClusterResolver | None,
     communication_options: CommunicationOptions | None,
 ) -> tuple[ClusterResolver | None, Workers | None]:
-    """The cluster that was given, or is set around this process, and its workers.
+    """The resolver, given or from the environment, and the connected workers.
 
     Raises:
         ValueError: for arguments of other types, and as `MultiWorkerMirroredStrategy`.
@@ -149,14 +148,14 @@ def find_workers(
     return resolver, workers
 
 
-# The cluster that this process belongs to. Engines are started once for a process.
+# The cluster of this process. Engines are started once for a process.
 _joined: dict[tuple[Any, ...], Workers] = {}
 
 
 def join_workers(
     resolver: ClusterResolver, backend: Backend, options: CommunicationOptions
 ) -> Workers | None:
-    """The workers of a cluster, who meet here; None if this is the only one."""
+    """Connects the workers of a cluster; None if this is the only one."""
     if isinstance(resolver, LocalClusterResolver):
         raise ClusterError(
             "LocalClusterResolver describes processes that ParameterServerStrategy "
@@ -205,7 +204,7 @@ def _is_port_shared(resolver: ClusterResolver) -> bool:
 
 
 def _job(addresses: list[str], resolver: ClusterResolver) -> str:
-    """Tells runs at one address from one another, where something does."""
+    """An identifier of the run from the environment, if any."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
     found = [os.environ.get(name, "") for name in names]
     count = str(resolver.num_workers)
@@ -213,7 +212,7 @@ def _job(addresses: list[str], resolver: ClusterResolver) -> str:
 
 
 def leave_cluster() -> None:
-    """Ends the engine and the membership, in order."""
+    """Closes the engine and leaves the group."""
     for key in list(_joined):
         workers = _joined.pop(key)
         workers.close()

@@ -1,4 +1,4 @@
-"""One replica on a device of one's choice."""
+"""One replica on one device."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from keras_strategies.types import CommunicationOptions
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """Which cores each replica computes on.
+    """The cores of each replica.
 
     Args:
         devices: sequence of sequences of device names or objects: for each replica its
@@ -70,9 +70,9 @@ class TPUStrategy(Strategy):
 
     Every core is a replica with a copy of the variables, as `MirroredStrategy` has
     them on other accelerators. A device assignment can give a replica several cores;
-    with SPMD partitioning the large variables are then cut over these, as
-    `ModelParallelStrategy("auto")` cuts them, and without it the first core of each
-    replica does its work.
+    with SPMD partitioning, large variables are sharded over these as by
+    `ModelParallelStrategy("auto")`; without it only the first core of each replica
+    computes.
 
     Args:
         tpu_cluster_resolver: `ks.cluster_resolver.TPUClusterResolver`, for a slice of
@@ -80,7 +80,7 @@ class TPUStrategy(Strategy):
             machine.
         experimental_device_assignment: `DeviceAssignment`; None for a replica on each
             core.
-        experimental_spmd_xla_partitioning: bool, whether variables are cut over the
+        experimental_spmd_xla_partitioning: bool, whether variables are sharded over the
             cores of a replica; None for False.
 
     Raises:
@@ -146,7 +146,7 @@ class TPUStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What says who is who in the slice; None on one machine."""
+        """The resolver of the slice; None on one machine."""
         return self._cluster_resolver
 
 

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Writes what is left; after `| head`, nobody reads it, and Python would complain.
+    """Flushes output; after `| head`, the pipe is closed, and Python would raise.
 
     See "Note on SIGPIPE" in the documentation of Python's `signal`.
     """

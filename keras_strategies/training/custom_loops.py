@@ -23,7 +23,7 @@ def value_and_grad(
             loss and anything else. It may call models, update metrics and assign
             variables.
         variables: sequence of `keras.Variable`, what to differentiate by.
-        has_aux: bool, whether `fn` returns something beside the loss.
+        has_aux: bool, whether `fn` returns more than the loss.
 
     Returns:
         A callable of `fn`'s arguments that returns `(loss, gradients)`, or

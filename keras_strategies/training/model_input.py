@@ -95,7 +95,7 @@ def model_arguments(
         dict of the arguments that are others: `x` and `validation_data`.
 
     Raises:
-        ValueError: for targets or weights beside a dataset that contains them.
+        ValueError: for targets or weights with a dataset that contains them.
     """
     if name not in ("fit", "evaluate", "predict"):
         return {}

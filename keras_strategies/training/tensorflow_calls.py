@@ -1,4 +1,4 @@
-"""Errors of scripts that still call TensorFlow on another backend."""
+"""Errors for calls of TensorFlow on another backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMPY = "Write `keras.ops.convert_to_numpy(x)` for `x.numpy()`; outside of `run
 
 
 def check_not_in_tf_function(method: str) -> None:
-    """Raises inside a `tf.function` where Keras runs on another backend."""
+    """Raises inside a `tf.function` if Keras uses another backend."""
     tensorflow = sys.modules.get("tensorflow")
     is_inside = getattr(tensorflow, "inside_function", None)
     if is_inside is None or backend_name() == "tensorflow" or not is_inside():
@@ -55,7 +55,7 @@ def check_no_tensorflow_results(results: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def replacements_named() -> Iterator[None]:
-    """Adds what to write instead to errors that calls of TensorFlow raise."""
+    """Adds replacements to errors of TensorFlow's functions."""
     try:
         yield
     except Exception as error:

@@ -122,8 +122,8 @@ class WorkerGroup:
             same: dict of values that must agree on all workers, by name.
             info: dict, further information for the other workers.
             timeout: float, seconds to wait, and between heartbeats later.
-            job: str, tells this cluster from others at the same address; None to use
-                the addresses.
+            job: str, identifies this cluster among others at the same address; None to
+                use the addresses.
             shares_port: bool, whether another program listens at the chief's port, as
                 under torchrun; the hub then uses one of the next ports.
 
@@ -349,7 +349,7 @@ class WorkerGroup:
         place = str(chief["host"]), int(chief["pid"])
         progress = self._chief_progress
         if self._failure is not None and self._failure.index == 0:
-            # What it said last tells more than that it is gone.
+            # Its last message says more than the end of the connection.
             how, progress = self._failure.how, self._failure.progress
         self._lost(Loss(0, how, progress, *place))
 

@@ -130,9 +130,9 @@ class SlurmClusterResolver(ClusterResolver):
         tasks_per_node: int, a list with one for each node, or a dict from node to
             number; None for SLURM's.
         auto_set_gpu: bool, whether to set `CUDA_VISIBLE_DEVICES` to this task's share
-            of the node's GPUs. It stays as it is where `srun` was told
-            `--gpus-per-task` or `--gpu-bind`, unless `gpus_per_node` or
-            `gpus_per_task` is given here.
+            of the node's GPUs. It is unchanged if `srun` was started with
+            `--gpus-per-task` or `--gpu-bind`, unless `gpus_per_node` or `gpus_per_task`
+            is given here.
         rpc_layer: str, the protocol for `master()`.
 
     Raises:

@@ -99,9 +99,8 @@ class PreemptionCheckpointHandler:
     restores what was saved, and training takes exactly the steps that were left.
 
     Args:
-        cluster_resolver: the `ClusterResolver` of the strategy, which is compared
-            with the workers that have connected; None for those workers, whoever
-            they are.
+        cluster_resolver: the `ClusterResolver` of the strategy, which is compared with
+            the connected workers; None to skip the comparison.
         checkpoint_or_checkpoint_manager: what is saved: a `keras.Model`, compiled and
             built, with its optimizer; or an object with `write(path)` and
             `read(path)`, such as a `tf.train.Checkpoint` (or a `CheckpointManager`,
@@ -230,7 +229,7 @@ class PreemptionCheckpointHandler:
         After a restart `fit` goes on in the epoch and at the step where it stopped:
         batches that were trained on are read once more and passed by. Arrays that are
         shuffled come in the order that they would have had, except on TensorFlow,
-        which begins its order anew; shuffle with a seed there, or not at all.
+        which restarts its order; shuffle with a seed there, or not at all.
         """
         if not isinstance(self._saved.checkpoint, keras.Model):
             raise InvalidArgumentError(

@@ -24,7 +24,7 @@ from keras_strategies.errors import (
     InvalidArgumentError,
 )
 
-#: How checkpoints end; what `save_weights` cuts into shards is found by its index.
+#: Suffixes of checkpoints; sharded files of `save_weights` are found by their index.
 _SUFFIXES = (".weights.h5", ".weights.json", ".keras")
 #: A file that cannot be read is being written, until it has not changed for so long.
 _SETTLED_SECONDS = 2.0
@@ -60,7 +60,7 @@ class _Version:
 class SidecarEvaluator:
     """Evaluates each new checkpoint while another process trains.
 
-    It is the whole work of a cluster's `evaluator` task, or of any process that sees
+    It runs in a cluster's `evaluator` task, or in any process that sees
     the folder of checkpoints: those of `ModelCheckpoint`, of `save` and of
     `save_weights`, in whichever format of Keras, from whichever strategy and backend.
     Those that are there already are evaluated first, in the order in which they were

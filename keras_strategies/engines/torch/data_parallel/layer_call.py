@@ -69,8 +69,8 @@ class TorchDataParallelCall(DataParallelCall):
         self._row_split = RowSplit.local(PRIMITIVES, [1])
         self._random_calls = RandomCalls()
         self._random: ReplicaRandom = NoRandom()
-        # On one physical device a small call is faster whole; what it computes is the
-        # same, unless replicas are to have batch statistics of their own.
+        # On one physical device a small call is faster unsplit and computes the same,
+        # unless replicas are to have batch statistics of their own.
         self._may_call_unsplit = (
             set(self._devices) == {self._lead}
             and strategy.sync_batch_norm
@@ -87,10 +87,10 @@ class TorchDataParallelCall(DataParallelCall):
 
     @contextlib.contextmanager
     def step(self, is_small: bool) -> Iterator[Callable[[], bool]]:
-        """Entered around a step.
+        """Context manager around a step.
 
-        Where all calls are so small that they are made whole, two kernel threads take
-        longer than one: they would meet more often than they work.
+        If all calls are so small that they run unsplit, two kernel threads take longer
+        than one, because of synchronization.
 
         Args:
             is_small: bool, whether the step before this one was.
@@ -189,8 +189,8 @@ class TorchDataParallelCall(DataParallelCall):
         return local
 
     def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        # The backward pass of these tasks meets in the same communicator. Calls do
-        # not nest: none is routed while one is under way.
+        # The backward pass of these tasks uses the same communicator. Calls do not
+        # nest: none is routed while one is under way.
         self._communicator = ThreadCommunicator(
             self.placement.replicas[: len(tasks)],
             replica_set=self._row_split.replica_set,

@@ -151,7 +151,7 @@ def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def probing(device: torch.device, quantile: float) -> Iterator[ConstantRandomNumbers]:
-    """Entered around calls that are compared.
+    """Context manager around calls that are compared.
 
     Args:
         device: where they compute. On CUDA, TF32 would round by more than what is

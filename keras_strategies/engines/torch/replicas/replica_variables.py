@@ -43,7 +43,7 @@ class ReplicaVariables:
         if offset:
             local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
         if raw.requires_grad and torch.is_grad_enabled():
-            # New in every case above, a leaf of nobody's graph.
+            # New in every case above, and in no graph.
             local = local.requires_grad_()
         return local
 
