@@ -36,9 +36,6 @@ from keras_strategies.runtime.run_state import CREATE_ONCE
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 
-# The variable's, and the argument of `sys.getrefcount`.
-_REFERENCES_OF_A_REF = 2
-
 # Plain results, results split over replicas, and new state, the same two kinds.
 Results = tuple[list[Any], list[Any], list[Any], list[Any]]
 
@@ -255,11 +252,25 @@ def _same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return list(map(id, one)) == list(map(id, other))
 
 
+def _references(get: Callable[[], Any]) -> int:
+    """The references of an object, with those of this call."""
+    return sys.getrefcount(get())
+
+
+def _references_of_unshared() -> int:
+    holder = [object()]
+    return _references(lambda: holder[0])
+
+
 def _unshared(refs: list[StateRef]) -> list[Any]:
-    """Arrays to donate: copies of those with references from elsewhere."""
+    """Arrays to donate: copies of those with references from elsewhere.
+
+    A reference that the user holds, such as `array = variable.value`, stays valid.
+    """
+    alone = _references_of_unshared()
     arrays: list[Any] = []
     for ref in refs:
-        shared = sys.getrefcount(ref.get()) > _REFERENCES_OF_A_REF
+        shared = _references(ref.get) > alone
         arrays.append(jnp.copy(ref.get()) if shared else ref.get())
     return arrays
 

@@ -85,12 +85,12 @@ class ShardMapReplicas(TracedReplicas):
     # Around the trace.
 
     def mapped(self) -> Callable[..., Any]:
-        along, whole = jax.P(self._axis), jax.P()
+        along, replicated = jax.P(self._axis), jax.P()
         return jax.shard_map(
             self._body,
             mesh=self._mesh.mesh,
-            in_specs=(whole, along, whole, along),
-            out_specs=(whole, along, whole, along),
+            in_specs=(replicated, along, replicated, along),
+            out_specs=(replicated, along, replicated, along),
             axis_names={self._axis},
             # So that the gradient of an all-reduce is the same all-reduce.
             check_vma=False,
@@ -110,7 +110,7 @@ class ShardMapReplicas(TracedReplicas):
         self, state: TraceState, program: ProgramState, results: tuple[Any, ...]
     ) -> list[Any]:
         """Writes the new state; returns a result for each replica."""
-        whole, joined, values, stacks = results
+        replicated, joined, values, stacks = results
         for ref, value in zip(self._written, values, strict=True):
             state.write_ref(ref, value)
         for ref, value in zip(self._written_stacks, stacks, strict=True):
@@ -127,7 +127,9 @@ class ShardMapReplicas(TracedReplicas):
                 return value
             if kind == "input":
                 return self._arguments.shared[value]
-            return whole[value] if kind == "whole" else parts[value][replica_id]
+            return (
+                replicated[value] if kind == "replicated" else parts[value][replica_id]
+            )
 
         return [
             map_structure(lambda own, i=i: leaf(own.value, i), self._result)
@@ -137,12 +139,16 @@ class ShardMapReplicas(TracedReplicas):
     # Inside the trace.
 
     def _body(
-        self, state: list[Any], stacks: list[Any], whole: list[Any], parts: list[Any]
+        self,
+        state: list[Any],
+        stacks: list[Any],
+        replicated: list[Any],
+        parts: list[Any],
     ) -> tuple[list[Any], ...]:
         for ref, value in zip(self._refs_in_order(), [*state, *stacks], strict=True):
             self._blocks[ref.key] = value
-        self._shared_inputs = {id(value): i for i, value in enumerate(whole)}
-        self._replicated.update({id(value): value for value in whole})
+        self._shared_inputs = {id(value): i for i, value in enumerate(replicated)}
+        self._replicated.update({id(value): value for value in replicated})
         self._replica_id = lax.axis_index(self._axis)
         replica = _ShardedContext(
             self._mesh.strategy,
@@ -150,7 +156,7 @@ class ShardMapReplicas(TracedReplicas):
             self,
         )
         self._state = TracedReplicaState(replica, self._copy, self._local, self)
-        args, kwargs = self._arguments.build(whole, parts)
+        args, kwargs = self._arguments.build(replicated, parts)
         with context.on_replica(replica), self._state.scope():
             result = self._fn(*args, **kwargs)
             outputs = self._sorted_outputs(result)
@@ -182,7 +188,7 @@ class ShardMapReplicas(TracedReplicas):
         return None if block is None else block[0]
 
     def _sorted_outputs(self, result: Any) -> tuple[list[Any], list[Any]]:
-        whole: list[Any] = []
+        replicated: list[Any] = []
         joined: list[Any] = []
         self._stacked: list[bool] = []
 
@@ -192,14 +198,14 @@ class ShardMapReplicas(TracedReplicas):
             if id(leaf) in self._shared_inputs:
                 return _Leaf(("input", self._shared_inputs[id(leaf)]))
             if id(leaf) in self._replicated or not isinstance(leaf, jax.core.Tracer):
-                whole.append(leaf)
-                return _Leaf(("whole", len(whole) - 1))
+                replicated.append(leaf)
+                return _Leaf(("replicated", len(replicated) - 1))
             self._stacked.append(is_stacked(leaf))
             joined.append(leaf[None] if is_stacked(leaf) else leaf)
             return _Leaf(("part", len(joined) - 1))
 
         self._result = map_structure(place, result)
-        return whole, joined
+        return replicated, joined
 
     def _new_state(self) -> tuple[list[Any], list[Any]]:
         values, stacks = [], []
