@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.worker.running_task import portable_error
+from keras_strategies.processes.portable_exceptions import portable_exception
 
 ROOT = Path(__file__).parents[1]
 CLASSES = [value for value in vars(ks.errors).values() if isinstance(value, type)]
@@ -49,7 +49,7 @@ def test_an_error_of_another_process_has_one_address(pickler) -> None:
     for _ in range(2):
         error = pickler.loads(pickler.dumps(error))
     assert str(error) == str(ks.errors.BatchError("No rows."))
-    assert str(portable_error(error, 1)) == str(error)
+    assert str(portable_exception(error, "on worker 1")) == str(error)
 
 
 def test_a_quoted_error_gives_its_address_to_the_one_that_quotes_it() -> None:

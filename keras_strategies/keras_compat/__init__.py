@@ -14,7 +14,7 @@ from keras_strategies.keras_compat.hooks import (
     install,
 )
 from keras_strategies.keras_compat.hosted import (
-    RemoteValue,
+    HostedValue,
     VariableHost,
     host_made_variable,
     host_of,
@@ -151,10 +151,10 @@ from keras_strategies.keras_compat.variables import (
 __all__ = [
     "BatchPlacer",
     "DatasetPlacer",
+    "HostedValue",
     "IdSet",
     "ModelHooks",
     "OpenShape",
-    "RemoteValue",
     "StoredRows",
     "VariableHost",
     "all_variables",

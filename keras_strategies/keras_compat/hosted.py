@@ -82,7 +82,7 @@ def _refuse_backward(tensor: Any, message: str) -> Any:
     return tensor
 
 
-class RemoteValue:
+class HostedValue:
     """Stands in a variable for a value that is elsewhere.
 
     Keras asks `_value` for a shape when it is made, and for `requires_grad` on Torch.
@@ -222,10 +222,10 @@ def _hosted(kind: Any) -> Any:
             host = host_of(self)
             host.create(self, value() if callable(value) else value)
             shape = value.shape if self._shape is None else self._shape
-            self._value = RemoteValue(shape, self._dtype)
+            self._value = HostedValue(shape, self._dtype)
 
         def _initialize_with_initializer(self, initializer: Any) -> None:
-            self._value = RemoteValue(self._shape, self._dtype)
+            self._value = HostedValue(self._shape, self._dtype)
             host_of(self).create_with(self, initializer)
 
         @property

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategies.errors import WorkerError
+from keras_strategies.processes.portable_exceptions import (
+    pickle_exception,
+    unpickle_exception,
+)
 
 CALL = "call.pickle"
 PATH = "path.json"
@@ -38,13 +42,7 @@ class CallOutcome:
 
     def error(self) -> Exception | None:
         """The exception; None if it cannot be unpickled here."""
-        if not self.pickled_error:
-            return None
-        try:
-            error = pickle.loads(self.pickled_error)
-        except Exception:  # Unpickling runs code of its class.
-            return None
-        return error if isinstance(error, Exception) else None
+        return unpickle_exception(self.pickled_error)
 
     def write(self, file: Path) -> None:
         """Writes the outcome atomically."""
@@ -61,15 +59,10 @@ class CallOutcome:
 
     @classmethod
     def of_error(cls, error: BaseException) -> CallOutcome:
-        import cloudpickle
-
         # The first entry is the call in `main`, which says nothing to its reader.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(error.with_traceback(trace)))
-        try:
-            return cls(pickled_error=cloudpickle.dumps(error), traceback=text)
-        except Exception:  # Exceptions may hold objects that cannot be pickled.
-            return cls(traceback=text)
+        return cls(pickled_error=pickle_exception(error), traceback=text)
 
 
 def main(directory: str, index: int) -> None:

@@ -112,7 +112,7 @@ def test_tasks_end_when_the_coordinator_stays_away(tasks, monkeypatch) -> None:
     for process in started:
         assert process.wait(30)[0] == 1
         text = process.text()
-        assert f"The coordinator at tcp://{chief} is gone" in text
+        assert f"The coordinator at tcp://{chief} was lost" in text
         assert "coordinator_seconds" in text
 
 
@@ -125,7 +125,7 @@ def test_tasks_end_when_the_coordinator_stays_away(tasks, monkeypatch) -> None:
         (
             {"chief": ["c:1"], "worker": ["a:1"], "ps": ["b:1"]},
             "chief",
-            "is a 'worker'",
+            "must be 'worker'",
         ),
     ],
 )

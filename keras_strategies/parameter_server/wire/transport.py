@@ -30,6 +30,7 @@ from keras_strategies.parameter_server.wire.shared_buffers import (
     SharedBufferReader,
     SharedBufferWriter,
 )
+from keras_strategies.processes.portable_exceptions import portable_exception
 
 #: Callable of a request and of an allocator of arrays that returns the reply.
 Handle = Callable[[Any, Empty], Any]
@@ -501,18 +502,4 @@ def answer(
     try:
         return "ok", handle(message, empty)
     except Exception as error:  # Raised in the requesting process.
-        return "error", _portable(error)
-
-
-def _portable(error: Exception) -> Exception:
-    """An exception that arrives, with its traceback as a note."""
-    import pickle
-    import traceback
-
-    text = "".join(traceback.format_exception(error))
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # Pickling runs the exception's own code: anything may fail.
-        copy = PeerError(f"{type(error).__name__}: {error}")
-    copy.add_note(f"Raised in another process:\n{text}")
-    return copy  # type: ignore[no-any-return]
+        return "error", portable_exception(error, "in another process", PeerError)

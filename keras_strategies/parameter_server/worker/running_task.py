@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import keras
 import numpy as np
 
@@ -248,16 +246,3 @@ def portable_value(value: Any) -> Any:
     if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
         return to_numpy(value)
     return value
-
-
-def portable_error(error: Exception, index: int) -> Exception:
-    text = "".join(traceback.format_exception(error))
-    try:
-        copy = cloudpickle.loads(cloudpickle.dumps(error))
-        if type(copy) is not type(error):
-            raise TypeError
-    except Exception:  # Pickling runs the exception's own code: anything may fail.
-        copy = RuntimeError(f"{type(error).__name__}: {error}")
-    copy.add_note(f"Raised on worker {index}:\n{text}")
-    result: Exception = copy
-    return result

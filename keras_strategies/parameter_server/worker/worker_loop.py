@@ -39,7 +39,6 @@ from keras_strategies.parameter_server.worker.running_task import (
     RunningTask,
     WorkerVariableHost,
     is_array,
-    portable_error,
     portable_value,
     to_numpy,
 )
@@ -48,6 +47,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
     StepExecution,
     StepVariables,
 )
+from keras_strategies.processes.portable_exceptions import portable_exception
 
 #: Seconds between checks of the connection to the coordinator.
 _CHECK_SECONDS = 1.0
@@ -190,7 +190,7 @@ class Worker:
             if not self._tasks or not task.pulls_ahead:
                 self._await_replies()
         except Exception as error:  # The user's; raised on the coordinator.
-            failed = TaskResult(task.number, error=portable_error(error, self.index))
+            failed = TaskResult(task.number, error=self._portable(error))
             self._pipeline.drop()
             with contextlib.suppress(Exception):  # The first error is reported.
                 self._await_replies()
@@ -205,13 +205,16 @@ class Worker:
         self._counted = self.execution.servers.traffic
         return self._counted[0] - before[0], self._counted[1] - before[1]
 
+    def _portable(self, error: Exception) -> Exception:
+        return portable_exception(error, f"on worker {self.index}")
+
     def _report(self, result: TaskResult) -> None:
         try:
             self._post("result", result)
         except (
             Exception
         ) as error:  # Pickling runs the user's code, which may raise anything.
-            failed = TaskResult(result.number, error=portable_error(error, self.index))
+            failed = TaskResult(result.number, error=self._portable(error))
             self._post("result", failed)
 
     def _function(self, definition: FunctionDefinition) -> Any:
@@ -358,9 +361,7 @@ class Worker:
         while self._unreported:
             result = self._unreported.popleft()()
             if error is not None:
-                result = TaskResult(
-                    result.number, error=portable_error(error, self.index)
-                )
+                result = TaskResult(result.number, error=self._portable(error))
             self._report(result)
 
     def _model_program(self, definition: FunctionDefinition) -> StepProgram:
