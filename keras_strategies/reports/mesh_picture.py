@@ -142,9 +142,9 @@ def _drawn_axes(full: Axes, rank: int) -> tuple[int | None, int]:
     """Two axes of a variable, sharded ones first; one for a vector."""
     if rank == 1:
         return None, 0
-    cut = [i for i, axis in enumerate(full) if axis is not None]
-    rest = [i for i in reversed(range(rank)) if i not in cut]
-    first, second = sorted([*cut, *rest][:2])
+    sharded = [i for i, axis in enumerate(full) if axis is not None]
+    rest = [i for i in reversed(range(rank)) if i not in sharded]
+    first, second = sorted([*sharded, *rest][:2])
     return first, second
 
 
@@ -163,8 +163,8 @@ def _shard_devices(
         rest = number
         for axis, size in reversed(list(mesh.sizes.items())):
             rest, where[axis] = divmod(rest, size)
-        cut = {i: name for i, name in enumerate(full) if name is not None}
-        if all(where[cut[i]] == n for i, n in part.items() if i in cut):
+        sharded = {i: name for i, name in enumerate(full) if name is not None}
+        if all(where[sharded[i]] == n for i, n in part.items() if i in sharded):
             found.append(device)
     return found
 

@@ -151,7 +151,7 @@ def _probe(own: str, task: str, address: str, deadline: float) -> Peer:
         left = deadline - time.monotonic()
         try:
             with socket.create_connection((host, port), max(left, 0.5)) as connection:
-                return _meet(own, task, address, connection)
+                return _exchange_greetings(own, task, address, connection)
         except OSError as error:
             name_is_unknown = isinstance(error, socket.gaierror)
             if name_is_unknown or left <= _RETRY_SECONDS:
@@ -159,7 +159,9 @@ def _probe(own: str, task: str, address: str, deadline: float) -> Peer:
         time.sleep(_RETRY_SECONDS)
 
 
-def _meet(own: str, task: str, address: str, connection: socket.socket) -> Peer:
+def _exchange_greetings(
+    own: str, task: str, address: str, connection: socket.socket
+) -> Peer:
     connection.settimeout(_GREETING_SECONDS)
     there = _greeting(connection)
     if not there:

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from keras_strategies.cluster.group import Loss
+from keras_strategies.cluster.group import LostWorker
 from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
 
 GRACE = 0.3
-LOSS = Loss(1, "it was stopped", "step 3 of fit", "10.0.0.2", 77)
+LOSS = LostWorker(1, "it was stopped", "step 3 of fit", "10.0.0.2", 77)
 
 
 class Group:

@@ -8,6 +8,10 @@ compare versions and settings, and send heartbeats. No tensor of a step is sent 
 way.
 """
 
-from keras_strategies.cluster.group.worker_group import Loss, WorkerGroup, current_group
+from keras_strategies.cluster.group.worker_group import (
+    LostWorker,
+    WorkerGroup,
+    current_group,
+)
 
-__all__ = ["Loss", "WorkerGroup", "current_group"]
+__all__ = ["LostWorker", "WorkerGroup", "current_group"]

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from keras_strategies.cluster.group.worker_group import Loss, WorkerGroup
+from keras_strategies.cluster.group.worker_group import LostWorker, WorkerGroup
 from keras_strategies.errors import WorkerError
 
 #: Seconds after the loss of a worker in which the engine may return by itself.
@@ -55,7 +55,7 @@ class ExitWatchdog:
         self._end = end
         self._lock = threading.Lock()
         self._waits = 0
-        self._loss: Loss | None = None
+        self._loss: LostWorker | None = None
         group.on_loss(self._lost)
 
     @contextlib.contextmanager
@@ -69,14 +69,14 @@ class ExitWatchdog:
             with self._lock:
                 self._waits -= 1
 
-    def _lost(self, loss: Loss) -> None:
+    def _lost(self, loss: LostWorker) -> None:
         # On its own thread, since the group's thread continues to receive messages.
         self._loss = loss
         threading.Thread(
             target=self._watch, args=(loss,), name="last-resort", daemon=True
         ).start()
 
-    def _watch(self, loss: Loss) -> None:
+    def _watch(self, loss: LostWorker) -> None:
         until = time.monotonic() + self._grace
         while time.monotonic() < until:
             time.sleep(_TICK)

@@ -66,9 +66,9 @@ class MessageConnection:
         """Closes the connection after the pending messages."""
         self._outgoing.put(None)
         self._sender.join(wait)
-        self.cut()
+        self.abort()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Closes the connection at once; the readers at both ends get an error."""
         try:
             # Closing alone would not wake a reader that waits in this process.

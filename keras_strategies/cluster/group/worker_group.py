@@ -30,7 +30,7 @@ def current_group() -> WorkerGroup | None:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostWorker:
     """A lost worker.
 
     Args:
@@ -87,15 +87,15 @@ class WorkerGroup:
         self._numbers: dict[str, int] = {}
         self._condition = threading.Condition()
         self._results: dict[tuple[str, int], tuple[dict[str, Any], bytes]] = {}
-        self._loss: Loss | None = None
-        self._failure: Loss | None = None
+        self._loss: LostWorker | None = None
+        self._failure: LostWorker | None = None
         self._last_received = time.monotonic()
         self._chief_progress = ""
         self._is_stopping = False
         self._begun = 0
         self._last_step: int | None = None
         self._closed = threading.Event()
-        self._on_loss: list[Callable[[Loss], None]] = []
+        self._on_loss: list[Callable[[LostWorker], None]] = []
         for target in (self._read, self._beat):
             threading.Thread(target=target, name="group", daemon=True).start()
 
@@ -294,7 +294,7 @@ class WorkerGroup:
         if self._loss is not None:
             raise WorkerError(self.describe(self._loss))
 
-    def describe(self, loss: Loss) -> str:
+    def describe(self, loss: LostWorker) -> str:
         """Message about a loss."""
         own = f" This is worker {self.index}"
         own += f", at {self.progress}." if self.progress else "."
@@ -303,7 +303,7 @@ class WorkerGroup:
             "with keras.callbacks.BackupAndRestore they resume where they stopped."
         )
 
-    def loss(self, wait: float = 0.0) -> Loss | None:
+    def loss(self, wait: float = 0.0) -> LostWorker | None:
         """The lost or failed worker, if it is detected within `wait` seconds."""
         until = time.monotonic() + wait
         with self._condition:
@@ -314,7 +314,7 @@ class WorkerGroup:
                 self._condition.wait(min(left, BEAT))
             return self._loss or self._failure
 
-    def on_loss(self, callback: Callable[[Loss], None]) -> None:
+    def on_loss(self, callback: Callable[[LostWorker], None]) -> None:
         """Calls `callback`, on a thread, when a worker is lost."""
         self._on_loss.append(callback)
 
@@ -351,9 +351,9 @@ class WorkerGroup:
         if self._failure is not None and self._failure.index == 0:
             # Its last message says more than the end of the connection.
             how, progress = self._failure.how, self._failure.progress
-        self._lost(Loss(0, how, progress, *place))
+        self._lost(LostWorker(0, how, progress, *place))
 
-    def _lost(self, loss: Loss) -> None:
+    def _lost(self, loss: LostWorker) -> None:
         with self._condition:
             if self._loss is not None or self._closed.is_set():
                 return
@@ -393,7 +393,7 @@ class WorkerGroup:
                 self._condition.notify_all()
         elif kind in ("lost", "failed"):
             names = ("index", "how", "progress", "host", "pid")
-            loss = Loss(**{name: header[name] for name in names})
+            loss = LostWorker(**{name: header[name] for name in names})
             if kind == "lost":
                 if loss.index != self.index:
                     self._lost(loss)

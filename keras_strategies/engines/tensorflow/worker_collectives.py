@@ -30,7 +30,7 @@ from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context as eager_context
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.worker_group import Loss
+from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.errors import BackendInUseError, ClusterError, GatherError
 from keras_strategies.runtime.placement import Placement
@@ -140,7 +140,7 @@ class TensorFlowWorkers(Workers):
                     tf.int64, tf.int32, -1
                 )
 
-    def _abort(self, loss: Loss) -> None:
+    def _abort(self, loss: LostWorker) -> None:
         """Ends the wait for a worker that does not answer."""
         if self._runtime.is_started:
             eager_context.context().abort_collective_ops(

@@ -228,8 +228,8 @@ def _loss_kinds(probe: Probe, tolerance: float) -> list[set[str]]:
         parts = [part.losses[i] for part in probe.parts]
         shapes = [part.shape[:1] for part in parts]
         if unsplit.ndim > 0 and shapes == [(size,) for size in probe.sizes]:
-            alike = difference(unsplit, np.concatenate(parts)) <= tolerance
-            kinds.append({"mean", "sum"} if alike else set())
+            is_equal = difference(unsplit, np.concatenate(parts)) <= tolerance
+            kinds.append({"mean", "sum"} if is_equal else set())
             continue
         means = [p * f for p, f in zip(parts, probe.fractions, strict=True)]
         candidates = {"mean": sum(means), "sum": sum(parts)}

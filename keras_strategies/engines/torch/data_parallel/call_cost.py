@@ -35,7 +35,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 @dataclass(frozen=True)
-class Work:
+class CallCost:
     """The forward pass of a layer.
 
     Args:
@@ -77,7 +77,7 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def measure(call: Callable[[], int]) -> Work:
+def measure(call: Callable[[], int]) -> CallCost:
     """Counts what a call on a few rows does.
 
     Args:
@@ -87,4 +87,4 @@ def measure(call: Callable[[], int]) -> Work:
     counter = _Counter()
     with torch.no_grad(), counter:
         rows = call()
-    return Work(counter.flops / rows, counter.kernels)
+    return CallCost(counter.flops / rows, counter.kernels)

@@ -12,7 +12,7 @@ import torch
 
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.engines.torch.data_parallel.call_cost import Work, measure
+from keras_strategies.engines.torch.data_parallel.call_cost import CallCost, measure
 from keras_strategies.engines.torch.data_parallel.gradient_sums import (
     GradientTarget,
     WorkerSums,
@@ -78,7 +78,9 @@ class TorchDataParallelCall(DataParallelCall):
             and self._workers is None
             and self.reduction is None
         )
-        self._work: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
+        self._costs: weakref.WeakKeyDictionary[Any, CallCost] = (
+            weakref.WeakKeyDictionary()
+        )
         # How the calls of the current step were made.
         self._were_small: list[bool] = []
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
@@ -147,7 +149,7 @@ class TorchDataParallelCall(DataParallelCall):
         self._row_split = row_split
         if self._may_call_unsplit:
             try:
-                work = self._work_of(layer, call_few)
+                work = self._cost_of(layer, call_few)
             except Exception:
                 # Whatever a layer raises on some of its rows: the check of rows, which
                 # follows, calls it so too, reports the error and leaves it unsplit.
@@ -157,10 +159,10 @@ class TorchDataParallelCall(DataParallelCall):
                 return None
         return sizes
 
-    def _work_of(self, layer: Any, call_few: Callable[[], int]) -> Work:
-        work = self._work.get(layer)
+    def _cost_of(self, layer: Any, call_few: Callable[[], int]) -> CallCost:
+        work = self._costs.get(layer)
         if work is None:
-            work = self._work[layer] = measure(call_few)
+            work = self._costs[layer] = measure(call_few)
         return work
 
     def _has_torch_modules(self, layer: Any) -> bool:

@@ -196,7 +196,7 @@ def match_placements(
         placements.append(placement if by_rows or between_heads else Replicate())
     query, key, value = (t.redistribute(mesh, placements) for t in (query, key, value))
 
-    def beside(tensor: Any) -> Any:
+    def matching(tensor: Any) -> Any:
         if tensor is None:
             return None
         tensor = on.spread(keras.ops.convert_to_tensor(tensor), False)
@@ -207,9 +207,9 @@ def match_placements(
         ]
         return tensor.redistribute(mesh, own)
 
-    return query, key, value, beside(bias), beside(mask)
+    return query, key, value, matching(bias), matching(mask)
 
 
-def whole(value: Any) -> Any:
+def gather_shards(value: Any) -> Any:
     """The full tensor of a DTensor, in every process; other values unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -24,9 +24,9 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     Placements,
     ShardedDistribution,
     axes_of,
+    gather_shards,
     match_placements,
     start_default_group,
-    whole,
 )
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
 from keras_strategies.engines.torch.trainer import check_steps, keras_function
@@ -70,7 +70,7 @@ class _GatheredVariables(StatePolicy):
         self._values.pop(id(variable), None)
         with keras_compat.outside_stateless_scopes(), torch.no_grad():
             if not isinstance(keras_compat.raw_value(variable), DTensor):
-                value = whole(value)
+                value = gather_shards(value)
             variable.assign(value)
 
 
@@ -94,7 +94,7 @@ class ShardedCall:
             if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
                 return call(*args, **kwargs)
             if not keras_compat.is_built(layer):
-                return keras.tree.map_structure(whole, call(*args, **kwargs))
+                return keras.tree.map_structure(gather_shards, call(*args, **kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             by_rows = bool(tensors) and all(
                 self._placements.splits(tensor) for tensor in tensors if tensor.ndim
@@ -108,7 +108,7 @@ class ShardedCall:
             keras_compat.clear_losses(layer)
             if scope.losses:
                 # Functional models refuse `add_loss` on themselves.
-                losses = [whole(loss) for loss in scope.losses]
+                losses = [gather_shards(loss) for loss in scope.losses]
                 keras.layers.Layer.add_loss(layer, losses)
             return keras.tree.map_structure(self._gathered, outputs)
 
@@ -133,10 +133,10 @@ class ShardedCall:
     def _gathered(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        gathered = whole(leaf)
+        gathered = gather_shards(leaf)
         mask = keras_compat.get_mask(leaf)
         if mask is not None:
-            keras_compat.set_mask(gathered, whole(mask))
+            keras_compat.set_mask(gathered, gather_shards(mask))
         return gathered
 
 
@@ -156,7 +156,7 @@ class ShardedTrainer(TrainerAdapter):
         placements = Placements(self._distribution.device_mesh.backend_mesh)
         self._call = ShardedCall(placements, self._distribution)
         self._unsharded_ops = UnshardedOps()
-        keras_compat.hook_torch_dtensors(whole, match_placements, _read)
+        keras_compat.hook_torch_dtensors(gather_shards, match_placements, _read)
 
     def distribution(self) -> ShardedDistribution:
         return self._distribution
