@@ -1,19 +1,15 @@
-"""The JAX backend: what holds there beyond the suites that all backends share."""
+"""`fit` on JAX: what holds there beyond the suites that all backends share."""
 
 from __future__ import annotations
 
 import _thread
 import contextlib
-import functools
 import itertools
-import textwrap
 import threading
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from harness.forker import run_code
 from keras import layers
 
 import keras_strategies as ks
@@ -22,145 +18,20 @@ if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX backend", allow_module_level=True)
 
 import jax
-
-from keras_strategies.engines.jax.batch_placement import MeshPlacer
-from keras_strategies.engines.jax.fit import mesh_copies
-from keras_strategies.types import ReduceOp
+from harness.jax_training import (
+    STRATEGIES,
+    alone,
+    assert_same,
+    on,
+    on_each_kind,
+    rows,
+    scope_of,
+    small_model,
+    train,
+    trained,
+)
 
 ks.set_virtual_cpu_devices(4)
-
-# mirrored_2: a step is one program over a mesh; central: it is two programs, with an
-# update on a device of its own; one_device: Keras's own program on another device than
-# the default one. mirrored_4 runs what mirrored_2 runs, and central_overlapping what
-# central runs, with arrays that are on the parameter device already.
-STRATEGIES = {
-    "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
-    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
-    "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
-    "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
-    "central_overlapping": lambda: ks.CentralStorageStrategy(
-        ["cpu:0", "cpu:1"], "cpu:0"
-    ),
-}
-
-
-def on(*names: str):
-    """Parametrizes with these strategies; with the others in the nightly run."""
-    others = [n for n in STRATEGIES if n not in names]
-    nightly = [pytest.param(n, marks=pytest.mark.nightly) for n in others]
-    return pytest.mark.parametrize("name", [*names, *nightly])
-
-
-on_each_kind = on("mirrored_2", "central", "one_device")
-
-
-def rows(count: int):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(count, 6)).astype("float32")
-    y = (random.uniform(size=(count, 1)) < 0.5).astype("float32")
-    weights = random.uniform(0.5, 2.0, size=count).astype("float32")
-    return x, y, weights
-
-
-class Counting(layers.Layer):
-    """Counts how often it is called, which is once per traced program."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.counts = {True: 0, False: 0}
-
-    def call(self, x, training=False):
-        self.counts[bool(training)] += 1
-        return x
-
-
-def make_model(optimizer=None, **compile_arguments):
-    keras.utils.set_random_seed(7)
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, activation="relu", kernel_regularizer="l2"),
-            layers.BatchNormalization(),
-            Counting(name="counting"),
-            layers.Dense(1, activation="sigmoid"),
-        ]
-    )
-    model.compile(
-        optimizer or keras.optimizers.SGD(0.1, momentum=0.9),
-        "binary_crossentropy",
-        metrics=["accuracy"],
-        weighted_metrics=[keras.metrics.AUC(num_thresholds=20, name="auc")],
-        **compile_arguments,
-    )
-    model.get_layer("counting").counts.update({True: 0, False: 0})
-    return model
-
-
-def small_model(optimizer=None):
-    """A model that compiles quickly, for what does not depend on its layers."""
-    keras.utils.set_random_seed(7)
-    model = keras.Sequential(
-        [keras.Input((6,)), Counting(name="counting"), layers.Dense(3), layers.Dense(1)]
-    )
-    model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    model.get_layer("counting").counts.update({True: 0, False: 0})
-    return model
-
-
-@functools.cache
-def trained(name):
-    """A strategy and a small model that has been trained; tests go on from there."""
-    x, y, _ = rows(22)
-    strategy = STRATEGIES[name]()
-    with strategy.scope():
-        model = small_model()
-    model.fit(x, y, batch_size=8, verbose=0)
-    return strategy, model
-
-
-def scope_of(strategy):
-    return contextlib.nullcontext() if strategy is None else strategy.scope()
-
-
-@functools.cache
-def alone(count=22, optimizer=lambda: None, **compile_arguments):
-    """What `train` gives without a strategy."""
-    return train(None, count, optimizer, **compile_arguments)
-
-
-def train(strategy, count=22, optimizer=lambda: None, **compile_arguments):
-    x, y, weights = rows(count)
-    with scope_of(strategy):
-        model = make_model(optimizer(), **compile_arguments)
-    history = model.fit(
-        x,
-        y,
-        sample_weight=weights,
-        validation_data=(x[:9], y[:9], weights[:9]),
-        batch_size=8,
-        epochs=3,
-        shuffle=False,
-        verbose=0,
-    )
-    results = {
-        "weights": model.get_weights(),
-        "history": [history.history[key] for key in sorted(history.history)],
-        "evaluate": model.evaluate(x, y, 8, 0, sample_weight=weights),
-        "predict": [model.predict(x, 8, 0)],
-    }
-    if model.steps_per_execution == 1:  # Keras 3.16 takes rows for steps otherwise.
-        results["predict_on_batch"] = [model.predict_on_batch(x)]
-    return results
-
-
-def assert_same(found, expected, tolerance=1e-5):
-    assert found.keys() == expected.keys()
-    for key in expected:
-        for one, other in zip(found[key], expected[key], strict=True):
-            scale = max(np.max(np.abs(other), initial=0.0), 1e-2)
-            np.testing.assert_allclose(
-                one, other, rtol=0, atol=tolerance * scale, err_msg=key
-            )
 
 
 # --- The same numbers -----------------------------------------------------------
@@ -543,225 +414,3 @@ def test_saved_files_have_no_strategy(name, tmp_path):
         == {c.device for c in strategy.trainer.copies(model.variables[0])}
         for v in (*again.variables, *again.optimizer.variables)
     )
-
-
-# --- Central storage ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["central", "central_overlapping"])
-def test_central_storage_keeps_one_copy(name):
-    x, y, _ = rows(16)
-    strategy = STRATEGIES[name]()
-    with strategy.scope():
-        model = small_model(keras.optimizers.Adam(0.01))
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            for variable in (*self.model.variables, *self.model.optimizer.variables):
-                (copy,) = strategy.trainer.copies(variable)
-                seen.append((copy.device, copy.role))
-
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=[Look()])
-    assert set(seen) == {("cpu:0", "variable")}
-
-
-def transfers(monkeypatch):
-    """The shapes of the arrays that are copied to the mesh from now on."""
-    shapes = []
-    original = jax.device_put
-
-    def device_put(arrays, *args, **kwargs):
-        shapes.extend(np.shape(array) for array in arrays)
-        return original(arrays, *args, **kwargs)
-
-    fake = type("jax", (), {**vars(jax), "device_put": staticmethod(device_put)})
-    monkeypatch.setattr(mesh_copies, "jax", fake)
-    return shapes
-
-
-def test_central_storage_moves_what_a_step_needs(monkeypatch):
-    x, y, _ = rows(24)
-    with STRATEGIES["central"]().scope():
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(1)])
-        model.compile(keras.optimizers.Adam(0.01), "mse")
-    model.layers[0].trainable = False
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    shapes = transfers(monkeypatch)
-    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
-    # The trained kernel in each step and never its slots; the frozen one once.
-    assert shapes.count((3, 1)) == 6
-    assert shapes.count((6, 3)) == 1
-    shapes.clear()
-    for _ in range(2):
-        model.predict(x, batch_size=8, verbose=0)
-        model.evaluate(x, y, batch_size=8, verbose=0)
-    assert shapes.count((3, 1)) == 1
-    assert shapes.count((6, 3)) == 0
-
-
-class Uses(keras.Model):
-    """A step of one's own, with an update that it goes on to use."""
-
-    def __init__(self, use, **kwargs):
-        super().__init__(**kwargs)
-        self.dense = layers.Dense(1)
-        self.use = use
-
-    def call(self, x):
-        return self.dense(x)
-
-    def train_step(self, state, data):
-        trainable, non_trainable, optimizer, metrics = state
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
-        (loss, _), gradients = gradient(
-            trainable,
-            non_trainable,
-            metrics,
-            x,
-            y,
-            weights,
-            training=True,
-            optimizer_variables=optimizer,
-        )
-        apply = self.optimizer.stateless_apply
-        if self.use == "jitted":
-            apply = jax.jit(lambda *args: self.optimizer.stateless_apply(*args))
-        if self.use == "before":
-            trainable = [value * 0.5 for value in trainable]
-        new, new_optimizer = apply(optimizer, gradients, trainable)
-        logs = {"loss": loss}
-        if self.use == "norm":
-            logs["norm"] = sum(jax.numpy.sum(value) for value in new)
-            logs["constant"] = 1.0
-        if self.use == "times":
-            new = [value * 0.5 for value in new]
-        if self.use == "call":
-            output, _ = self.stateless_call(new, non_trainable, x)
-            logs["output"] = jax.numpy.mean(output)
-        if self.use == "twice":
-            new, new_optimizer = apply(new_optimizer, gradients, new)
-        if self.use == "slots":
-            logs["slots"] = sum(jax.numpy.sum(value) for value in optimizer)
-        return logs, (new, non_trainable, new_optimizer, metrics)
-
-
-@pytest.mark.parametrize(
-    ("use", "eager"),
-    [(use, False) for use in ("before", "norm", "times", "call", "twice", "slots")]
-    + [("jitted", False), ("call", True), ("times", True)],
-)
-def test_central_storage_runs_any_step(use, eager):
-    x, y, _ = rows(16)
-
-    def fitted(strategy):
-        with scope_of(strategy):
-            keras.utils.set_random_seed(1)
-            model = Uses(use)
-            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-            model.compile(optimizer, "mse", run_eagerly=eager)
-        history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
-        model.evaluate(x, y, batch_size=8, verbose=0)
-        return {"weights": model.get_weights(), **history.history}
-
-    assert_same(fitted(STRATEGIES["central"]()), fitted(None))
-
-
-# --- Input, devices, collectives ------------------------------------------------
-
-
-def test_batches_of_any_structure_are_placed():
-    devices = set(jax.devices()[:2])
-    placer = MeshPlacer(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",)))
-    structure, _ = placer.place(({"a": np.ones((8, 2)), "b": (np.ones(8), None)}, None))
-    assert structure["b"][1] is None
-    for array in (structure["a"], structure["b"][0]):
-        assert array.sharding.spec == jax.P("batch")
-        assert array.devices() == devices
-    for rows in (7, 0):
-        (array,) = placer.place((np.ones((rows, 2)),))
-        assert array.is_fully_replicated
-        assert array.devices() == devices
-
-
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [("SUM", [9, 12]), ("MEAN", [3, 4]), ("MIN", [1, 2]), ("MAX", [5, 6])],
-)
-@pytest.mark.parametrize("devices", [(0, 1, 2), (0, 0, 1)], ids=str)
-def test_all_reduce(op, expected, devices):
-    places = [jax.devices()[i] for i in devices]
-    values = [
-        jax.device_put(np.array([1.0, 2.0]) + 2 * i, place)
-        for i, place in enumerate(places)
-    ]
-    backend = ks.MirroredStrategy(["cpu:0", "cpu:1"]).backend
-    for reduced, place in zip(
-        backend.all_reduce(ReduceOp.parse(op), values), places, strict=True
-    ):
-        assert reduced.devices() == {place}
-        np.testing.assert_allclose(reduced, expected)
-
-
-def test_all_gather_of_uneven_arrays():
-    values = [jax.device_put(np.full((i + 1, 2), i), jax.devices()[i]) for i in (0, 1)]
-    backend = ks.MirroredStrategy(["cpu:0", "cpu:1"]).backend
-    gathered = backend.all_gather(values, 0)
-    assert [array.devices() for array in gathered] == [
-        {device} for device in jax.devices()[:2]
-    ]
-    np.testing.assert_array_equal(gathered[1], [[0, 0], [1, 1], [1, 1]])
-
-
-def test_more_cpu_devices_than_jax_has():
-    assert len(jax.devices()) == 4  # Which fixes them.
-    ks.set_virtual_cpu_devices(2)  # Fewer than there are.
-    with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
-        ks.set_virtual_cpu_devices(64)
-    with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
-        ks.MirroredStrategy(["cpu:0", "cpu:63"])
-
-
-def test_a_strategy_makes_the_devices_it_names(tmp_path):
-    code = """
-        import keras_strategies as ks
-        from keras_strategies.engines import get_backend
-        from jax._src import xla_bridge
-        assert get_backend().cpu_device_count() == 1
-        assert not xla_bridge.backends_are_initialized()
-        print(ks.MirroredStrategy(["cpu:0", "cpu:2"]).num_replicas_in_sync)
-    """
-    printed = run_code(tmp_path, textwrap.dedent(code))
-    assert printed.splitlines()[-1] == "2"
-
-
-def test_symbols_of_jax_that_are_not_public():
-    from keras_strategies.engines.jax import jax_compat
-
-    jax.devices()
-    assert jax_compat.devices_are_fixed()
-    assert not jax_compat.is_tracing()
-    found = []
-
-    def traced(x):
-        found.append(jax_compat.is_tracing())
-        trace = jax_compat.current_trace()
-
-        def resume():
-            with jax_compat.with_trace(trace):
-                found.append(jax.numpy.add(x, 1))
-
-        thread = threading.Thread(target=resume)
-        thread.start()
-        thread.join()
-        return found[-1]
-
-    assert float(jax.jit(traced)(1.0)) == 2
-    assert found[0] is True
-
-
-def test_they_are_named_in_one_place():
-    root = Path(ks.__file__).parent
-    naming = [p.name for p in root.rglob("*.py") if "jax._src" in p.read_text()]
-    assert naming == ["jax_compat.py"]

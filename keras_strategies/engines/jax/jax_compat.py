@@ -1,7 +1,7 @@
 """All that this package uses of JAX beyond its public interface.
 
 Tested with JAX 0.10.2, which is why the extra `jax` ends below 0.11;
-`tests/backends/test_jax.py` fails when one of these symbols moves.
+`tests/backends/test_jax_devices.py` fails when one of these symbols moves.
 """
 
 from __future__ import annotations

@@ -1,0 +1,146 @@
+"""Central storage on JAX: one copy of the variables, steps in two programs."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of the JAX backend", allow_module_level=True)
+
+import jax
+from harness.jax_training import (
+    STRATEGIES,
+    assert_same,
+    rows,
+    scope_of,
+    small_model,
+)
+
+from keras_strategies.engines.jax.fit import mesh_copies
+
+ks.set_virtual_cpu_devices(4)
+
+
+@pytest.mark.parametrize("name", ["central", "central_overlapping"])
+def test_central_storage_keeps_one_copy(name):
+    x, y, _ = rows(16)
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model = small_model(keras.optimizers.Adam(0.01))
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            for variable in (*self.model.variables, *self.model.optimizer.variables):
+                (copy,) = strategy.trainer.copies(variable)
+                seen.append((copy.device, copy.role))
+
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[Look()])
+    assert set(seen) == {("cpu:0", "variable")}
+
+
+def transfers(monkeypatch):
+    """The shapes of the arrays that are copied to the mesh from now on."""
+    shapes = []
+    original = jax.device_put
+
+    def device_put(arrays, *args, **kwargs):
+        shapes.extend(np.shape(array) for array in arrays)
+        return original(arrays, *args, **kwargs)
+
+    fake = type("jax", (), {**vars(jax), "device_put": staticmethod(device_put)})
+    monkeypatch.setattr(mesh_copies, "jax", fake)
+    return shapes
+
+
+def test_central_storage_moves_what_a_step_needs(monkeypatch):
+    x, y, _ = rows(24)
+    with STRATEGIES["central"]().scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.layers[0].trainable = False
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    shapes = transfers(monkeypatch)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    # The trained kernel in each step and never its slots; the frozen one once.
+    assert shapes.count((3, 1)) == 6
+    assert shapes.count((6, 3)) == 1
+    shapes.clear()
+    for _ in range(2):
+        model.predict(x, batch_size=8, verbose=0)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+    assert shapes.count((3, 1)) == 1
+    assert shapes.count((6, 3)) == 0
+
+
+class Uses(keras.Model):
+    """A step of one's own, with an update that it goes on to use."""
+
+    def __init__(self, use, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(1)
+        self.use = use
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (loss, _), gradients = gradient(
+            trainable,
+            non_trainable,
+            metrics,
+            x,
+            y,
+            weights,
+            training=True,
+            optimizer_variables=optimizer,
+        )
+        apply = self.optimizer.stateless_apply
+        if self.use == "jitted":
+            apply = jax.jit(lambda *args: self.optimizer.stateless_apply(*args))
+        if self.use == "before":
+            trainable = [value * 0.5 for value in trainable]
+        new, new_optimizer = apply(optimizer, gradients, trainable)
+        logs = {"loss": loss}
+        if self.use == "norm":
+            logs["norm"] = sum(jax.numpy.sum(value) for value in new)
+            logs["constant"] = 1.0
+        if self.use == "times":
+            new = [value * 0.5 for value in new]
+        if self.use == "call":
+            output, _ = self.stateless_call(new, non_trainable, x)
+            logs["output"] = jax.numpy.mean(output)
+        if self.use == "twice":
+            new, new_optimizer = apply(new_optimizer, gradients, new)
+        if self.use == "slots":
+            logs["slots"] = sum(jax.numpy.sum(value) for value in optimizer)
+        return logs, (new, non_trainable, new_optimizer, metrics)
+
+
+@pytest.mark.parametrize(
+    ("use", "eager"),
+    [(use, False) for use in ("before", "norm", "times", "call", "twice", "slots")]
+    + [("jitted", False), ("call", True), ("times", True)],
+)
+def test_central_storage_runs_any_step(use, eager):
+    x, y, _ = rows(16)
+
+    def fitted(strategy):
+        with scope_of(strategy):
+            keras.utils.set_random_seed(1)
+            model = Uses(use)
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            model.compile(optimizer, "mse", run_eagerly=eager)
+        history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+        return {"weights": model.get_weights(), **history.history}
+
+    assert_same(fitted(STRATEGIES["central"]()), fitted(None))

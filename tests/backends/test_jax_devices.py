@@ -1,0 +1,120 @@
+"""Devices, placement of batches and collectives on JAX."""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from harness.forker import run_code
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of the JAX backend", allow_module_level=True)
+
+import jax
+
+from keras_strategies.engines.jax.batch_placement import MeshPlacer
+from keras_strategies.types import ReduceOp
+
+ks.set_virtual_cpu_devices(4)
+
+
+def test_batches_of_any_structure_are_placed():
+    devices = set(jax.devices()[:2])
+    placer = MeshPlacer(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",)))
+    structure, _ = placer.place(({"a": np.ones((8, 2)), "b": (np.ones(8), None)}, None))
+    assert structure["b"][1] is None
+    for array in (structure["a"], structure["b"][0]):
+        assert array.sharding.spec == jax.P("batch")
+        assert array.devices() == devices
+    for rows in (7, 0):
+        (array,) = placer.place((np.ones((rows, 2)),))
+        assert array.is_fully_replicated
+        assert array.devices() == devices
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("SUM", [9, 12]), ("MEAN", [3, 4]), ("MIN", [1, 2]), ("MAX", [5, 6])],
+)
+@pytest.mark.parametrize("devices", [(0, 1, 2), (0, 0, 1)], ids=str)
+def test_all_reduce(op, expected, devices):
+    places = [jax.devices()[i] for i in devices]
+    values = [
+        jax.device_put(np.array([1.0, 2.0]) + 2 * i, place)
+        for i, place in enumerate(places)
+    ]
+    backend = ks.MirroredStrategy(["cpu:0", "cpu:1"]).backend
+    for reduced, place in zip(
+        backend.all_reduce(ReduceOp.parse(op), values), places, strict=True
+    ):
+        assert reduced.devices() == {place}
+        np.testing.assert_allclose(reduced, expected)
+
+
+def test_all_gather_of_uneven_arrays():
+    values = [jax.device_put(np.full((i + 1, 2), i), jax.devices()[i]) for i in (0, 1)]
+    backend = ks.MirroredStrategy(["cpu:0", "cpu:1"]).backend
+    gathered = backend.all_gather(values, 0)
+    assert [array.devices() for array in gathered] == [
+        {device} for device in jax.devices()[:2]
+    ]
+    np.testing.assert_array_equal(gathered[1], [[0, 0], [1, 1], [1, 1]])
+
+
+def test_more_cpu_devices_than_jax_has():
+    assert len(jax.devices()) == 4  # Which fixes them.
+    ks.set_virtual_cpu_devices(2)  # Fewer than there are.
+    with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
+        ks.set_virtual_cpu_devices(64)
+    with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
+        ks.MirroredStrategy(["cpu:0", "cpu:63"])
+
+
+def test_a_strategy_makes_the_devices_it_names(tmp_path):
+    code = """
+        import keras_strategies as ks
+        from keras_strategies.engines import get_backend
+        from jax._src import xla_bridge
+        assert get_backend().cpu_device_count() == 1
+        assert not xla_bridge.backends_are_initialized()
+        print(ks.MirroredStrategy(["cpu:0", "cpu:2"]).num_replicas_in_sync)
+    """
+    printed = run_code(tmp_path, textwrap.dedent(code))
+    assert printed.splitlines()[-1] == "2"
+
+
+def test_symbols_of_jax_that_are_not_public():
+    from keras_strategies.engines.jax import jax_compat
+
+    jax.devices()
+    assert jax_compat.devices_are_fixed()
+    assert not jax_compat.is_tracing()
+    found = []
+
+    def traced(x):
+        found.append(jax_compat.is_tracing())
+        trace = jax_compat.current_trace()
+
+        def resume():
+            with jax_compat.with_trace(trace):
+                found.append(jax.numpy.add(x, 1))
+
+        thread = threading.Thread(target=resume)
+        thread.start()
+        thread.join()
+        return found[-1]
+
+    assert float(jax.jit(traced)(1.0)) == 2
+    assert found[0] is True
+
+
+def test_they_are_named_in_one_place():
+    root = Path(ks.__file__).parent
+    naming = [p.name for p in root.rglob("*.py") if "jax._src" in p.read_text()]
+    assert naming == ["jax_compat.py"]
