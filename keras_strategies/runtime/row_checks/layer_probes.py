@@ -89,6 +89,10 @@ class _ReplayedCollectives(Communicator):
         self._next: int | None = None
         self.by_user = False
 
+    @property
+    def were_used(self) -> bool:
+        return bool(self._results)
+
     def replay(self) -> None:
         self._next = 0
 
@@ -172,6 +176,12 @@ class Probe:
     collectives: _ReplayedCollectives = field(default_factory=_ReplayedCollectives)
 
     @property
+    def is_of_outputs(self) -> bool:
+        """Whether the calls had outputs only: no losses, statistics or collectives."""
+        floats = any("float" in v.dtype for v, _ in self.unsplit.updates.values())
+        return not (floats or self.unsplit.losses or self.collectives.were_used)
+
+    @property
     def fractions(self) -> list[float]:
         return [size / sum(self.sizes) for size in self.sizes]
 
@@ -207,6 +217,17 @@ def _call(
         state.updates,
         inner,
     )
+
+
+def run_unsplit(
+    backend: ProbeBackend, call: LayerCall, batch: list[Any]
+) -> ProbeOutcome:
+    """Calls the layer on all rows of a batch."""
+    leaves = [
+        leaf.tensor(0, len(leaf)) if isinstance(leaf, Rows) else leaf for leaf in batch
+    ]
+    replica = _ProbeReplica(backend.strategy, 0, _ReplayedCollectives())
+    return _call(backend, call, leaves, replica, with_inner=False)
 
 
 def run_probe(
