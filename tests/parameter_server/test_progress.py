@@ -21,16 +21,16 @@ def start():
         supervisor = ProcessSupervisor(
             2,
             1,
-            starts=lambda *name: name,
+            make_start=lambda *name: name,
             silence=8.0,
             can_restore=False,
             name="me",
             send=lambda receiver, message: None,
-            lost=lambda worker, reason: None,
-            broken=lambda error: None,
-            changed=lambda: None,
-            damaged=lambda account: None,
-            snapshots=lambda problem: None,
+            on_lost=lambda worker, reason: None,
+            on_failure=lambda error: None,
+            on_change=lambda: None,
+            on_damage=lambda account: None,
+            on_snapshots=lambda problem: None,
         )
         supervisor.start_all()
         supervisor.handle("manager", b"m", 1)

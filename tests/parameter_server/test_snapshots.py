@@ -173,16 +173,16 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
     supervisor = ProcessSupervisor(
         0,
         1,
-        starts=lambda *name: name,
+        make_start=lambda *name: name,
         silence=8.0,
         can_restore=True,
         name="me",
         send=lambda receiver, message: sent.append(message),
-        lost=lambda worker, reason: None,
-        broken=broken.append,
-        changed=lambda: None,
-        damaged=damaged.append,
-        snapshots=problems.append,
+        on_lost=lambda worker, reason: None,
+        on_failure=broken.append,
+        on_change=lambda: None,
+        on_damage=damaged.append,
+        on_snapshots=problems.append,
     )
     supervisor.handle("manager", b"m", 1)
     supervisor.handle("server", b"s", (0, 0, 50, False, ""))

@@ -129,16 +129,16 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
     supervisor = ProcessSupervisor(
         2,
         1,
-        starts=lambda *name: name,
+        make_start=lambda *name: name,
         silence=8.0,
         can_restore=False,
         name="me",
         send=lambda receiver, message: sent.append(message),
-        lost=lambda worker, reason: lost.append((worker.index, reason)),
-        broken=broken.append,
-        changed=lambda: None,
-        damaged=lambda account: None,
-        snapshots=lambda problem: None,
+        on_lost=lambda worker, reason: lost.append((worker.index, reason)),
+        on_failure=broken.append,
+        on_change=lambda: None,
+        on_damage=lambda account: None,
+        on_snapshots=lambda problem: None,
     )
     supervisor.handle("manager", b"m", 1)
     for index in (0, 1):

@@ -25,17 +25,17 @@ class ProcessSupervisor:
     Args:
         workers: int, initial number of workers.
         servers: int, number of servers.
-        starts: callable of a kind, an index and an incarnation that returns a
+        make_start: callable of a kind, an index and an incarnation that returns a
             `ProcessStart`; None if the processes are started elsewhere.
         silence: float, seconds without a heartbeat after which a process is lost.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
         send: callable of a recipient and a message.
-        lost: called with a lost worker and the reason.
-        broken: called with an error that ends the cluster.
-        changed: called when a process has registered.
-        damaged: called with the damage of a restored server's files.
-        snapshots: called with a server's snapshot problem, a str, or None after
+        on_lost: called with a lost worker and the reason.
+        on_failure: called with an error that ends the cluster.
+        on_change: called when a process has registered.
+        on_damage: called with the damage of a restored server's files.
+        on_snapshots: called with a server's snapshot problem, a str, or None after
             recovery.
     """
 
@@ -43,29 +43,29 @@ class ProcessSupervisor:
         self,
         workers: int,
         servers: int,
-        starts: Callable[[str, int, int], ProcessStart] | None,
+        make_start: Callable[[str, int, int], ProcessStart] | None,
         silence: float,
         can_restore: bool,
         name: str,
         send: Callable[[bytes, Any], None],
-        lost: Callable[[WorkerState, str], None],
-        broken: Callable[[BaseException], None],
-        changed: Callable[[], None],
-        damaged: Callable[[str], None],
-        snapshots: Callable[[str | None], None],
+        on_lost: Callable[[WorkerState, str], None],
+        on_failure: Callable[[BaseException], None],
+        on_change: Callable[[], None],
+        on_damage: Callable[[str], None],
+        on_snapshots: Callable[[str | None], None],
     ):
         self.workers = {i: WorkerState(i) for i in range(workers)}
         self.servers = {i: ServerState(i) for i in range(servers)}
-        self._starts = starts
+        self._make_start = make_start
         self._silence = silence
         self._can_restore = can_restore
         self._name = name
         self._send = send
-        self._lost_worker = lost
-        self._broken = broken
-        self._changed = changed
-        self._damaged = damaged
-        self._snapshots = snapshots
+        self._notify_lost = on_lost
+        self._notify_failure = on_failure
+        self._notify_change = on_change
+        self._notify_damage = on_damage
+        self._notify_snapshots = on_snapshots
         self._manager: bytes | None = None
         self._waiting_starts: list[ProcessStart] = []
         self._progress = Progress()
@@ -81,7 +81,7 @@ class ProcessSupervisor:
             f"{counted(len(self.workers), 'worker')} and "
             f"{counted(len(self.servers), 'parameter server')}"
         )
-        what = "waiting" if self._starts is None else "starting Ray"
+        what = "waiting" if self._make_start is None else "starting Ray"
         self._progress.report(f"{what} for {who}")
         for server in self.servers.values():
             self._start("ps", server.index, server.incarnation)
@@ -110,7 +110,7 @@ class ProcessSupervisor:
         worker.deaths += 1
         worker.failed_starts = 0 if worker.steps else worker.failed_starts + 1
         worker.sender = None
-        self._lost_worker(worker, reason)
+        self._notify_lost(worker, reason)
 
     def _on_manager(self, sender: bytes, pid: int) -> None:
         self._manager = sender
@@ -120,9 +120,9 @@ class ProcessSupervisor:
         self._waiting_starts.clear()
 
     def _start(self, kind: str, index: int, incarnation: int) -> None:
-        if self._starts is None:
+        if self._make_start is None:
             return
-        start = self._starts(kind, index, incarnation)
+        start = self._make_start(kind, index, incarnation)
         if self._manager is None:
             self._waiting_starts.append(start)
         else:
@@ -136,11 +136,11 @@ class ProcessSupervisor:
     def _on_worker(self, sender: bytes, value: tuple[int, int, int]) -> None:
         index, incarnation, pid = value
         worker = self.workers.setdefault(index, WorkerState(index))
-        if self._starts is None and worker.is_alive:
+        if self._make_start is None and worker.is_alive:
             # Restarted elsewhere.
             self._lost(worker, "it was restarted")
             worker.incarnation = incarnation
-        if incarnation < worker.incarnation and self._starts is not None:
+        if incarnation < worker.incarnation and self._make_start is not None:
             return
         worker.sender, worker.pid = sender, pid
         worker.incarnation = incarnation
@@ -149,7 +149,7 @@ class ProcessSupervisor:
         self._send(sender, ("registered", self._name))
         ready, total = sum(w.is_alive for w in self.workers.values()), len(self.workers)
         self._progress.report(f"worker {index} is ready, {ready} of {total}")
-        self._changed()
+        self._notify_change()
 
     def _on_server(self, sender: bytes, value: tuple[int, int, int, bool, str]) -> None:
         index, incarnation, pid, is_restored, damage = value
@@ -169,13 +169,13 @@ class ProcessSupervisor:
             reason = damage or "There was no snapshot to restore."
             self._fail(f"Parameter server {index} died and was restarted. {reason}")
         elif is_restart and damage:
-            self._damaged(damage)
-        self._changed()
+            self._notify_damage(damage)
+        self._notify_change()
 
     def _on_snapshots(self, sender: bytes, value: tuple[int, str | None, bool]) -> None:
         index, problem, is_restorable = value
         self.servers[index].unsaved = "" if is_restorable else problem or ""
-        self._snapshots(problem)
+        self._notify_snapshots(problem)
 
     def _on_heartbeat(self, sender: bytes, value: tuple[Any, int]) -> None:
         name, incarnation = value
@@ -203,7 +203,7 @@ class ProcessSupervisor:
         if worker.failed_starts >= _MAX_FAILED_STARTS:
             worker.is_abandoned = True
             if all(w.is_abandoned for w in self.workers.values()):
-                self._broken(
+                self._notify_failure(
                     WorkerError(
                         f"No worker could be started: worker {worker.index} exited "
                         f"{worker.failed_starts} times before its first step, last "
@@ -243,7 +243,9 @@ class ProcessSupervisor:
                 "Create a new strategy and resume from a checkpoint; with "
                 "`snapshot_seconds`, a server is restored from its last snapshot."
             )
-        self._broken(ServerLostError(f"{what} Its variables are lost. {advice}"))
+        self._notify_failure(
+            ServerLostError(f"{what} Its variables are lost. {advice}")
+        )
 
     def check_heartbeats(self) -> None:
         """Kills and restarts processes without recent heartbeats."""

@@ -55,7 +55,7 @@ class Scheduler:
         service: where workers, servers and the manager report.
         workers: int, initial number of workers.
         servers: int, number of servers.
-        starts: callable of a kind, an index and an incarnation that returns a
+        make_start: callable of a kind, an index and an incarnation that returns a
             `ProcessStart`; None if the processes are started elsewhere.
         local: values of variables on no server.
         max_staleness: int or None, see `ParameterServerStrategy`.
@@ -71,7 +71,7 @@ class Scheduler:
         service: Service,
         workers: int,
         servers: int,
-        starts: Callable[[str, int, int], ProcessStart] | None,
+        make_start: Callable[[str, int, int], ProcessStart] | None,
         local: CoordinatorVariables,
         max_staleness: int | None,
         pulls_ahead: bool,
@@ -92,16 +92,16 @@ class Scheduler:
         self.supervisor = ProcessSupervisor(
             workers,
             servers,
-            starts,
+            make_start,
             silence,
             can_restore,
             name,
             send=lambda receiver, message: self._to_send.append((receiver, message)),
-            lost=self._worker_lost,
-            broken=self._fail_all,
-            changed=self.condition.notify_all,
-            damaged=self._warnings.append,
-            snapshots=self._on_snapshots,
+            on_lost=self._worker_lost,
+            on_failure=self._fail_all,
+            on_change=self.condition.notify_all,
+            on_damage=self._warnings.append,
+            on_snapshots=self._on_snapshots,
         )
         self.workers = self.supervisor.workers
         self.servers = self.supervisor.servers
@@ -343,10 +343,10 @@ class Scheduler:
             in_flight = sum(len(w.in_flight) for w in self.workers.values())
             if in_flight > self.max_staleness:
                 return []
-        ahead = self._ahead()
+        ahead = self._max_in_flight()
         return [w for w in workers if len(w.in_flight) < ahead]
 
-    def _ahead(self) -> int:
+    def _max_in_flight(self) -> int:
         """Maximum number of tasks of a worker."""
         if self.max_staleness is not None:
             return 1
