@@ -154,15 +154,8 @@ class PartitionedStep:
             out_shardings=[replicated if var in stays else None for var in kept],
         )
         replaced = {old[i] for i in self.changes if late & {*_variables([new[i]])}}
-        donated = replaced - {*results}
         #: The program on the device of the variables.
-        self.at_home = jax.jit(
-            self._update.function,
-            donate_argnums=[
-                i for i, var in enumerate(self._update.inputs) if var in donated
-            ],
-            out_shardings=home,
-        )
+        self.at_home = self._home_program(replaced - {*results})
         #: Pairs of a state array and of the result of `at_home` that replaces it.
         self.updates = [
             (i, position)
@@ -170,6 +163,14 @@ class PartitionedStep:
             for i in self.changes
             if new[i] is var
         ]
+
+    def _home_program(self, donated: set[Var]) -> Callable[..., Any]:
+        inputs = enumerate(self._update.inputs)
+        return jax.jit(
+            self._update.function,
+            donate_argnums=[i for i, var in inputs if var in donated],
+            out_shardings=self._home,
+        )
 
     def compute(
         self, state: Sequence[jax.Array], copies: Sequence[jax.Array], batch: Any
