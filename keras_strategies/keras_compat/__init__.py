@@ -11,6 +11,7 @@ from __future__ import annotations
 from keras_strategies.keras_compat.authors import is_of_keras
 from keras_strategies.keras_compat.hooks import (
     ModelHooks,
+    hook_custom_loops,
     install,
 )
 from keras_strategies.keras_compat.hosted import (
@@ -183,6 +184,7 @@ __all__ = [
     "guard_value",
     "has_deferred_variables",
     "holds_tf_variables",
+    "hook_custom_loops",
     "hook_jax_placement",
     "hook_tensorflow",
     "hook_torch_dtensors",

@@ -102,6 +102,12 @@ def install(hooks: ModelHooks) -> None:
         patching.install("strategies")
 
 
+def hook_custom_loops() -> None:
+    """Lets replicas add to variables, apply gradients and share statistics."""
+    patching.install("custom loops")
+    patching.install("replicas")
+
+
 def installed_hooks() -> ModelHooks:
     """What `install` was given."""
     return _Installed.hooks
@@ -131,13 +137,6 @@ def variable_init(
     hooks.created(self)
 
 
-def assign(original: Any, self: Any, value: Any) -> Any:
-    result = original(self, value)
-    if current_stateless_scope() is None:
-        _Installed.hooks.variable_assigned(self, result)
-    return result
-
-
 def assign_add(original: Any, self: Any, value: Any) -> Any:
     if current_stateless_scope() is None:
         return original(self, value)
@@ -151,10 +150,6 @@ def assign_sub(original: Any, self: Any, value: Any) -> Any:
     return _Installed.hooks.variable_added(
         self, lambda negative: original(self, value), -value
     )
-
-
-def variable_repr(original: Any, self: Any) -> str:
-    return _Installed.hooks.representation(self, original(self))
 
 
 def apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:

@@ -75,10 +75,16 @@ def distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
     return _Placement.put(tensor, sharding)
 
 
-def variable_array(original: Any, self: Any, dtype: Any = None) -> Any:
-    found = _Placement.read(self, self.value)
+def variable_array(variable: Any, original: Callable[..., Any], dtype: Any) -> Any:
+    """A variable's value for `Variable.__array__`.
+
+    JAX raises where shards are in other processes.
+    """
+    if not patching.is_installed("jax workers"):
+        return original(dtype)
+    found = _Placement.read(variable, variable.value)
     if found is None:
-        return original(self, dtype)
+        return original(dtype)
     return found if dtype is None else found.astype(dtype)
 
 

@@ -30,6 +30,7 @@ def layer_calls_through(
     """
     if route is not None:
         patching.install("routes")
+        patching.install("replicas")
     previous = thread_route.call
     thread_route.call = route
     try:

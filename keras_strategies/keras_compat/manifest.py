@@ -87,12 +87,27 @@ GROUPS: dict[str, Group] = {
                 "does its initial value to a traced program.",
             ),
             Patch(
-                _VARIABLE,
-                "assign",
-                "(self, value)",
-                "hooks.assign",
-                "On-read variables have a value for each replica.",
+                "keras.src.trainers.epoch_iterator.EpochIterator",
+                "__init__",
+                "(self, x, y=None, sample_weight=None, batch_size=None, "
+                "steps_per_epoch=None, shuffle=False, class_weight=None, "
+                "steps_per_execution=1)",
+                "hooks.epochs",
+                "`fit` takes distributed datasets, without a strategy too, and "
+                "refuses batches that cannot be split.",
             ),
+            Patch(
+                _SAVING,
+                "_load_model_from_fileobj",
+                "(fileobj, custom_objects, compile, safe_mode)",
+                "hooks.load_model",
+                "`load_model` restores the states of seed generators.",
+            ),
+        ),
+    ),
+    "custom loops": Group(
+        "From the first `run` or compiled function of a custom loop on.",
+        (
             Patch(
                 _VARIABLE,
                 "assign_add",
@@ -109,13 +124,6 @@ GROUPS: dict[str, Group] = {
                 "As `assign_add`.",
             ),
             Patch(
-                _VARIABLE,
-                "__repr__",
-                "(self)",
-                "hooks.variable_repr",
-                "It says which devices the variable is on.",
-            ),
-            Patch(
                 _OPTIMIZER,
                 "apply",
                 _APPLY,
@@ -129,29 +137,17 @@ GROUPS: dict[str, Group] = {
                 "hooks.apply",
                 "Overrides the method of `BaseOptimizer`.",
             ),
+        ),
+    ),
+    "replicas": Group(
+        "From the first layer call that replicas share, or the first `run`, on.",
+        (
             Patch(
                 "keras.src.layers.normalization.batch_normalization.BatchNormalization",
                 "_moments",
                 "(self, inputs, mask)",
                 "hooks.moments",
                 "Replicas in `run` use statistics of the global batch.",
-            ),
-            Patch(
-                "keras.src.trainers.epoch_iterator.EpochIterator",
-                "__init__",
-                "(self, x, y=None, sample_weight=None, batch_size=None, "
-                "steps_per_epoch=None, shuffle=False, class_weight=None, "
-                "steps_per_execution=1)",
-                "hooks.epochs",
-                "`fit` takes distributed datasets, without a strategy too, and "
-                "refuses batches that cannot be split.",
-            ),
-            Patch(
-                _SAVING,
-                "_load_model_from_fileobj",
-                "(fileobj, custom_objects, compile, safe_mode)",
-                "hooks.load_model",
-                "`load_model` restores the states of seed generators.",
             ),
         ),
     ),
@@ -284,14 +280,6 @@ GROUPS: dict[str, Group] = {
                 "may have it.",
                 backend="jax",
             ),
-            Patch(
-                _VARIABLE,
-                "__array__",
-                "(self, dtype=None)",
-                "jax.variable_array",
-                "JAX raises where shards are in other processes.",
-                backend="jax",
-            ),
         ),
     ),
     "tensorflow replicas": Group(
@@ -313,14 +301,6 @@ GROUPS: dict[str, Group] = {
                 "tensorflow.sum_gradients",
                 "In the default strategy of `tf.distribute` it registers a gradient "
                 "function that holds the graph until the process ends.",
-                backend="tensorflow",
-            ),
-            Patch(
-                f"{_TENSORFLOW}.core.Variable | keras.src.backend.Variable",
-                "_initialize",
-                "(self, value)",
-                "tensorflow.initialize",
-                "It makes the `tf.Variable`, which may be mirrored.",
                 backend="tensorflow",
             ),
             Patch(

@@ -119,6 +119,7 @@ applying = _Applying()
 def applying_through(sink: Callable[..., Any]) -> Iterator[None]:
     """Calls `sink(optimizer, gradients, variables)` instead of `optimizer.apply`."""
     patching.install("parameter servers")
+    patching.install("custom loops")
     previous = applying.sink
     applying.sink = sink
     try:

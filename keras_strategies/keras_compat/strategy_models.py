@@ -22,6 +22,7 @@ from keras_strategies.keras_compat.models import (
     portable_optimizer,
 )
 from keras_strategies.keras_compat.state_trees import tree_of_model
+from keras_strategies.keras_compat.strategy_variables import set_variable_strategy
 from keras_strategies.keras_compat.streaming import streamed_files
 from keras_strategies.keras_compat.tensorflow import is_trained_on_several_devices
 
@@ -29,9 +30,12 @@ from keras_strategies.keras_compat.tensorflow import is_trained_on_several_devic
 def set_strategy(made: Any, strategy: Any) -> None:
     """Records the strategy of a model or a variable.
 
-    A model becomes one of a subclass of its class, so that no model without a strategy
-    has other methods than Keras's.
+    It becomes one of a subclass of its class, so that no model and no variable without
+    a strategy has other methods than Keras's.
     """
+    if isinstance(made, keras.Variable):
+        set_variable_strategy(made, strategy)
+        return
     # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
     object.__setattr__(made, STRATEGY_ATTRIBUTE, strategy)
     if isinstance(made, keras.Model) and not isinstance(made, StrategyModel):
@@ -100,6 +104,8 @@ def _running(is_long: bool) -> Iterator[None]:
             if is_long and not _Running.count:
                 patching.remove("routes")
                 patching.remove("input")
+                if not patching.is_installed("custom loops"):
+                    patching.remove("replicas")
 
 
 def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +54,15 @@ def scale_loss(original: Any, value: Any) -> Any:
     return value if _Replicas.on_replica() else original(value)
 
 
-def initialize(original: Any, self: Any, value: Any) -> None:
-    _Replicas.initialize(self, functools.partial(original, self), value)
+def initialize(variable: Any, original: Callable[[Any], None], value: Any) -> None:
+    """Makes the `tf.Variable` of a variable, which may be mirrored.
+
+    Keras 3.15: `KerasVariable._initialize`, at once or later.
+    """
+    if patching.is_installed("tensorflow replicas"):
+        _Replicas.initialize(variable, original, value)
+    else:
+        original(value)
 
 
 def optimizer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -143,6 +143,7 @@ class RunState(StatePolicy):
         made: CreatedVariables | None = None,
         assigned: Callable[[Any, Any], Any] | None = None,
     ):
+        keras_compat.hook_custom_loops()
         self.replica = replica
         self.made = made
         self._copy = copy

@@ -52,6 +52,7 @@ class StrategyHooks:
     def making(self, variable: Any) -> None:
         strategy = context.current_strategy()
         if strategy is not None:
+            keras_compat.set_strategy(variable, strategy)
             strategy.trainer.making(variable)
 
     def creating(self) -> contextlib.AbstractContextManager[Any]:

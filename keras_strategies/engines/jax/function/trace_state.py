@@ -61,6 +61,7 @@ class TraceState(StatePolicy):
         outer: keras.StatelessScope | None,
         overrides: ValueOverrides | None = None,
     ):
+        keras_compat.hook_custom_loops()
         self._outer = outer
         self._overrides = overrides or ValueOverrides()
         self._values: dict[Any, Any] = {}

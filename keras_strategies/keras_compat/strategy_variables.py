@@ -1,0 +1,44 @@
+"""Variables of a strategy: a subclass of their class, whose methods call the hooks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from keras_strategies.keras_compat import jax, tensorflow
+from keras_strategies.keras_compat.hooks import installed_hooks
+from keras_strategies.keras_compat.models import STRATEGY_ATTRIBUTE
+from keras_strategies.keras_compat.state import current_stateless_scope
+
+
+class StrategyVariable:
+    """A variable of a strategy. It stands before the variable's own class."""
+
+    def _initialize(self, value: Any) -> None:
+        tensorflow.initialize(self, super()._initialize, value)  # type: ignore[misc]
+
+    def assign(self, value: Any) -> Any:
+        result = super().assign(value)  # type: ignore[misc]
+        if current_stateless_scope() is None:
+            installed_hooks().variable_assigned(self, result)
+        return result
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return jax.variable_array(self, super().__array__, dtype)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return installed_hooks().representation(self, super().__repr__())
+
+
+def set_variable_strategy(variable: Any, strategy: Any) -> None:
+    """Records the strategy of a variable, which may not have been initialized yet."""
+    # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
+    object.__setattr__(variable, STRATEGY_ATTRIBUTE, strategy)
+    if not isinstance(variable, StrategyVariable):
+        object.__setattr__(variable, "__class__", _subclass(type(variable)))
+
+
+@functools.cache
+def _subclass(kind: Any) -> Any:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (StrategyVariable, kind), names)
