@@ -35,7 +35,8 @@ def set_variable_strategy(variable: Any, strategy: Any) -> None:
     # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
     object.__setattr__(variable, STRATEGY_ATTRIBUTE, strategy)
     if not isinstance(variable, StrategyVariable):
-        object.__setattr__(variable, "__class__", _subclass(type(variable)))
+        kind: Any = type(variable)
+        object.__setattr__(variable, "__class__", _subclass(kind))
 
 
 @functools.cache
