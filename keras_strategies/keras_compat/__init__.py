@@ -55,6 +55,7 @@ from keras_strategies.keras_compat.layers import (
 from keras_strategies.keras_compat.models import (
     all_variables,
     build_optimizer,
+    compiled_parts,
     creates_metrics,
     element_spec,
     initial_epoch,
@@ -74,6 +75,7 @@ from keras_strategies.keras_compat.parameter_server import (
     lookups_through,
     make_variable,
     plain_optimizer,
+    set_initializer_seed,
     set_variable_shape,
     set_weight_decay,
     slot_reference,
@@ -136,6 +138,7 @@ from keras_strategies.keras_compat.training import (
     split_for_validation,
 )
 from keras_strategies.keras_compat.updates import (
+    iterations_variable,
     optimizers_of,
     update_without_conditions,
     used_by_update,
@@ -143,10 +146,12 @@ from keras_strategies.keras_compat.updates import (
 from keras_strategies.keras_compat.variables import (
     IdSet,
     autocast_dtype,
+    declared_shape,
     guard_value,
     raw_value,
     seed_offset,
     set_raw_value,
+    stored_dtype,
 )
 
 __all__ = [
@@ -170,10 +175,12 @@ __all__ = [
     "class_of",
     "clear_losses",
     "clip_gradients",
+    "compiled_parts",
     "compute_dtypes",
     "container_state",
     "creates_metrics",
     "current_stateless_scope",
+    "declared_shape",
     "deferred_variables",
     "distribution_class",
     "element_spec",
@@ -204,6 +211,7 @@ __all__ = [
     "is_optimizer",
     "is_streamed",
     "is_unbuilt",
+    "iterations_variable",
     "layer_calls_through",
     "layer_settings",
     "layout_of",
@@ -230,6 +238,7 @@ __all__ = [
     "seed_offset",
     "seed_states",
     "set_initial_epoch",
+    "set_initializer_seed",
     "set_layout",
     "set_mask",
     "set_raw_value",
@@ -241,6 +250,7 @@ __all__ = [
     "slot_reference",
     "split_for_validation",
     "stop_clipping",
+    "stored_dtype",
     "strategy_of",
     "symbolic_build",
     "sync_jax_state",

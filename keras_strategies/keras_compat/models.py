@@ -74,9 +74,19 @@ def is_built(layer: Any) -> bool:
     return all(sublayer.built for sublayer in layer._flatten_layers())
 
 
+def compiled_parts(model: Any) -> tuple[Any, Any]:
+    """The metrics and the loss that `compile` has made; None where it was not called.
+
+    Keras 3.15: `Trainer._compile_metrics`, `_compile_loss`.
+    """
+    names = ("_compile_metrics", "_compile_loss")
+    metrics, loss = (getattr(model, name, None) for name in names)
+    return metrics, loss
+
+
 def is_unbuilt(model: Any) -> bool:
     """Whether `Trainer._symbolic_build` of Keras 3.15 will look at a batch."""
-    parts = (model._compile_metrics, model._compile_loss)
+    parts = compiled_parts(model)
     unbuilt = [part for part in parts if part is not None and not part.built]
     return bool(unbuilt) or not is_built(model)
 

@@ -278,3 +278,11 @@ def make_variable(path: str, trainable: bool, dtype: str, value: Any) -> Any:
         made = keras.Variable(value, dtype=dtype, trainable=trainable, name=name)
     made._path = path
     return made
+
+
+def set_initializer_seed(initializer: Any, seed: int) -> None:
+    """Changes the seed of an initializer, also the one in its config.
+
+    Keras 3.15: `RandomInitializer._init_seed`.
+    """
+    initializer.seed = initializer._init_seed = seed

@@ -140,6 +140,11 @@ PRIVATE = (
         "Updates on parameter servers.",
     ),
     Private(
+        "keras.src.initializers.random_initializers.RandomInitializer",
+        ("_init_seed",),
+        "Initial values that are made in pieces.",
+    ),
+    Private(
         "keras.src.ops.operation", ("Operation",), "Objects that are sent to workers."
     ),
     Private(

@@ -11,6 +11,14 @@ import keras
 from keras_strategies.keras_compat.state import current_stateless_scope
 
 
+def iterations_variable(optimizer: Any) -> Any:
+    """The counter of an optimizer's steps (`BaseOptimizer._iterations`).
+
+    `iterations` is another with gradient accumulation.
+    """
+    return optimizer._iterations
+
+
 def update_without_conditions(optimizer: Any) -> None:
     """Lets an optimizer accumulate and average in a `StatelessScope`.
 

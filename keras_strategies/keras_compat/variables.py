@@ -16,6 +16,19 @@ def raw_value(variable: Any) -> Any:
     return variable._value
 
 
+def stored_dtype(variable: Any) -> str:
+    """The dtype of a variable's value, whatever it is read in.
+
+    Keras 3.15: `KerasVariable._dtype`.
+    """
+    return str(variable._dtype)
+
+
+def declared_shape(variable: Any) -> tuple[int, ...]:
+    """The shape of a variable that may have no value yet (`KerasVariable._shape`)."""
+    return tuple(int(n) for n in variable._shape)
+
+
 def autocast_dtype(variable: Any) -> str | None:
     """The dtype that reading a float variable gives here; None for its own dtype.
 

@@ -430,6 +430,8 @@ def _private_uses(module: Module, own: set[str]) -> Iterator[tuple[int, str]]:
             if ast.unparse(node.value) in OWN and name in module.defined:
                 continue
             is_foreign = module.is_foreign(node)
+            if ast.unparse(node.value).endswith("aten"):
+                continue  # The names of Torch's operations are public.
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
+from keras_strategies.engines.torch.compat import create_gloo_group, set_timeout
 from keras_strategies.errors import ClusterError, WorkerError
-from keras_strategies.runtime.gloo_threads import gloo_threads
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import (
     CommunicationImplementation,
@@ -70,7 +70,9 @@ class TorchWorkers(Workers):
             self._groups[kind] = (
                 _nccl(store, index, count, self._timeout)
                 if use_nccl
-                else _gloo(store, index, count, self._timeout, self.group.own_host)
+                else create_gloo_group(
+                    store, index, count, self._timeout, self.group.own_host
+                )
             )
         return self._groups[kind]
 
@@ -114,7 +116,9 @@ class TorchWorkers(Workers):
 
         def gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
             # On the interface that the cluster names, and on no other.
-            engine = _gloo(store, rank, size, self._timeout, self.group.own_host)
+            engine = create_gloo_group(
+                store, rank, size, self._timeout, self.group.own_host
+            )
             self._default.append(engine)
             return engine
 
@@ -272,18 +276,7 @@ def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
     return store
 
 
-def _gloo(
-    store: Any, index: int, count: int, timeout: datetime.timedelta, host: str
-) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._threads = 2
-    with gloo_threads():
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        return dist.ProcessGroupGloo(store, index, count, options)
-
-
 def _nccl(store: Any, index: int, count: int, timeout: datetime.timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    set_timeout(options, timeout)
     return dist.ProcessGroupNCCL(store, index, count, options)

@@ -361,8 +361,7 @@ class ClusterCoordinator:
         settings = (
             keras_compat.layer_settings(model),
             id(model.optimizer),
-            id(getattr(model, "_compile_metrics", None)),
-            id(getattr(model, "_compile_loss", None)),
+            *map(id, keras_compat.compiled_parts(model)),
             len(model.variables),
         )
         key = (kind, id(model))

@@ -61,7 +61,8 @@ class TorchParameterServerEngine(ParameterServerEngine):
         return made
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        tensor = keras.ops.convert_to_tensor(as_tensor(value), dtype=variable._dtype)
+        dtype = keras_compat.stored_dtype(variable)
+        tensor = keras.ops.convert_to_tensor(as_tensor(value), dtype=dtype)
         trains = variable.trainable and tensor.is_floating_point()
         raw = keras_compat.raw_value(variable)
         # Autograd stores the shape of a parameter with a gradient.

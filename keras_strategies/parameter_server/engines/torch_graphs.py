@@ -24,7 +24,12 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
+
+from keras_strategies.engines.torch.compat import (
+    compile_graph,
+    tree_flatten,
+    tree_unflatten,
+)
 
 #: Takes tensors; returns a structure of tensors and constants, and any other result.
 Function = Callable[..., tuple[Any, Any]]
@@ -75,7 +80,7 @@ class TensorGraph:
     def __init__(self, function: Function, inputs: Sequence[torch.Tensor]) -> None:
         def flat(*tensors: torch.Tensor) -> list[Any]:
             result, self.note = function(*tensors)
-            leaves, self._structure = pytree.tree_flatten(result)
+            leaves, self._structure = tree_flatten(result)
             return leaves
 
         try:
@@ -90,7 +95,7 @@ class TensorGraph:
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Runs the operations on other tensors of these shapes and dtypes."""
         with torch.no_grad():
-            return pytree.tree_unflatten(self._run(*inputs), self._structure)
+            return tree_unflatten(self._run(*inputs), self._structure)
 
     def fuse(self, inputs: Sequence[torch.Tensor]) -> None:
         """Compiles the graph by TorchInductor.
@@ -102,12 +107,8 @@ class TensorGraph:
             Exception: `NotFusableError` if it cannot.
         """
         try:
-            from torch._inductor import compile, config
-
-            # No pool of compiler processes.
-            config.compile_threads = 1
             # It may change the graph before it fails.
-            self._run = compile(copy.deepcopy(self._module), list(inputs))
+            self._run = compile_graph(copy.deepcopy(self._module), list(inputs))
         except Exception as error:  # No compiler, or an unsupported operation.
             raise NotFusableError(str(error).partition("\n")[0]) from error
         self.is_fused = True

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from keras_strategies import keras_compat
+from keras_strategies.engines.torch.compat import tree_map
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     CompiledStep,
@@ -132,7 +132,7 @@ class TorchStepProgram(StepProgram):
         graph = self._recorders[key].graph(inputs)
         if graph is None:
             return None
-        _, outputs, gradients, changed = pytree.tree_map(as_array, graph(*inputs))
+        _, outputs, gradients, changed = tree_map(as_array, graph(*inputs))
         _, calls, changed_variables = graph.note
         return StepResult(
             outputs,
@@ -309,7 +309,8 @@ _METADATA_ONLY = frozenset(
 def set_stub(variable: Any) -> None:
     """Sets a value of the variable's shape that takes no memory."""
     shape = tuple(variable.shape)
-    stub = keras.ops.zeros((1,) * len(shape), dtype=variable._dtype).expand(shape)
+    dtype = keras_compat.stored_dtype(variable)
+    stub = keras.ops.zeros((1,) * len(shape), dtype=dtype).expand(shape)
     trains = variable.trainable and stub.is_floating_point()
     keras_compat.set_raw_value(variable, torch.nn.Parameter(stub, requires_grad=trains))
 

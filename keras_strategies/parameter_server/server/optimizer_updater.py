@@ -275,7 +275,7 @@ class OptimizerUpdater:
     def _count_step(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
         """The scalars after a step without gradients for this server."""
         optimizer = self.spec.optimizer
-        step = optimizer._iterations
+        step = keras_compat.iterations_variable(optimizer)
         return [
             value + 1 if self.spec.templates[number] is step else value
             for number, value in zip(self.spec.scalars, scalars, strict=True)

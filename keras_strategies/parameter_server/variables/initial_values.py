@@ -11,6 +11,7 @@ import cloudpickle
 import keras
 import numpy as np
 
+from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 
@@ -74,8 +75,9 @@ def make_initial_values(
         rows = min(step, shape[0] - first)
         if isinstance(seed, int):
             # Different seeds for all pieces of a variable.
-            initializer.seed = (seed + (start + first) * 1_000_003) % 2**31  # type: ignore[attr-defined]
-            setattr(initializer, "_init_seed", initializer.seed)  # type: ignore[attr-defined]  # noqa: B010
+            keras_compat.set_initializer_seed(
+                initializer, (seed + (start + first) * 1_000_003) % 2**31
+            )
         piece = _values(initializer, (rows, *shape[1:]), dtype)
         if whole is None:
             whole = np.empty(shape, piece.dtype)

@@ -101,8 +101,8 @@ class VariableRegistry:
         self._begin(variable, lambda start, stop: array[start:stop], array)
 
     def create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
-        shape = tuple(int(n) for n in variable._shape)
-        dtype = variable._dtype
+        shape = keras_compat.declared_shape(variable)
+        dtype = keras_compat.stored_dtype(variable)
         description = self._register(variable, shape)
         nbytes = math.prod(shape) * bytes_per_element(dtype)
         is_constant = isinstance(initializer, CONSTANTS)
@@ -117,7 +117,7 @@ class VariableRegistry:
         with self._lock:
             number = next(self._numbers)
             kind, reference = self._kind(variable, shape)
-            dtype = variable._dtype
+            dtype = keras_compat.stored_dtype(variable)
             if kind == "local":
                 shards: tuple[ShardRange, ...] = ()
             elif kind == "scalar":

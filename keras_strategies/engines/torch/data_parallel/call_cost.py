@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from keras_strategies.engines.torch.compat import TorchDispatchMode
 
 # Below this, a kernel takes less time than its way through the interpreter (about
 # 20 microseconds, at tens of GFLOP/s for one core).

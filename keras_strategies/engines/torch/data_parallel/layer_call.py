@@ -12,6 +12,7 @@ import torch
 
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.engines.torch.compat import is_graph_retained
 from keras_strategies.engines.torch.data_parallel.call_cost import CallCost, measure
 from keras_strategies.engines.torch.data_parallel.gradient_sums import (
     GradientTarget,
@@ -357,7 +358,7 @@ class _Job:
                 if part.requires_grad:
                     outputs[i].append(part)
                     given[i].append(share.to(part.device, non_blocking=True))
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = is_graph_retained()
 
         def task(replica_id: int) -> Callable[[], list[torch.Tensor | None]]:
             own = [source.locals[replica_id] for source in self.sources]

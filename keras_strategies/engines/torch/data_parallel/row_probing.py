@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from keras_strategies.engines.torch.compat import RANDOM_FUNCTIONS
+
 _functional = torch.nn.functional
 # Functions whose result is filled with a constant; all take a `generator`.
 _FILLED = frozenset(
@@ -18,8 +20,7 @@ _FILLED = frozenset(
         torch.poisson,
         torch.rand,
         torch.randn,
-        torch._standard_gamma,
-        torch._sample_dirichlet,
+        *RANDOM_FUNCTIONS,
         torch.Tensor.cauchy_,
         torch.Tensor.exponential_,
         torch.Tensor.geometric_,

@@ -78,7 +78,7 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         return TensorLayout([None] * len(data_shape), self.device_mesh)
 
     def get_variable_layout(self, variable: Any) -> Any:
-        own = getattr(variable, "_layout", None)
+        own = keras_compat.layout_of(variable)
         if own is not None:
             return own
         reference = colocation_reference()

@@ -14,8 +14,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+
+from keras_strategies.engines.torch.compat import (
+    TorchDispatchMode,
+    schema_arguments,
+    tree_flatten,
+    tree_map,
+)
 
 _aten = torch.ops.aten
 # Torch's error messages.
@@ -141,7 +146,7 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     named = {key: _local(value, mesh, placements) for key, value in kwargs.items()}
     written = [
         i
-        for i, argument in enumerate(func._schema.arguments[: len(args)])
+        for i, argument in enumerate(schema_arguments(func)[: len(args)])
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     for i in written:

@@ -24,6 +24,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from keras_strategies.engines.torch.compat import (
+    RANDOM_FUNCTIONS,
+    default_mps_generator,
+)
+
 # Functions that take a `generator`.
 _DRAWS = frozenset(
     [
@@ -36,8 +41,7 @@ _DRAWS = frozenset(
         torch.randint,
         torch.randn,
         torch.randperm,
-        torch._standard_gamma,
-        torch._sample_dirichlet,
+        *RANDOM_FUNCTIONS,
         torch.Tensor.bernoulli_,
         torch.Tensor.cauchy_,
         torch.Tensor.exponential_,
@@ -209,5 +213,5 @@ def _process_generator(device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
+        return default_mps_generator()
     return torch.default_generator

@@ -1,0 +1,77 @@
+"""All that this package uses of Torch beyond its public interface.
+
+Tested with Torch 2.9 to 2.13; `tests/test_manifest.py` says what has moved.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from keras_strategies.runtime.gloo_threads import gloo_threads
+
+__all__ = [
+    "RANDOM_FUNCTIONS",
+    "TorchDispatchMode",
+    "compile_graph",
+    "create_gloo_group",
+    "default_mps_generator",
+    "is_graph_retained",
+    "schema_arguments",
+    "set_timeout",
+    "tree_flatten",
+    "tree_map",
+    "tree_unflatten",
+]
+
+#: Functions behind `torch.distributions`.
+RANDOM_FUNCTIONS = (torch._standard_gamma, torch._sample_dirichlet)
+
+
+def is_graph_retained() -> bool:
+    """Whether the backward pass of this thread keeps its graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def default_mps_generator() -> torch.Generator:
+    """The generator of Apple's devices."""
+    return torch.mps._get_default_mps_generator()
+
+
+def schema_arguments(operation: Any) -> Sequence[Any]:
+    """The arguments of an ATen operation, with `alias_info`."""
+    arguments: Sequence[Any] = operation._schema.arguments
+    return arguments
+
+
+def set_timeout(options: Any, timeout: datetime.timedelta) -> None:
+    """Sets how long a process group waits for its peers."""
+    options._timeout = timeout
+
+
+def create_gloo_group(
+    store: Any, index: int, count: int, timeout: datetime.timedelta, host: str
+) -> Any:
+    """A group of processes that reduces over Gloo, on one interface of the machine."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    set_timeout(options, timeout)
+    options._threads = 2
+    with gloo_threads():
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        return dist.ProcessGroupGloo(store, index, count, options)
+
+
+def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """A graph of ATen operations as compiled by TorchInductor, in this process."""
+    from torch._inductor import compile, config
+
+    # No pool of compiler processes.
+    config.compile_threads = 1
+    compiled: Callable[..., Any] = compile(graph, inputs)
+    return compiled
