@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from keras_strategies.runtime.replica_state import (
 )
 from keras_strategies.runtime.row_checks.layer_checks import RowChecks
 from keras_strategies.runtime.row_checks.layer_probes import LayerCall, Randomness
+from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -207,13 +207,12 @@ class DataParallelCall(abc.ABC):
             return result[0]
 
     def _warn_of(self, layer: Any, problem: str) -> None:
-        warnings.warn(
+        warn_user(
             f"Layer {layer.name!r} ({type(layer).__name__}) cannot be split by rows: "
             f"{problem}. It is called on one device with the unsplit batch instead, "
             "which is exact but not parallel. Compute each row from its own inputs, "
             "and what needs the batch outside of the layer, in the loss for example, "
-            f"to run it on all replicas of {self.strategy!r}.",
-            stacklevel=5,
+            f"to run it on all replicas of {self.strategy!r}."
         )
 
     def _call_split(
@@ -285,14 +284,13 @@ class DataParallelCall(abc.ABC):
         layer = layer_call.layer
         if layer not in self._twice_differentiated:
             self._twice_differentiated.add(layer)
-            warnings.warn(
+            warn_user(
                 f"A gradient that goes through layer {layer.name!r} "
                 f"({type(layer).__name__}) is differentiated itself. Gradients of "
                 "gradients do not cross replicas, so the layer is called once more on "
                 "one device with the unsplit batch for them, which is exact but not "
                 "parallel. Random layers in it draw other numbers there. Compute the "
-                "penalty inside a layer's `call` to compute it on all replicas.",
-                stacklevel=2,
+                "penalty inside a layer's `call` to compute it on all replicas."
             )
         args, kwargs = keras.tree.pack_sequence_as(
             layer_call.structure, layer_call.leaves
@@ -325,15 +323,14 @@ class DataParallelCall(abc.ABC):
             ):
                 channels.append(Channel(list(parts)))
             else:
-                warnings.warn(
+                warn_user(
                     f"Layer {layer.name!r} ({type(layer).__name__}) returned a tensor "
                     f"of shape {tuple(parts[0].shape)} for a slice of {sizes[0]} "
                     "rows: it does not keep the batch axis, so its replicas' outputs "
                     "cannot be joined. It is called on one device with the whole "
                     "batch instead, which is exact but not parallel. Return one row "
                     "per sample, or use `add_loss` for scalars, to run it on all "
-                    f"replicas of {self.strategy!r}.",
-                    stacklevel=5,
+                    f"replicas of {self.strategy!r}."
                 )
                 return None
         return channels

@@ -26,7 +26,7 @@ ROWS = (
     ("cluster", "keras_compat"),
 )
 VOCABULARY = "vocabulary"
-WORDS = ("errors", "types", "devices", "values", "layouts", "context")
+WORDS = ("errors", "user_warnings", "types", "devices", "values", "layouts", "context")
 
 
 def box_of(module: str) -> str | None:

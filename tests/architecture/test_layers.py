@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2] / "keras_strategies"
 # From the bottom up: a module imports only its own layer and those before it in this
 # list. The longest prefix of a module's name decides its layer.
 LAYERS = (
-    ("errors",),
+    ("errors", "user_warnings"),
     ("types", "devices", "values", "layouts", "reports.tables", "keras_compat"),
     ("cluster", "input.row_splits", "input.worker_shares"),
     ("processes",),

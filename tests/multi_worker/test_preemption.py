@@ -171,7 +171,7 @@ def test_what_cannot_be_saved_is_refused(checkpoint, tmp_path):
 
 def test_a_folder_is_needed():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match="names the folder"):
+    with pytest.raises(ValueError, match="must be the folder"):
         ks.PreemptionCheckpointHandler(None, model)
 
 
@@ -180,7 +180,7 @@ def test_the_resolver_is_that_of_the_workers(tmp_path):
     resolvers = ks.cluster_resolver
     spec = resolvers.ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
     two = resolvers.SimpleClusterResolver(spec, task_type="worker", task_id=0)
-    with pytest.raises(ValueError, match="describes 2 workers, and 1 have connected"):
+    with pytest.raises(ValueError, match="describes 2 workers, but 1 have connected"):
         ks.PreemptionCheckpointHandler(two, model, tmp_path)
     with pytest.raises(TypeError, match=r"one of ks\.cluster_resolver.*'TF_CONFIG'"):
         ks.PreemptionCheckpointHandler("TF_CONFIG", model, tmp_path)
@@ -189,5 +189,5 @@ def test_the_resolver_is_that_of_the_workers(tmp_path):
 def test_bad_configurations_are_refused():
     with pytest.raises(ValueError, match="0 or more"):
         ks.TerminationConfig(grace_period=-1)
-    with pytest.raises(ValueError, match="is a function"):
+    with pytest.raises(ValueError, match="must be a function"):
         ks.TerminationConfig(exit_fn=3)

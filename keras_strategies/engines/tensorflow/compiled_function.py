@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from keras_strategies.engines.tensorflow.worker_collectives import (
     joined_workers,
 )
 from keras_strategies.errors import ReplicaError
+from keras_strategies.user_warnings import warn_user
 
 
 def value_and_grad(
@@ -94,12 +94,11 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
         finally:
             _compiling.xla = before
         has_replicas = True
-        warnings.warn(
+        warn_user(
             "`ks.function(..., jit_compile=True)` was called with a function that "
             "runs several replicas. XLA compiles programs for one device on "
             "TensorFlow, so the function runs without XLA; its results are the same. "
-            "Use ks.OneDeviceStrategy for an XLA program.",
-            stacklevel=2,
+            "Use ks.OneDeviceStrategy for an XLA program."
         )
         return plain(*args, **kwargs)
 

@@ -8,7 +8,6 @@ import secrets
 import shutil
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from keras_strategies.parameter_server.variables.coordinator_variables import (
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.transport import Keys, Service
 from keras_strategies.parameter_server.worker.worker_process import run_worker
+from keras_strategies.user_warnings import warn_user
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,7 @@ class ProcessCluster:
         except SnapshotError as error:
             if self.options.on_snapshot_error == "raise":
                 raise
-            warnings.warn(
-                f"{error.text} Training continues without snapshots.", stacklevel=5
-            )
+            warn_user(f"{error.text} Training continues without snapshots.")
 
     def _process(self, kind: str, index: int, incarnation: int) -> ProcessStart:
         common: dict[str, Any] = {

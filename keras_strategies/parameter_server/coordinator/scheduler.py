@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +38,7 @@ from keras_strategies.parameter_server.wire.task_messages import (
 )
 from keras_strategies.parameter_server.wire.transport import Service
 from keras_strategies.parameter_server.worker.pull_ahead import PULL_AHEAD_STEPS
+from keras_strategies.user_warnings import warn_user
 
 #: Tasks of a worker, so that it does not wait for the next one. Of a model's steps one
 #: awaits the servers' replies, one is computed, and the later ones are prefetched.
@@ -236,7 +236,7 @@ class Scheduler:
 
     def _emit_warnings(self) -> None:
         while self._warnings:
-            warnings.warn(self._warnings.popleft(), stacklevel=4)
+            warn_user(self._warnings.popleft())
 
     def _is_broken(self) -> bool:
         return self.error is not None or self.fatal is not None

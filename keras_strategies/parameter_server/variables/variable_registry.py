@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +43,7 @@ from keras_strategies.parameter_server.wire.variable_description import (
     is_sharded,
 )
 from keras_strategies.reports.tables import readable_bytes
+from keras_strategies.user_warnings import warn_user
 
 #: Variables up to this size are initialized here, with the same values as without a
 #: strategy, and then sharded. Larger ones are initialized shard by shard.
@@ -398,14 +398,13 @@ class VariableRegistry:
             for n in list(self._variables)
         }
         path = max(held, key=lambda name: held[name])
-        warnings.warn(
+        warn_user(
             f"Parameter server {server} holds {readable_bytes(most)} of "
             f"{readable_bytes(sum(bytes_per_server))}, {most / share:.1f} times its "
             f"share of {len(bytes_per_server)} servers, and every step waits for it; "
             f"{readable_bytes(held[path])} are {path!r}. Cut large variables: make the "
             "strategy with "
-            f"`variable_partitioner=ks.experimental.partitioners.MinSizePartitioner(max_shards={len(bytes_per_server)})`.",
-            stacklevel=2,
+            f"`variable_partitioner=ks.experimental.partitioners.MinSizePartitioner(max_shards={len(bytes_per_server)})`."
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import h5py
 import keras
 import numpy as np
+
+from keras_strategies.user_warnings import warn_user
 
 _SEEDS = "keras_strategies_seeds"
 _SEEDS_FILE = f"{_SEEDS}.json"
@@ -84,10 +85,9 @@ def read_seeds(source: Any, seeds: Sequence[Any]) -> None:
     if states is None:
         return
     if len(states) != len(seeds):
-        warnings.warn(
+        warn_user(
             f"The file has the states of {len(states)} seed generators and the model "
-            f"has {len(seeds)}; they restart from their seeds.",
-            stacklevel=2,
+            f"has {len(seeds)}; they restart from their seeds."
         )
         return
     for seed, state in zip(seeds, states, strict=True):

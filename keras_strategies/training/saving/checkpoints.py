@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from keras_strategies.errors import (
 )
 from keras_strategies.training.saving.atomic_files import atomic_file
 from keras_strategies.training.seeds import random_numbers, set_random_numbers
+from keras_strategies.user_warnings import warn_user
 
 _VERSION = 1
 _CONTENTS = "contents.json"
@@ -345,7 +345,7 @@ class CheckpointManager:
             try:
                 self._checkpoint.restore(path)
             except DamagedCheckpointError as damaged:
-                warnings.warn(f"{damaged} Using the previous checkpoint.", stacklevel=2)
+                warn_user(f"{damaged} Using the previous checkpoint.")
                 error = damaged
             else:
                 return path

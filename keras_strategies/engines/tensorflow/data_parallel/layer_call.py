@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,7 @@ from keras_strategies.runtime.data_parallel import (
 )
 from keras_strategies.runtime.replica_set import RowSplit
 from keras_strategies.runtime.row_checks.layer_probes import Randomness
+from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -80,13 +80,12 @@ class TensorFlowDataParallelCall(DataParallelCall):
         try:
             return super().__call__(layer, call, args, kwargs)
         except NestedCollectiveError:
-            warnings.warn(
+            warn_user(
                 f"Layer {layer.name!r} ({type(layer).__name__}) needs all replicas "
                 "together in a loop or a branch, for batch normalization for example, "
                 "which TensorFlow cannot do there. It is called on one device with "
                 "the whole batch instead, which is exact but not parallel. Call the "
-                "normalization outside of the loop to run it on all replicas.",
-                stacklevel=4,
+                "normalization outside of the loop to run it on all replicas."
             )
             self._not_by_rows.add(layer)
         with keras_compat.layer_calls_through(None):
@@ -147,13 +146,12 @@ class TensorFlowDataParallelCall(DataParallelCall):
         if known is None:
             known = self._foreign[layer] = keras_compat.holds_tf_variables(layer)
             if known:
-                warnings.warn(
+                warn_user(
                     f"Layer {layer.name!r} contains variables or modules of "
                     "TensorFlow. They cannot be replaced by a replica's copies, so "
                     "the layer is called on one device with the whole batch, which "
                     "is exact but not parallel. Use `add_weight` and Keras layers to "
-                    "run it on all replicas.",
-                    stacklevel=6,
+                    "run it on all replicas."
                 )
         return known
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 from keras_strategies import keras_compat
 from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
+from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
@@ -180,11 +180,10 @@ class StepFunction:
 
 
 def _warn_of_jit_compile(model: Any) -> None:
-    warnings.warn(
+    warn_user(
         f"Model {model.name!r} was compiled with `jit_compile=True`. XLA compiles "
         "programs for one device and this one is for several, so it runs without "
-        "XLA; its results are the same. Use ks.OneDeviceStrategy for an XLA program.",
-        stacklevel=11,  # The line that calls `fit`, `evaluate` or `predict`.
+        "XLA; its results are the same. Use ks.OneDeviceStrategy for an XLA program."
     )
 
 

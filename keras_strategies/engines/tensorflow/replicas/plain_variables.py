@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+
+from keras_strategies.user_warnings import warn_user
 
 # Made by `tf.train.Checkpoint`, and by nothing that replicas run.
 _SAVE_COUNTER = "save_counter"
@@ -42,13 +43,12 @@ def warning_of_plain_variables(replicas: int) -> Any:
 
     def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if not _making.by_keras and kwargs.get("name") != _SAVE_COUNTER:
-            warnings.warn(
+            warn_user(
                 f"A `tf.Variable` was made in the scope of a strategy with {replicas} "
                 "replicas. It stays one variable on one device, which all replicas "
                 "assign: `assign_add(1)` in `run` adds 1 on each of them. Use "
                 "`keras.Variable(..., aggregation=...)`, which has a copy on each "
-                "replica and aggregates what they assign.",
-                stacklevel=2,
+                "replica and aggregates what they assign."
             )
         return next_creator(**kwargs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ from keras_strategies.runtime.data_parallel import (
 )
 from keras_strategies.runtime.replica_set import RowSplit
 from keras_strategies.runtime.row_checks.layer_probes import Randomness, flags
+from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -172,12 +172,11 @@ class TorchDataParallelCall(DataParallelCall):
         if known is None:
             known = self._foreign[layer] = keras_compat.wraps_torch_modules(layer)
             if known:
-                warnings.warn(
+                warn_user(
                     f"Layer {layer.name!r} contains torch modules. Their parameters "
                     "cannot be replaced by a replica's copies, so the layer runs on "
                     "one device with the full batch: exact, but not parallel. Write "
-                    "it with Keras layers to run it on all replicas.",
-                    stacklevel=6,
+                    "it with Keras layers to run it on all replicas."
                 )
         return known
 

@@ -1,0 +1,28 @@
+"""Warnings that point to a line of the user's."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+# Frames of these packages are between a user's line and the code that warns.
+_LIBRARIES = frozenset(
+    ["keras_strategies", "keras", "tensorflow", "torch", "jax", "contextlib"]
+)
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line outside of this package, Keras and the frameworks.
+
+    Args:
+        message: str, what was found and what to do.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_of_library(frame.f_globals):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_of_library(names: dict[str, object]) -> bool:
+    package = str(names.get("__name__", "")).partition(".")[0]
+    return package in _LIBRARIES or package.startswith("__autograph_generated")
