@@ -241,7 +241,7 @@ def test_a_step_is_compiled_once_for_each_shape() -> None:
     [
         ({"model_parallel": 3}, "does not divide the number of devices, 4"),
         ({"layout_map": "megatron"}, "`layout_map` must be 'auto', 'fsdp'"),
-        ({"layout_map": {"kernel": "model"}}, "The layout of 'kernel' is a tuple"),
+        ({"layout_map": {"kernel": "model"}}, "The layout of 'kernel' must be a tuple"),
         ({"devices": ["cpu:0", "cpu:0"]}, "cpu:0"),
     ],
 )
