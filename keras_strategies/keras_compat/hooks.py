@@ -180,6 +180,14 @@ def load_model(original: Any, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
     return model
 
 
+def load_weights(
+    original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any
+) -> None:
+    with streamed_files():
+        original(model, filepath, *args, **kwargs)
+    _Installed.hooks.loaded(model, filepath)
+
+
 def refuse_foreign(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     _Installed.hooks.check_strategy(self, original.__name__)
     return original(self, *args, **kwargs)

@@ -103,6 +103,14 @@ GROUPS: dict[str, Group] = {
                 "hooks.load_model",
                 "`load_model` restores the states of seed generators.",
             ),
+            Patch(
+                "keras.src.saving.saving_api",
+                "load_weights",
+                "(model, filepath, skip_mismatch=False, **kwargs)",
+                "hooks.load_weights",
+                "`load_weights` restores them too, also those of a plain model from a "
+                "file of a strategy.",
+            ),
         ),
     ),
     "custom loops": Group(

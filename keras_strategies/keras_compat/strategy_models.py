@@ -174,12 +174,6 @@ class StrategyModel(keras.Model):
         with installed_hooks().exporting(self):
             return _write(self, "export", filepath, *args, **kwargs)
 
-    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        with streamed_files():
-            result = super().load_weights(filepath, *args, **kwargs)
-        installed_hooks().loaded(self, filepath)
-        return result
-
     def __reduce__(self) -> Any:
         # The original is a method of the subclass, which pickle does not find.
         _, arguments = super().__reduce__()
