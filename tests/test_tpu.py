@@ -77,7 +77,7 @@ def test_without_partitioning_the_first_core_of_a_replica_computes():
 
 @pytest.mark.parametrize("devices", [[], [[]], [["cpu:0"], ["cpu:1", "cpu:2"]]])
 def test_uneven_assignments_are_refused(devices):
-    with pytest.raises(ValueError, match="equally many"):
+    with pytest.raises(ValueError, match="the same number for all"):
         ks.DeviceAssignment(devices)
 
 
