@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 
 # Frames of these packages are between a user's line and the code that warns.
@@ -17,8 +17,8 @@ def warn_user(message: str) -> None:
     Args:
         message: str, what was found and what to do.
     """
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_of_library(frame.f_globals):
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back and _is_of_library(frame.f_globals):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

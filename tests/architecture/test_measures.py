@@ -28,12 +28,12 @@ BOUNDS = {
     "communicators": 9,
     "modules that start processes": 6,
     "duplicate public class names": 2,
-    "lines of code": 25_597,
+    "lines of code": 25_604,
     "folders of more than 12 files": 3,
     "files of the largest folder": 23,
     "import cycles": 4,
     "modules in import cycles": 10,
-    "private names outside of compat files": 44,
+    "private names outside of compat files": 43,
 }
 
 

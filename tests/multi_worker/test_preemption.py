@@ -182,7 +182,7 @@ def test_the_resolver_is_that_of_the_workers(tmp_path):
     two = resolvers.SimpleClusterResolver(spec, task_type="worker", task_id=0)
     with pytest.raises(ValueError, match="describes 2 workers, but 1 have connected"):
         ks.PreemptionCheckpointHandler(two, model, tmp_path)
-    with pytest.raises(TypeError, match=r"one of ks\.cluster_resolver.*'TF_CONFIG'"):
+    with pytest.raises(TypeError, match=r"ks\.cluster_resolver.*'TF_CONFIG'"):
         ks.PreemptionCheckpointHandler("TF_CONFIG", model, tmp_path)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
-from tensorflow.python.framework import ops as graph_ops
 
 from keras_strategies import context, keras_compat
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
@@ -29,7 +28,7 @@ class TracedOperations:
     """The operations that are added to the current graph until `end` is called."""
 
     def __init__(self) -> None:
-        self.graph = graph_ops.get_default_graph()
+        self.graph = tf.compat.v1.get_default_graph()
         self._ranges: list[tuple[int, int]] = []
         self._start = self.graph.num_operations()
 
