@@ -118,7 +118,7 @@ class LayerCallOnReplicas:
         return all(isinstance(size, int) for size in self.sizes)
 
     def open_tapes(self) -> None:
-        """Prepares to record the replicas, unless nobody can ask for a gradient."""
+        """Records the replicas, unless no tape can ask for a gradient."""
         if tf.executing_eagerly() and not record.could_possibly_record():
             return
         # Under a persistent tape TensorFlow traces the gradient of a loop three times

@@ -105,7 +105,7 @@ class GraphCopy:
                 node.device = ""
             for tensor in operation.inputs:
                 if tensor.op.name not in names:
-                    inputs[tensor.name] = captured.get(id(tensor)) or self.of(tensor)
+                    inputs[tensor.name] = captured.get(id(tensor), self.of(tensor))
             for other in operation.control_inputs:
                 if other.name not in names:
                     node.input.remove(f"^{other.name}")

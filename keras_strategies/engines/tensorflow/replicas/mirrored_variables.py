@@ -382,7 +382,7 @@ def mirror(
     devices: Sequence[str],
     creating: Callable[[str], contextlib.AbstractContextManager[Any]],
 ) -> None:
-    """Makes a plain variable that nobody has used yet a mirrored one.
+    """Makes an unused plain variable a mirrored one.
 
     Args:
         variable: `tf.Variable` that has a value, outside of programs.
