@@ -100,6 +100,22 @@ def record_jax_state(model: Any, kind: str, state: Any) -> None:
     object.__setattr__(model, "_jax_state", dict(zip(names, state, strict=True)))
 
 
+def record_read_jax_state(
+    model: Any, groups: dict[str, bool], state: tuple[Any, ...]
+) -> None:
+    """Records the arrays of variables that Keras is about to empty.
+
+    Args:
+        model: the model.
+        groups: the arguments of Keras's `_get_jax_state`, by names of groups; True for
+            those in `state`.
+        state: a list of arrays for each group, in the order of `_STATE_NAMES["train"]`.
+    """
+    names = [name for name in _STATE_NAMES["train"] if groups.get(name)]
+    object.__setattr__(model, "_jax_state", dict(zip(names, state, strict=True)))
+    model._jax_state_synced = False
+
+
 def sync_jax_state(model: Any) -> None:
     """Gives the variables of a model in a loop their current values."""
     model.jax_state_sync()

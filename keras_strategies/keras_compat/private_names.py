@@ -70,7 +70,13 @@ PRIVATE = (
     Private("keras.src.backend.jax.core.Variable", ("_layout",), "Layouts.", "jax"),
     Private(
         "keras.src.backend.jax.trainer.JAXTrainer",
-        ("_jax_state", "jax_state_sync"),
+        (
+            "_get_jax_state",
+            "_jax_state",
+            "_jax_state_synced",
+            "_purge_model_variables",
+            "jax_state_sync",
+        ),
         "The arrays of variables while a loop is under way.",
         "jax",
     ),

@@ -14,6 +14,7 @@ import keras
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.hooks import installed_hooks
+from keras_strategies.keras_compat.jax import record_read_jax_state
 from keras_strategies.keras_compat.models import (
     STRATEGY_ATTRIBUTE,
     base_trainer,
@@ -150,6 +151,17 @@ class StrategyModel(keras.Model):
         if data_batch is not None:
             installed_hooks().building(self, data_batch)
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)
+
+    def _get_jax_state(
+        self, purge_model_variables: bool = False, **groups: bool
+    ) -> tuple[Any, ...]:
+        # Keras empties the variables, and records their arrays after the first step: an
+        # interrupt between the two would leave a model without weights.
+        state: tuple[Any, ...] = super()._get_jax_state(**groups)
+        if purge_model_variables:
+            record_read_jax_state(self, groups, state)
+            self._purge_model_variables(**groups)
+        return state
 
     def _resolve_auto_jit_compile(self) -> bool:
         # XLA cannot compile a program of TensorFlow's for several devices.

@@ -307,6 +307,28 @@ def test_ctrl_c_in_a_step(name):
     model.predict(x, batch_size=256, verbose=0)
 
 
+@on("mirrored_2", "central")
+def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
+    x = np.ones((8, 3), "float32")
+    with STRATEGIES[name]().scope():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+    model.fit(x, x[:, :2], verbose=0)
+    empties = type(model)._purge_model_variables
+
+    def interrupted(self, **groups):
+        empties(self, **groups)
+        raise KeyboardInterrupt
+
+    weights = model.get_weights()
+    monkeypatch.setattr(type(model), "_purge_model_variables", interrupted)
+    for method in (model.fit, model.evaluate):
+        with pytest.raises(KeyboardInterrupt):
+            method(x, x[:, :2], verbose=0)
+        for before, after in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(before, after)
+
+
 # --- Scopes ---------------------------------------------------------------------
 
 
