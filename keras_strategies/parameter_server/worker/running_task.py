@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,16 +21,27 @@ from keras_strategies.parameter_server.wire.step_messages import StepReply, Step
 from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
 from keras_strategies.parameter_server.wire.variable_description import device_places
 from keras_strategies.parameter_server.worker.step_execution import PullPlan
-
-if TYPE_CHECKING:
-    from keras_strategies.parameter_server.worker.worker_loop import Worker
+from keras_strategies.parameter_server.worker.step_programs import (
+    StepPrograms,
+    to_numpy,
+)
 
 
 class RunningTask:
-    """A running task: names its updates and caches the values that it reads."""
+    """A running task: names its updates and caches the values that it reads.
 
-    def __init__(self, worker: Worker, task: ScheduledTask, numbers: tuple[int, ...]):
-        self.worker = worker
+    Args:
+        programs: runs its steps.
+        task: the message.
+        numbers: tuple of int, the variables of its function.
+    """
+
+    def __init__(
+        self, programs: StepPrograms, task: ScheduledTask, numbers: tuple[int, ...]
+    ):
+        self._programs = programs
+        self._execution = programs.execution
+        self._variables = programs.variables
         self.task = task
         self.numbers = numbers
         self.local: dict[int, np.ndarray] = {}
@@ -51,13 +62,12 @@ class RunningTask:
     # Variables outside of programs (`keras_compat.VariableHost`)
 
     def read(self, variable: Any) -> np.ndarray:
-        description = self.worker.variables.describe(variable)
+        description = self._variables.describe(variable)
         if description.kind == "local":
             return self._local(description.number)
         if description.number not in self._cache:
-            self._cache[description.number] = self.worker.execution.servers.read(
-                description
-            )
+            servers = self._execution.servers
+            self._cache[description.number] = servers.read(description)
         if description.kind == "scalar":
             self._scalars[description.number] = self._cache[description.number]
         return self._cache[description.number]
@@ -67,7 +77,7 @@ class RunningTask:
         return value + self.local[number] if number in self.local else value
 
     def write(self, variable: Any, value: np.ndarray) -> None:
-        description = self.worker.variables.describe(variable)
+        description = self._variables.describe(variable)
         if description.kind == "local":
             self.local[description.number] = value - self.task.local[description.number]
             return
@@ -79,7 +89,7 @@ class RunningTask:
         self._send({i: StepRequest(writes=tuple(w)) for i, w in writes.items()})
 
     def add(self, variable: Any, delta: np.ndarray) -> None:
-        description = self.worker.variables.describe(variable)
+        description = self._variables.describe(variable)
         if description.kind == "local":
             self.write(variable, self.read(variable) + delta)
             return
@@ -94,7 +104,7 @@ class RunningTask:
         update = self.next_update()
         done = self.task.done
         named = {i: replace(s, update=update, done=done) for i, s in steps.items()}
-        servers = self.worker.execution.servers
+        servers = self._execution.servers
         servers.receive_steps(servers.send_steps(named))
         self._cache.clear()
 
@@ -113,7 +123,7 @@ class RunningTask:
 
     def _scale(self, variable: Any) -> np.ndarray:
         """The loss scale that this task has computed with."""
-        number = self.worker.variables.describe(variable).number
+        number = self._variables.describe(variable).number
         return self._scalars[number] if number in self._scalars else self.read(variable)
 
     def push(
@@ -126,12 +136,11 @@ class RunningTask:
             result: its result.
             pulled: the replies to its pull, by server.
         """
-        execution = self.worker.execution
-        steps, local = execution.split_result(
+        steps, local = self._execution.split_result(
             plan, result, self.next_update(), self.task.done
         )
         self.merge_local(local)
-        servers = execution.servers
+        servers = self._execution.servers
         self.record_staleness(pulled, servers.receive_steps(servers.send_steps(steps)))
         self._cache.clear()
 
@@ -157,37 +166,42 @@ class RunningTask:
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a function as a program: pull, compute, push."""
-        if self.worker.in_program:
+        if self._programs.in_program:
             return fn(*args, **kwargs)
-        program, batch = self.worker.function_program(fn, (args, kwargs), self.numbers)
-        with self.worker.inside_program():
-            plan = self.worker.execution.plan(program, batch)
-        servers = self.worker.execution.servers
+        program, batch = self._programs.of_function(fn, (args, kwargs), self.numbers)
+        with self._programs.inside_program():
+            plan = self._execution.plan(program, batch)
+        servers = self._execution.servers
         pulled = servers.receive_steps(servers.send_steps(plan.pulls))
-        result = self.worker.compute(self, program, plan, pulled, batch)
+        self.steps += 1
+        result = self._programs.compute(program, plan, pulled, batch)
         for variable in program.variables.others:
-            description = self.worker.variables.describe(variable)
+            description = self._variables.describe(variable)
             if description.kind == "scalar":
-                value = np.array(self.worker.execution.engine.get_value(variable))
+                value = np.array(self._execution.engine.get_value(variable))
                 self._scalars[description.number] = value
         self.push(plan, result, pulled)
         return keras.tree.map_structure(_to_tensor, result.outputs)
 
 
 class WorkerVariableHost:
-    """Host of a worker's variables: reads and writes of the running task."""
+    """Host of a worker's variables: reads and writes of the running task.
 
-    def __init__(self, worker: Worker):
-        self._worker = worker
+    Args:
+        programs: of this worker.
+    """
+
+    def __init__(self, programs: StepPrograms):
+        self._programs = programs
+        self.running_task: RunningTask | None = None
 
     @property
     def is_local(self) -> bool:
-        return self._worker.in_program
+        return self._programs.in_program
 
     def _running_task(self) -> RunningTask:
-        running_task = self._worker.running_task
-        assert running_task is not None, "outside of a task"
-        return running_task
+        assert self.running_task is not None, "outside of a task"
+        return self.running_task
 
     def read(self, variable: Any) -> Any:
         return self._running_task().read(variable)
@@ -214,7 +228,7 @@ class WorkerVariableHost:
         self.write(variable, value)
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
-        return device_places(self._worker.variables.describe(variable))
+        return device_places(self._programs.variables.describe(variable))
 
     def place(self, variable: Any) -> str:
         return "on parameter servers"
@@ -223,16 +237,6 @@ class WorkerVariableHost:
         raise AssertionError("only the coordinator creates variables")
 
     create_with = create
-
-
-def is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def to_numpy(value: Any) -> np.ndarray:
-    if isinstance(value, np.ndarray):
-        return value
-    return np.asarray(keras.ops.convert_to_numpy(value))
 
 
 def _to_tensor(value: Any) -> Any:

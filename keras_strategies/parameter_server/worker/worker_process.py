@@ -42,7 +42,7 @@ class WorkerStrategy(Strategy):
     @property
     def replica_context_in_scope(self) -> context.ReplicaContext | None:
         """This worker's only replica during a step; None outside."""
-        return self._replica if self._worker.in_program else None
+        return self._replica if self._worker.programs.in_program else None
 
     @property
     def worker_index(self) -> int:
@@ -58,7 +58,7 @@ class WorkerStrategy(Strategy):
     ) -> Any:
         """Runs a step: pulls the values that `fn` needs, computes, pushes updates."""
         RunOptions.parse(options)
-        running_task = self._worker.running_task
+        running_task = self._worker.host.running_task
         assert running_task is not None, "outside of a scheduled function"
         return running_task.run(fn, tuple(args), dict(kwargs or {}))
 
