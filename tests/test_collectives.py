@@ -20,7 +20,7 @@ def per_replica(strategy, *values):
     devices = strategy.placement.replicas
     return ks.PerReplica(
         [
-            strategy.backend.to_device(np.asarray(value, "float32"), device)
+            strategy.engine.to_device(np.asarray(value, "float32"), device)
             for value, device in zip(values, devices, strict=True)
         ]
     )

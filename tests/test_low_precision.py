@@ -265,7 +265,7 @@ def per_replica(strategy: Any, terms: tuple[str, list[float], float]) -> Any:
     devices = strategy.placement.replicas
     return ks.PerReplica(
         [
-            strategy.backend.to_device(ops.cast(np.array([value]), dtype), device)
+            strategy.engine.to_device(ops.cast(np.array([value]), dtype), device)
             for value, device in zip(values, devices, strict=True)
         ]
     )

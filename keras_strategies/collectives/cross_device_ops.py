@@ -15,9 +15,9 @@ from keras_strategies.collectives.op_arguments import (
 )
 from keras_strategies.collectives.packing import pack, unpack
 from keras_strategies.devices import Device, parse_device
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 
@@ -51,9 +51,9 @@ class CrossDeviceOps:
     """
 
     @property
-    def backend(self) -> Backend:
+    def engine(self) -> Engine:
         """The backend whose tensors are combined."""
-        return get_backend()
+        return get_engine()
 
     def __repr__(self) -> str:
         options = ", ".join(
@@ -97,7 +97,7 @@ class CrossDeviceOps:
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
         value = per_replica(per_replica_value)
-        names = device_names(destinations, self.backend)
+        names = device_names(destinations, self.engine)
         checked = call_options(options)
         result = self.reduce_implementation(op, value, names, checked)
         return _checked_result(self, "reduce_implementation", result, names)
@@ -130,7 +130,7 @@ class CrossDeviceOps:
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
         pairs = [
-            (per_replica(value), device_names(destinations, self.backend))
+            (per_replica(value), device_names(destinations, self.engine))
             for value, destinations in value_destination_pairs
         ]
         results = self.batch_reduce_implementation(op, pairs, call_options(options))
@@ -155,7 +155,7 @@ class CrossDeviceOps:
         Returns:
             A tensor for one destination, `Mirrored` for several.
         """
-        names = device_names(destinations, self.backend)
+        names = device_names(destinations, self.engine)
         result = self.broadcast_implementation(tensor, names)
         return _checked_result(self, "broadcast_implementation", result, names)
 
@@ -222,7 +222,7 @@ class CrossDeviceOps:
             A tensor for one destination, `Mirrored` with a tensor for each of several.
         """
         devices = [parse_device(name) for name in destinations]
-        return _result(self.backend.broadcast(tensor, devices))
+        return _result(self.engine.broadcast(tensor, devices))
 
     # What the classes of this package do.
 
@@ -273,8 +273,8 @@ class CrossDeviceOps:
         self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
     ) -> list[Any]:
         """Reduces one tensor per replica; the result on each of `devices`."""
-        moved = [self.backend.to_device(tensor, devices[0]) for tensor in tensors]
-        return self._copies(self.backend.all_reduce(op, moved)[0], devices)
+        moved = [self.engine.to_device(tensor, devices[0]) for tensor in tensors]
+        return self._copies(self.engine.all_reduce(op, moved)[0], devices)
 
     def _copies(self, tensor: Any, devices: Sequence[Device]) -> list[Any]:
         """The tensor on each of the devices."""
@@ -318,13 +318,13 @@ class ReductionToOneDevice(CrossDeviceOps):
         self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
     ) -> list[Any]:
         home = self._device or devices[0]
-        moved = [self.backend.to_device(tensor, home) for tensor in tensors]
+        moved = [self.engine.to_device(tensor, home) for tensor in tensors]
         if self._accumulate is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
             reduced = self._accumulate(moved)
             if op is ReduceOp.MEAN:
                 reduced = reduced / len(moved)
         else:
-            reduced = self.backend.all_reduce(op, moved)[0]
+            reduced = self.engine.all_reduce(op, moved)[0]
         return self._copies(reduced, devices)
 
 
@@ -375,8 +375,8 @@ class NcclAllReduce(_PackedAllReduce):
     def _reduce(
         self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
     ) -> list[Any]:
-        reduced = self.backend.all_reduce(op, tensors)
-        have = [self.backend.device_of(tensor) for tensor in reduced]
+        reduced = self.engine.all_reduce(op, tensors)
+        have = [self.engine.device_of(tensor) for tensor in reduced]
         if have == list(devices) and not _overrides(self, "broadcast_implementation"):
             return reduced
         return self._copies(reduced[0], devices)
@@ -394,8 +394,8 @@ class HierarchicalCopyAllReduce(_PackedAllReduce):
         inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
         middle = max(1, len(tensors) // 2)
         halves = [half for half in (tensors[:middle], tensors[middle:]) if half]
-        partial = [self.backend.all_reduce(inner, half)[0] for half in halves]
-        reduced = self.backend.all_reduce(inner, partial)[0]
+        partial = [self.engine.all_reduce(inner, half)[0] for half in halves]
+        reduced = self.engine.all_reduce(inner, partial)[0]
         if op is ReduceOp.MEAN:
             reduced = reduced / len(tensors)
         return self._copies(reduced, devices)

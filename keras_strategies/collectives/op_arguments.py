@@ -12,7 +12,7 @@ from keras_strategies import keras_compat
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, is_device, parse_device
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import itemsize
 from keras_strategies.values import DistributedValues, PerReplica
 
@@ -36,29 +36,29 @@ def per_replica(value: Any) -> PerReplica:
     return PerReplica(tensors)
 
 
-def device_names(destinations: Any, backend: Backend) -> tuple[str, ...]:
+def device_names(destinations: Any, engine: Engine) -> tuple[str, ...]:
     """The names of the devices that a value is to be put on."""
-    return tuple(str(device) for device in _destinations(destinations, backend))
+    return tuple(str(device) for device in _destinations(destinations, engine))
 
 
-def _destinations(destinations: Any, backend: Backend) -> tuple[Device, ...]:
+def _destinations(destinations: Any, engine: Engine) -> tuple[Device, ...]:
     if isinstance(destinations, DistributedValues):
-        return tuple(backend.device_of(value) for value in destinations.values)
+        return tuple(engine.device_of(value) for value in destinations.values)
     if isinstance(destinations, keras.Variable):
-        return _devices_of_variable(destinations, backend)
+        return _devices_of_variable(destinations, engine)
     if is_device(destinations):
         return (parse_device(destinations),)
     if isinstance(destinations, (list, tuple)) and destinations:
         return tuple(parse_device(name) for name in destinations)
-    if backend.is_tensor(destinations):
-        return (backend.device_of(destinations),)
+    if engine.is_tensor(destinations):
+        return (engine.device_of(destinations),)
     raise InvalidArgumentError(
         "`destinations` must be a device name or object, a list of them, or a value "
         f"or variable on devices. Received: {destinations!r}"
     )
 
 
-def _devices_of_variable(variable: Any, backend: Backend) -> tuple[Device, ...]:
+def _devices_of_variable(variable: Any, engine: Engine) -> tuple[Device, ...]:
     """The devices of a variable and its copies."""
     strategy = keras_compat.strategy_of(variable)
     if strategy is not None and strategy.placement.mirrored:
@@ -66,7 +66,7 @@ def _devices_of_variable(variable: Any, backend: Backend) -> tuple[Device, ...]:
         return found
     if strategy is not None:
         return (strategy.placement.variables,)
-    return (backend.device_of(keras_compat.raw_value(variable)),)
+    return (engine.device_of(keras_compat.raw_value(variable)),)
 
 
 def packs_of_values(

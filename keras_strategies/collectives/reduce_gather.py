@@ -136,7 +136,7 @@ def _gather_leaf(strategy: StrategyCore, leaf: Any, axis: int) -> Any:
             f"axis only. Found shapes {shapes}."
         )
     home = strategy.placement.variables
-    own = ops.concatenate([strategy.backend.to_device(t, home) for t in tensors], axis)
+    own = ops.concatenate([strategy.engine.to_device(t, home) for t in tensors], axis)
     workers = strategy.other_workers
     if workers is None:
         return own
@@ -207,7 +207,7 @@ def reduce_components(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) 
 def sum_counts(strategy: StrategyCore, counts: list[Any]) -> Any:
     """The sum of element counts, without a `CrossDeviceOps`."""
     home = strategy.placement.variables
-    moved = [strategy.backend.to_device(count, home) for count in counts]
+    moved = [strategy.engine.to_device(count, home) for count in counts]
     own = stack_reduce(ReduceOp.SUM, moved)
     if strategy.other_workers is None:
         return own
@@ -244,5 +244,5 @@ def _reduce_local(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> A
     home = strategy.placement.variables
     if strategy.cross_device_ops is not None:
         return strategy.cross_device_ops.reduce(op, PerReplica(tensors), str(home))
-    moved = [strategy.backend.to_device(tensor, home) for tensor in tensors]
+    moved = [strategy.engine.to_device(tensor, home) for tensor in tensors]
     return stack_reduce(op, moved)

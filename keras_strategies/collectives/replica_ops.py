@@ -110,7 +110,7 @@ class LocalReduction:
         return found
 
     def _to(self, tensor: Any, device: Device) -> Any:
-        return self._strategy.backend.to_device(tensor, device)
+        return self._strategy.engine.to_device(tensor, device)
 
     def _filled(self, column: Sequence[Any]) -> list[Any]:
         """A tensor of each replica, zeros where one has none."""

@@ -1,11 +1,11 @@
-"""The engines below: one folder per Keras backend, behind `Backend`."""
+"""The engines below: one folder per Keras backend, behind `Engine`."""
 
 from __future__ import annotations
 
 import functools
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 
 _BACKENDS = ("jax", "torch", "tensorflow")
 
@@ -17,25 +17,25 @@ def backend_name() -> str:
     return str(keras.backend.backend())
 
 
-def get_backend() -> Backend:
+def get_engine() -> Engine:
     """The engine that belongs to Keras's backend, imported when first asked for."""
     return _load(backend_name())
 
 
 @functools.cache
-def _load(name: str) -> Backend:
+def _load(name: str) -> Engine:
     if name == "jax":
-        from keras_strategies.engines.jax import JaxBackend
+        from keras_strategies.engines.jax import JaxEngine
 
-        return JaxBackend()
+        return JaxEngine()
     if name == "torch":
-        from keras_strategies.engines.torch import TorchBackend
+        from keras_strategies.engines.torch import TorchEngine
 
-        return TorchBackend()
+        return TorchEngine()
     if name == "tensorflow":
-        from keras_strategies.engines.tensorflow import TensorFlowBackend
+        from keras_strategies.engines.tensorflow import TensorFlowEngine
 
-        return TensorFlowBackend()
+        return TensorFlowEngine()
     raise unknown_backend(name)
 
 

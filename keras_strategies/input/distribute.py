@@ -66,7 +66,7 @@ def from_function(
     else:
         sources = []
         for device in strategy.placement.replicas:
-            on_device = functools.partial(strategy.backend.on_device, device)
+            on_device = functools.partial(strategy.engine.on_device, device)
             with on_device():
                 sources.append(
                     PlacedSource(source_of(dataset_fn(pipelines)), on_device)
@@ -96,5 +96,5 @@ def _distributed(
     if strategy.workers is not None and not feed.is_global:
         feed = EqualStepsFeed(feed, strategy.workers.group)
     return DistributedDataset(
-        strategy.backend, strategy.placement.replicas, feed, options
+        strategy.engine, strategy.placement.replicas, feed, options
     )

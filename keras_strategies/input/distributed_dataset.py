@@ -9,7 +9,7 @@ from keras_strategies.devices import Device
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.feeds import Feed
 from keras_strategies.input.prefetch import Prefetcher
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.types import InputOptions
 from keras_strategies.values import PerReplica, map_structure, regroup
 
@@ -22,7 +22,7 @@ class DistributedDataset:
     batch; `fit`, `evaluate` and `predict` take it too.
 
     Args:
-        backend: the engine.
+        engine: the engine.
         devices: the local replicas' devices.
         feed: what the replicas get.
         options: an `InputOptions`.
@@ -36,17 +36,17 @@ class DistributedDataset:
 
     def __init__(
         self,
-        backend: Backend,
+        engine: Engine,
         devices: Sequence[Device],
         feed: Feed,
         options: InputOptions,
     ):
-        self._backend = backend
+        self._engine = engine
         self._devices = tuple(devices)
         self._feed = feed
         self._options = options
-        backend.loops_over(DistributedDataset, iter)
-        backend.loops_over(DistributedIterator, DistributedIterator.in_program)
+        engine.loops_over(DistributedDataset, iter)
+        engine.loops_over(DistributedIterator, DistributedIterator.in_program)
 
     @property
     def feed(self) -> Feed:
@@ -65,7 +65,7 @@ class DistributedDataset:
         def leaf(spec: Any) -> Any:
             if spec is None:
                 return None
-            native = self._backend.tensor_spec(tuple(spec.shape), spec.dtype)
+            native = self._engine.tensor_spec(tuple(spec.shape), spec.dtype)
             count = len(self._devices)
             return native if count == 1 else PerReplica([native] * count)
 
@@ -84,7 +84,7 @@ class DistributedDataset:
         return self.cardinality
 
     def __iter__(self) -> Any:
-        if self._backend.in_program():
+        if self._engine.in_program():
             return self.in_program(self.on_host, move=True)
         return DistributedIterator(self, self._batches())
 
@@ -110,13 +110,13 @@ class DistributedDataset:
 
     def on_host(self) -> Iterator[Any]:
         """An iteration over batches on the host."""
-        for parts in self._feed.steps(self._backend.is_tensor, copy=False):
+        for parts in self._feed.steps(self._engine.is_tensor, copy=False):
             yield regroup(parts)
 
     def in_program(self, start: Callable[[], Iterator[Any]], move: bool) -> Any:
-        """An iterator in the program that is being traced; see `Backend`."""
+        """An iterator in the program that is being traced; see `Engine`."""
         where = self._where() if move else None
-        return self._backend.program_iterator(start, lambda: self.element_spec, where)
+        return self._engine.program_iterator(start, lambda: self.element_spec, where)
 
     def _batches(self) -> Iterator[Any]:
         size = self._options.experimental_per_replica_buffer_size
@@ -124,7 +124,7 @@ class DistributedDataset:
         if self._feed.is_in_memory and all(device.kind == "cpu" for device in where):
             # A thread would cost time here.
             size = 0
-        begin = _Placing(self._backend, self._feed, where, bool(size))
+        begin = _Placing(self._engine, self._feed, where, bool(size))
         return Prefetcher(begin, size) if size else begin()
 
     def _where(self) -> tuple[Device, ...]:
@@ -150,16 +150,16 @@ class _Placing:
     """
 
     def __init__(
-        self, backend: Backend, feed: Feed, devices: Sequence[Device], ahead: bool
+        self, engine: Engine, feed: Feed, devices: Sequence[Device], ahead: bool
     ):
-        self._backend = backend
+        self._engine = engine
         self._feed = feed
         self._devices = devices
         self._ahead = ahead
 
     def __call__(self) -> Iterator[Callable[[], list[Any]]]:
-        for parts in self._feed.steps(self._backend.is_tensor, self._ahead):
-            yield self._backend.transfer(parts, self._devices)
+        for parts in self._feed.steps(self._engine.is_tensor, self._ahead):
+            yield self._engine.transfer(parts, self._devices)
 
 
 class DistributedIterator:
@@ -190,7 +190,7 @@ class DistributedIterator:
         return self._dataset.in_program(lambda: self, move=False)
 
     def __next__(self) -> Any:
-        if self._dataset._backend.in_program():
+        if self._dataset._engine.in_program():
             return self.in_program().get_next()
         if self._is_done:
             raise StopIteration
@@ -211,7 +211,7 @@ class DistributedIterator:
         try:
             return next(self)
         except StopIteration:
-            raise self._dataset._backend.out_of_range(
+            raise self._dataset._engine.out_of_range(
                 "The iterator has no more batches. Create a new one with "
                 "`iter(dataset)`, or use a `for` loop or `get_next_as_optional`."
             ) from None
@@ -229,7 +229,7 @@ class DistributedIterator:
         ...     strategy.run(train_step, args=(optional.get_value(),))
         ...     optional = iterator.get_next_as_optional()
         """
-        if self._dataset._backend.in_program():
+        if self._dataset._engine.in_program():
             return self.in_program().get_next_as_optional()
         try:
             return OptionalBatch([next(self)])

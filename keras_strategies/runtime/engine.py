@@ -1,6 +1,6 @@
 """Interfaces of an engine, and the parts of a strategy that engines use.
 
-Another backend is a folder that implements `Backend`, `Communicator` and
+Another backend is a folder that implements `Engine`, `Communicator` and
 `TrainerAdapter`; nothing else in the package names its framework.
 """
 
@@ -62,7 +62,7 @@ class StrategyCore(abc.ABC):
     """Parts of a strategy: what engines, input and hooks use of it.
 
     Args:
-        backend: the engine.
+        engine: the engine.
         placement: the devices of replicas and variables.
         cross_device_ops: reductions between local replicas; None for the engine's own.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
@@ -72,18 +72,18 @@ class StrategyCore(abc.ABC):
 
     def __init__(
         self,
-        backend: Backend,
+        engine: Engine,
         placement: Placement,
         cross_device_ops: Any = None,
         sync_batch_norm: bool = True,
         always_split: bool = False,
     ):
-        self._backend = backend
+        self._engine = engine
         self._placement = placement
         self._cross_device_ops = cross_device_ops
         self._sync_batch_norm = sync_batch_norm
         self._always_split = always_split
-        self._trainer = backend.trainer(self)
+        self._trainer = engine.trainer(self)
 
     @property
     def placement(self) -> Placement:
@@ -91,9 +91,9 @@ class StrategyCore(abc.ABC):
         return self._placement
 
     @property
-    def backend(self) -> Backend:
+    def engine(self) -> Engine:
         """The engine."""
-        return self._backend
+        return self._engine
 
     @property
     def trainer(self) -> TrainerAdapter:
@@ -130,7 +130,7 @@ class StrategyCore(abc.ABC):
     @property
     def other_workers(self) -> Workers | None:
         """The workers, if values have components in other processes; else None."""
-        if self.workers is None or self._backend.sees_all_replicas(self):
+        if self.workers is None or self._engine.sees_all_replicas(self):
             return None
         return self.workers
 
@@ -215,8 +215,8 @@ class TrainerAdapter(abc.ABC):
     def local_values(self, variable: Any) -> list[Any]:
         """A variable's value on each local replica, on the device of that replica."""
         raw = keras_compat.raw_value(variable)
-        backend = self.strategy.backend
-        return [backend.to_device(raw, device) for device in self.placement.replicas]
+        engine = self.strategy.engine
+        return [engine.to_device(raw, device) for device in self.placement.replicas]
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         """See `Strategy.save_sharded`."""
@@ -354,7 +354,7 @@ class TrainerAdapter(abc.ABC):
         return None
 
 
-class Backend(abc.ABC):
+class Engine(abc.ABC):
     """An engine: devices, tensors, replicas and collectives of one framework."""
 
     name: ClassVar[str]

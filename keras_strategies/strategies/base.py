@@ -18,7 +18,7 @@ from keras_strategies.collectives.cross_device_ops import (
     is_built_in,
 )
 from keras_strategies.context import check_results, check_returns
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     ContextError,
     InvalidArgumentError,
@@ -55,7 +55,7 @@ from keras_strategies.values import (
 _INTERNAL = frozenset(
     {
         "always_split",
-        "backend",
+        "engine",
         "created",
         "default_replica_context",
         "input_context",
@@ -108,11 +108,11 @@ class Strategy(StrategyCore):
         check_flag("sync_batch_norm", sync_batch_norm)
         check_flag("always_split", always_split)
         install_hooks()
-        backend = get_backend()
+        engine = get_engine()
         custom = None if is_built_in(cross_device_ops) else cross_device_ops
-        backend.check_options(placement, custom, sync_batch_norm)
+        engine.check_options(placement, custom, sync_batch_norm)
         super().__init__(
-            backend, placement, cross_device_ops, sync_batch_norm, always_split
+            engine, placement, cross_device_ops, sync_batch_norm, always_split
         )
 
     @property
@@ -204,7 +204,7 @@ class Strategy(StrategyCore):
         if not checked.experimental_enable_dynamic_batch_size:
             local_results.check_equal_shapes(self, own_args, own_kwargs)
         with context.entered(self), replacements_named():
-            results = self._backend.run_replicas(self, fn, own_args, own_kwargs)
+            results = self._engine.run_replicas(self, fn, own_args, own_kwargs)
         check_results(results)
         check_no_tensorflow_results(results)
         return regroup(results)
@@ -406,7 +406,7 @@ class Strategy(StrategyCore):
                 "`session` is for TensorFlow 1 and not supported. Omit it. "
                 f"Received: {session!r}"
             )
-        return self._backend.row_dataset(from_arrays(numpy_input))
+        return self._engine.row_dataset(from_arrays(numpy_input))
 
     def _check_outside_replicas(self, method: str) -> None:
         if context.current_replica() is not None:

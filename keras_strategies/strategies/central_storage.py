@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
@@ -41,17 +41,17 @@ class CentralStorageStrategy(Strategy):
         sync_batch_norm: bool = True,
         always_split: bool = False,
     ):
-        backend = get_backend()
+        engine = get_engine()
         if compute_devices is None:
-            replicas = default_devices(backend)
+            replicas = default_devices(engine)
         else:
-            replicas = choose_devices(backend, compute_devices, "compute_devices")
+            replicas = choose_devices(engine, compute_devices, "compute_devices")
         if parameter_device is not None:
-            (home,) = choose_devices(backend, [parameter_device], "parameter_device")
+            (home,) = choose_devices(engine, [parameter_device], "parameter_device")
         elif len(replicas) == 1:
             (home,) = replicas
         else:
-            (home,) = choose_devices(backend, ["cpu:0"], "parameter_device")
+            (home,) = choose_devices(engine, ["cpu:0"], "parameter_device")
         placement = Placement(replicas, home, mirrored=False)
         super().__init__(
             placement, sync_batch_norm=sync_batch_norm, always_split=always_split

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from keras_strategies import context
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.single_replica import SingleReplica
 from keras_strategies.strategies.base import Strategy
@@ -30,16 +30,16 @@ class DefaultStrategy(Strategy):
     True
     """
 
-    _singletons: ClassVar[dict[Backend, DefaultStrategy]] = {}
+    _singletons: ClassVar[dict[Engine, DefaultStrategy]] = {}
 
     def __new__(cls) -> DefaultStrategy:
         # A process has one backend; tests have several.
-        return cls._singletons.setdefault(get_backend(), super().__new__(cls))
+        return cls._singletons.setdefault(get_engine(), super().__new__(cls))
 
     def __init__(self) -> None:
         if hasattr(self, "_trainer"):
             return
-        device = default_devices(get_backend())[0]
+        device = default_devices(get_engine())[0]
         super().__init__(Placement((device,), device, mirrored=False))
 
     @functools.cached_property

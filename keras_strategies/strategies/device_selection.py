@@ -6,9 +6,9 @@ import os
 
 from keras_strategies.cluster.environment import DEVICES_PER_WORKER
 from keras_strategies.devices import Device, as_devices, check_devices
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 
 
 def set_virtual_cpu_devices(count: int) -> None:
@@ -32,10 +32,10 @@ def set_virtual_cpu_devices(count: int) -> None:
             "`set_virtual_cpu_devices` needs a number of devices, 1 or more. "
             f"Received: {count!r}"
         )
-    get_backend().set_virtual_cpu_devices(count)
+    get_engine().set_virtual_cpu_devices(count)
 
 
-def default_devices(backend: Backend) -> tuple[Device, ...]:
+def default_devices(engine: Engine) -> tuple[Device, ...]:
     """All accelerators of one kind; without any, all CPU devices."""
     wanted = os.environ.get(DEVICES_PER_WORKER, "")
     if wanted:
@@ -44,24 +44,24 @@ def default_devices(backend: Backend) -> tuple[Device, ...]:
                 f"The environment variable {DEVICES_PER_WORKER} is {wanted!r}, not a "
                 "number of virtual CPU devices of 1 or more."
             )
-        make_cpu_devices(backend, int(wanted))
-    devices = backend.local_devices()
+        make_cpu_devices(engine, int(wanted))
+    devices = engine.local_devices()
     kind = devices[0].kind
     return tuple(device for device in devices if device.kind == kind)
 
 
 def choose_devices(
-    backend: Backend, names: object, what: str = "devices"
+    engine: Engine, names: object, what: str = "devices"
 ) -> tuple[Device, ...]:
     """The named devices, after creating virtual CPU devices if possible."""
     wanted = as_devices(names)
     cpus = [device.index + 1 for device in wanted if device.kind == "cpu"]
     if cpus and max(cpus) > 1:
-        make_cpu_devices(backend, max(cpus))
-    return check_devices(wanted, backend.local_devices(), what=what)
+        make_cpu_devices(engine, max(cpus))
+    return check_devices(wanted, engine.local_devices(), what=what)
 
 
-def make_cpu_devices(backend: Backend, count: int) -> None:
+def make_cpu_devices(engine: Engine, count: int) -> None:
     """Makes CPU devices up to a number, if fewer are known to exist."""
-    if backend.cpu_device_count() < count:
-        backend.set_virtual_cpu_devices(count)
+    if engine.cpu_device_count() < count:
+        engine.set_virtual_cpu_devices(count)

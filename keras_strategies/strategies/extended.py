@@ -43,7 +43,7 @@ class StrategyExtended:
 
         On Torch all virtual CPUs have one memory, which is named once.
         """
-        devices = self._strategy.backend.memories(
+        devices = self._strategy.engine.memories(
             self._strategy.placement.variable_devices
         )
         return tuple(str(device) for device in devices)

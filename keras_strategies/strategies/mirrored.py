@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
@@ -62,10 +62,10 @@ class MirroredStrategy(Strategy):
         sync_batch_norm: bool = True,
         always_split: bool = False,
     ):
-        backend = get_backend()
+        engine = get_engine()
         if devices is None:
-            replicas = default_devices(backend)
+            replicas = default_devices(engine)
         else:
-            replicas = choose_devices(backend, devices)
+            replicas = choose_devices(engine, devices)
         placement = Placement(replicas, replicas[0], mirrored=True)
         super().__init__(placement, cross_device_ops, sync_batch_norm, always_split)

@@ -11,7 +11,7 @@ import keras
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.collectives.call_options import check_implementation
 from keras_strategies.devices import Device, as_devices, parse_device
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError, LayoutError
 from keras_strategies.layouts import (
     BATCH_AXIS,
@@ -25,7 +25,7 @@ from keras_strategies.layouts import (
     VariableMesh,
     mesh_shape,
 )
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base import Strategy
@@ -108,8 +108,8 @@ class ModelParallelStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         allow_unmatched: bool = False,
     ):
-        backend = get_backend()
-        backend.check_model_parallel()
+        engine = get_engine()
+        engine.check_model_parallel()
         layout_map = "auto" if layout_map is None else layout_map
         smallest = _smallest_shard(min_shard_bytes, layout_map)
         check_flag("allow_unmatched", allow_unmatched)
@@ -123,16 +123,16 @@ class ModelParallelStrategy(Strategy):
         )
         if devices is not None:
             # Before workers connect, so that none waits for this one.
-            check_implementation(options, backend.name, as_devices(devices))
+            check_implementation(options, engine.name, as_devices(devices))
         # Before devices are looked at: engines add those of other workers.
         resolver, workers = find_workers(
-            backend, cluster_resolver, communication_options
+            engine, cluster_resolver, communication_options
         )
         self._cluster_resolver = resolver
         given = getattr(layout_map, "device_mesh", None)
-        own = _devices(backend, devices, None if workers is not None else given)
-        own = backend.mesh_devices(own, devices is not None)
-        check_implementation(options, backend.name, own)
+        own = _devices(engine, devices, None if workers is not None else given)
+        own = engine.mesh_devices(own, devices is not None)
+        check_implementation(options, engine.name, own)
         every = [own] if workers is None else _of_all_workers(workers, own)
         found = tuple(device for each in every for device in each)
         shape, axes = _grid(layout_map, given, len(found), model_parallel)
@@ -155,7 +155,7 @@ class ModelParallelStrategy(Strategy):
             Placement(replicas, replicas[0], mirrored=False, workers=workers, mesh=mesh)
         )
         if workers is not None:
-            sync_random_numbers(backend, workers.group)
+            sync_random_numbers(engine, workers.group)
 
     @property
     def mesh(self) -> VariableMesh:
@@ -228,13 +228,13 @@ def _grid(
 
 
 def _devices(
-    backend: Backend, devices: Sequence[object] | None, given: Any
+    engine: Engine, devices: Sequence[object] | None, given: Any
 ) -> tuple[Device, ...]:
     if devices is not None:
-        return choose_devices(backend, devices)
+        return choose_devices(engine, devices)
     if given is not None and given.devices is not None:
-        return choose_devices(backend, list(given.devices.flat))
-    return default_devices(backend)
+        return choose_devices(engine, list(given.devices.flat))
+    return default_devices(engine)
 
 
 def _smallest_shard(given: int | None, layout_map: Any) -> int:

@@ -26,9 +26,9 @@ from keras_strategies.collectives.cross_device_ops import (
     check_cross_device_ops,
 )
 from keras_strategies.devices import as_devices
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base import Strategy
@@ -94,30 +94,30 @@ class MultiWorkerMirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         sync_batch_norm: bool = True,
     ):
-        backend = get_backend()
+        engine = get_engine()
         check_cross_device_ops(cross_device_ops)
         options = CommunicationOptions.parse(
             communication_options, "communication_options"
         )
         if devices is not None:
             # Before workers connect, so that none waits for this one.
-            check_implementation(options, backend.name, as_devices(devices))
+            check_implementation(options, engine.name, as_devices(devices))
         # Before the devices are looked at: engines add those of other workers.
         resolver, workers = find_workers(
-            backend, cluster_resolver, communication_options
+            engine, cluster_resolver, communication_options
         )
         self._cluster_resolver = resolver
         if devices is None:
-            replicas = default_devices(backend)
+            replicas = default_devices(engine)
         else:
-            replicas = choose_devices(backend, devices)
-        check_implementation(options, backend.name, replicas)
+            replicas = choose_devices(engine, devices)
+        check_implementation(options, engine.name, replicas)
         if workers is not None:
             workers = workers.with_replicas(len(replicas))
         placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
         super().__init__(placement, cross_device_ops, sync_batch_norm)
         if workers is not None:
-            sync_random_numbers(backend, workers.group)
+            sync_random_numbers(engine, workers.group)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -126,7 +126,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def find_workers(
-    backend: Backend,
+    engine: Engine,
     cluster_resolver: ClusterResolver | None,
     communication_options: CommunicationOptions | None,
 ) -> tuple[ClusterResolver | None, Workers | None]:
@@ -142,7 +142,7 @@ def find_workers(
         resolver = as_resolver(cluster_resolver, "cluster_resolver")
     if resolver is None:
         return None, None
-    workers = join_workers(resolver, backend, options)
+    workers = join_workers(resolver, engine, options)
     if workers is not None and communication_options is not None:
         workers = workers.with_options(options)
     return resolver, workers
@@ -153,7 +153,7 @@ _joined: dict[tuple[Any, ...], Workers] = {}
 
 
 def join_workers(
-    resolver: ClusterResolver, backend: Backend, options: CommunicationOptions
+    resolver: ClusterResolver, engine: Engine, options: CommunicationOptions
 ) -> Workers | None:
     """Connects the workers of a cluster; None if this is the only one."""
     if isinstance(resolver, LocalClusterResolver):
@@ -182,13 +182,13 @@ def join_workers(
     group = WorkerGroup.join(
         addresses,
         index,
-        {"the backend": backend.name, "the Keras version": keras.__version__},
+        {"the backend": engine.name, "the Keras version": keras.__version__},
         timeout=options.timeout_seconds or DEFAULT_TIMEOUT,
         job=_job(addresses, resolver),
         shares_port=_is_port_shared(resolver),
     )
     try:
-        workers = backend.connect(group, options)
+        workers = engine.connect(group, options)
     except BaseException as error:
         group.report(error)
         group.leave()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices
@@ -26,5 +26,5 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: object):
-        (chosen,) = choose_devices(get_backend(), [device], what="device")
+        (chosen,) = choose_devices(get_engine(), [device], what="device")
         super().__init__(Placement((chosen,), chosen, mirrored=False))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.cluster.resolver import as_resolver
 from keras_strategies.devices import Device
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import BackendError, InvalidArgumentError
 from keras_strategies.layouts import (
     BATCH_AXIS,
@@ -17,7 +17,7 @@ from keras_strategies.layouts import (
     AutoLayouts,
     VariableMesh,
 )
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices
@@ -102,7 +102,7 @@ class TPUStrategy(Strategy):
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool | None = None,
     ):
-        backend = get_backend()
+        engine = get_engine()
         assignment = experimental_device_assignment
         if assignment is not None and not isinstance(assignment, DeviceAssignment):
             raise InvalidArgumentError(
@@ -115,8 +115,8 @@ class TPUStrategy(Strategy):
         self._cluster_resolver = resolver
         workers = None
         if resolver is not None:
-            workers = join_workers(resolver, backend, CommunicationOptions())
-        rows = _cores(backend, assignment)
+            workers = join_workers(resolver, engine, CommunicationOptions())
+        rows = _cores(engine, assignment)
         if workers is not None:
             workers = workers.with_replicas(len(rows))
         is_cut = bool(experimental_spmd_xla_partitioning) and len(rows[0]) > 1
@@ -129,7 +129,7 @@ class TPUStrategy(Strategy):
         replicas = tuple(row[0] for row in rows)
         mesh = None
         if is_cut:
-            backend.check_model_parallel()
+            engine.check_model_parallel()
             shape = (len(rows), len(rows[0]))
             rule = AutoLayouts(MODEL_AXIS, shape[1], MIN_SHARD_BYTES)
             cores = tuple(core for row in rows for core in row)
@@ -151,20 +151,20 @@ class TPUStrategy(Strategy):
 
 
 def _cores(
-    backend: Backend, assignment: DeviceAssignment | None
+    engine: Engine, assignment: DeviceAssignment | None
 ) -> list[tuple[Device, ...]]:
     """The cores of each replica."""
     if assignment is not None:
         names = [name for row in assignment.devices for name in row]
-        chosen = choose_devices(backend, names, "experimental_device_assignment")
+        chosen = choose_devices(engine, names, "experimental_device_assignment")
         if any(device.kind == "tpu" for device in chosen):
-            _check_backend(backend)
+            _check_backend(engine)
         width = assignment.num_cores_per_replica
         return [chosen[i : i + width] for i in range(0, len(chosen), width)]
-    found = backend.local_devices()
+    found = engine.local_devices()
     tpus = [device for device in found if device.kind == "tpu"]
     if tpus:
-        _check_backend(backend)
+        _check_backend(engine)
         return [(device,) for device in tpus]
     needs = {
         "jax": "On a machine with TPUs, install JAX for them: pip install 'jax[tpu]'.",
@@ -174,17 +174,17 @@ def _cores(
         "which this package does not use: set KERAS_BACKEND=jax there.",
     }
     raise BackendError(
-        f"No TPU was found. The {backend.name} backend has the devices "
+        f"No TPU was found. The {engine.name} backend has the devices "
         f"{', '.join(map(str, found))}, and none of the kind 'tpu'. "
-        f"{needs.get(backend.name, '')} To try the strategy on other devices, name "
+        f"{needs.get(engine.name, '')} To try the strategy on other devices, name "
         "them in `experimental_device_assignment=ks.DeviceAssignment([['cpu:0'], "
         "['cpu:1']])`."
     )
 
 
-def _check_backend(backend: Backend) -> None:
-    if backend.name != "jax":
+def _check_backend(engine: Engine) -> None:
+    if engine.name != "jax":
         raise BackendError(
-            f"TPUs are used on JAX, and this is the {backend.name} backend. Set "
+            f"TPUs are used on JAX, and this is the {engine.name} backend. Set "
             "KERAS_BACKEND=jax."
         )

@@ -88,16 +88,16 @@ def main(timeout: float) -> None:
     import numpy as np
 
     import keras_strategies as ks
-    from keras_strategies.engines import get_backend
+    from keras_strategies.engines import get_engine
 
     options = ks.CommunicationOptions(timeout_seconds=timeout)
     strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
-    workers, backend = strategy.workers, get_backend()
+    workers, engine = strategy.workers, get_engine()
     assert workers is not None
     device = strategy.placement.replicas[0]
     timings = []
     for nbytes in SIZES:
-        tensor = backend.to_device(np.ones(nbytes // 4, "float32"), device)
+        tensor = engine.to_device(np.ones(nbytes // 4, "float32"), device)
         seconds = []
         # The first one makes connections and compiles.
         for _ in range(1 + _ROUNDS):
@@ -105,7 +105,7 @@ def main(timeout: float) -> None:
             start = time.perf_counter()
             [total] = workers.all_reduce(ks.ReduceOp.SUM, [tensor])
             # Some engines compute while Python goes on.
-            found = float(backend.to_numpy(total[:1])[0])
+            found = float(engine.to_numpy(total[:1])[0])
             seconds.append(time.perf_counter() - start)
             if found != workers.group.count:
                 raise RuntimeError(

@@ -194,13 +194,13 @@ def _devices(around: Surroundings) -> Iterator[Finding]:
             yield Finding(name, repr(os.environ[name]))
     # The first use of Keras and of its framework, which may fail in any way.
     try:
-        from keras_strategies.engines import backend_name, get_backend
+        from keras_strategies.engines import backend_name, get_engine
         from keras_strategies.strategies.device_selection import default_devices
 
         yield Finding("backend", backend_name())
-        backend = get_backend()
-        chosen = default_devices(backend)
-        devices = backend.local_devices()
+        engine = get_engine()
+        chosen = default_devices(engine)
+        devices = engine.local_devices()
     except Exception as error:
         yield Finding("backend", f"{type(error).__name__}: {error}", True)
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 from keras_strategies import keras_compat
 from keras_strategies.context import check_returns
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime.compiled_functions import register_compiled
 
@@ -48,7 +48,7 @@ def value_and_grad(
             "give it a `keras.Input`, or call `model.build(input_shape)` before the "
             "first step."
         )
-    differentiated = get_backend().value_and_grad(fn, variables, has_aux)
+    differentiated = get_engine().value_and_grad(fn, variables, has_aux)
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def function(
         return lambda fn: function(fn, jit_compile=jit_compile)
     check_returns(fn, "ks.function")
     original = fn
-    compiled = get_backend().function(fn, jit_compile=jit_compile)
+    compiled = get_engine().function(fn, jit_compile=jit_compile)
     if compiled is original:
 
         @functools.wraps(original)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime import run_state
@@ -151,20 +151,20 @@ class StrategyHooks:
             tensor = keras.ops.convert_to_tensor(value, dtype)
             name = keras.backend.standardize_dtype(tensor.dtype)
             return (lambda shape, dtype=None: tensor), tensor.shape, name
-        return get_backend().initial_value(value, shape, dtype)
+        return get_engine().initial_value(value, shape, dtype)
 
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
     ) -> Any:
         replica = context.current_replica()
         if replica is None or not isinstance(current_policy(), RunState):
-            return get_backend().optimizer_apply(optimizer, original)(grads, variables)
+            return get_engine().optimizer_apply(optimizer, original)(grads, variables)
         if variables is not None and not optimizer.built:
             replica.merge_call(
                 lambda strategy, variables: optimizer.build(list(variables)),
                 args=(tuple(variables),),
             )
-        original = get_backend().optimizer_apply(optimizer, original)
+        original = get_engine().optimizer_apply(optimizer, original)
         return replica.strategy.trainer.apply_gradients(
             optimizer, original, grads, variables, aggregate=not _are_aggregated()
         )

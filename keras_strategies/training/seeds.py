@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.runtime.engine import Backend
+from keras_strategies.runtime.engine import Engine
 
 
-def sync_random_numbers(backend: Backend, group: WorkerGroup) -> None:
+def sync_random_numbers(engine: Engine, group: WorkerGroup) -> None:
     """Copies the chief's random states: Python's, NumPy's and the framework's.
 
     Keras takes seeds of layers and of initializers from Python's numbers, and
     shuffles with NumPy's or the framework's, so that workers with the same numbers
     make the same weights and the same batches.
     """
-    own = json.dumps(random_numbers(backend)).encode() if group.is_chief else None
+    own = json.dumps(random_numbers(engine)).encode() if group.is_chief else None
     found = json.loads(group.broadcast("random numbers", own))
-    set_random_numbers(backend, found)
+    set_random_numbers(engine, found)
 
 
-def random_numbers(backend: Backend) -> dict[str, Any]:
+def random_numbers(engine: Engine) -> dict[str, Any]:
     """The states of all three generators, as JSON."""
     found: Any = np.random.get_state(legacy=False)
     state = {
@@ -35,11 +35,11 @@ def random_numbers(backend: Backend) -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": state,
-        "backend": base64.b64encode(backend.random_state()).decode(),
+        "backend": base64.b64encode(engine.random_state()).decode(),
     }
 
 
-def set_random_numbers(backend: Backend, state: dict[str, Any]) -> None:
+def set_random_numbers(engine: Engine, state: dict[str, Any]) -> None:
     """Restores the states that `random_numbers` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -47,4 +47,4 @@ def set_random_numbers(backend: Backend, state: dict[str, Any]) -> None:
     key = np.asarray(numpy["state"]["key"], np.uint32)
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     if state["backend"]:
-        backend.set_random_state(base64.b64decode(state["backend"]))
+        engine.set_random_state(base64.b64decode(state["backend"]))

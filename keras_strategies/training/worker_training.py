@@ -44,7 +44,7 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
         try:
             group.check()
             if name in _LOOPS:
-                sync_random_numbers(strategy.backend, group)
+                sync_random_numbers(strategy.engine, group)
             strategy.trainer.sync_variables(model, all_of_them=name == "fit")
             yield
         except WorkerError:

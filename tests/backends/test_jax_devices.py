@@ -49,9 +49,9 @@ def test_all_reduce(op, expected, devices):
         jax.device_put(np.array([1.0, 2.0]) + 2 * i, place)
         for i, place in enumerate(places)
     ]
-    backend = ks.MirroredStrategy(["cpu:0", "cpu:1"]).backend
+    engine = ks.MirroredStrategy(["cpu:0", "cpu:1"]).engine
     for reduced, place in zip(
-        backend.all_reduce(ReduceOp.parse(op), values), places, strict=True
+        engine.all_reduce(ReduceOp.parse(op), values), places, strict=True
     ):
         assert reduced.devices() == {place}
         np.testing.assert_allclose(reduced, expected)
@@ -59,8 +59,8 @@ def test_all_reduce(op, expected, devices):
 
 def test_all_gather_of_uneven_arrays():
     values = [jax.device_put(np.full((i + 1, 2), i), jax.devices()[i]) for i in (0, 1)]
-    backend = ks.MirroredStrategy(["cpu:0", "cpu:1"]).backend
-    gathered = backend.all_gather(values, 0)
+    engine = ks.MirroredStrategy(["cpu:0", "cpu:1"]).engine
+    gathered = engine.all_gather(values, 0)
     assert [array.devices() for array in gathered] == [
         {device} for device in jax.devices()[:2]
     ]
@@ -79,9 +79,9 @@ def test_more_cpu_devices_than_jax_has():
 def test_a_strategy_makes_the_devices_it_names(tmp_path):
     code = """
         import keras_strategies as ks
-        from keras_strategies.engines import get_backend
+        from keras_strategies.engines import get_engine
         from jax._src import xla_bridge
-        assert get_backend().cpu_device_count() == 1
+        assert get_engine().cpu_device_count() == 1
         assert not xla_bridge.backends_are_initialized()
         print(ks.MirroredStrategy(["cpu:0", "cpu:2"]).num_replicas_in_sync)
     """

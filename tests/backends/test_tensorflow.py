@@ -957,9 +957,9 @@ def test_one_device_places_variables_and_output_there():
 def test_virtual_cpus_in_a_new_process(tmp_path):
     code = """
         import keras, keras_strategies as ks
-        from keras_strategies.engines import get_backend
+        from keras_strategies.engines import get_engine
         # To list devices does not fix them.
-        print(get_backend().local_devices())
+        print(get_engine().local_devices())
         ks.set_virtual_cpu_devices(2)
         ks.set_virtual_cpu_devices(3)
         print(ks.MirroredStrategy())

@@ -254,7 +254,7 @@ def test_random_numbers_go_on_as_the_chiefs(pool):
         for seed in (7 + strategy.workers.group.index, None):
             tf.random.set_seed(seed)
             tf.random.uniform([3])
-            sync_random_numbers(strategy.backend, strategy.workers.group)
+            sync_random_numbers(strategy.engine, strategy.workers.group)
             found += [tf.random.uniform([3]).numpy().tolist() for _ in range(2)]
         return found
 

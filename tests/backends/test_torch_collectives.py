@@ -14,7 +14,7 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 
 EXPECTED = {"sum": [4, 6], "mean": [2, 3], "min": [1, 2], "max": [3, 4]}
@@ -32,7 +32,7 @@ def on(devices):
 def test_values_on_cpus_do_not_go_through_nccl(op):
     tensors = on(["cpu", "cpu"])
     assert nccl_all_reduce(ReduceOp.parse(op), tensors) is None
-    for reduced in get_backend().all_reduce(ReduceOp.parse(op), tensors):
+    for reduced in get_engine().all_reduce(ReduceOp.parse(op), tensors):
         np.testing.assert_array_equal(reduced, EXPECTED[op])
 
 
@@ -40,7 +40,7 @@ def test_values_on_cpus_do_not_go_through_nccl(op):
 def test_two_values_on_one_gpu_do_not_go_through_nccl():
     tensors = on(["cuda:0", "cuda:0"])
     assert nccl_all_reduce(ReduceOp.SUM, tensors) is None
-    for reduced in get_backend().all_reduce(ReduceOp.SUM, tensors):
+    for reduced in get_engine().all_reduce(ReduceOp.SUM, tensors):
         assert reduced.tolist() == [4, 6]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from keras_strategies import context, engines
 from keras_strategies.devices import Device
-from keras_strategies.runtime.engine import Backend, Communicator, TrainerAdapter
+from keras_strategies.runtime.engine import Communicator, Engine, TrainerAdapter
 from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.strategies import default
 from keras_strategies.types import ReduceOp
@@ -39,7 +39,7 @@ class FakeArray(np.ndarray):
         return array
 
 
-class FakeBackend(Backend):
+class FakeBackend(Engine):
     """`gpus` pretend accelerators and `cpus` pretend CPU devices.
 
     Args:

@@ -158,7 +158,7 @@ def test_components_lie_on_the_replicas_devices(strategy, backend_name) -> None:
         pytest.skip("all virtual CPUs are one device to torch")
     for x, _ in distribute(strategy, "list"):
         components = strategy.experimental_local_results(x)
-        where = [str(strategy.backend.device_of(part)) for part in components]
+        where = [str(strategy.engine.device_of(part)) for part in components]
         assert where == list(strategy.extended.worker_devices)
 
 
@@ -166,7 +166,7 @@ def test_batches_may_stay_on_the_host(mirrored) -> None:
     options = ks.InputOptions(experimental_fetch_to_device=False)
     for x, _ in distribute(mirrored, "list", options=options):
         components = mirrored.experimental_local_results(x)
-        assert {str(mirrored.backend.device_of(c)) for c in components} == {"cpu:0"}
+        assert {str(mirrored.engine.device_of(c)) for c in components} == {"cpu:0"}
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
@@ -518,13 +518,13 @@ def test_a_dataset_that_is_placed_on_the_replicas_device(
 
     def dataset_fn(context):
         offset = keras.ops.ones((2, 3))
-        made_on.append(str(mirrored.backend.device_of(offset)))
+        made_on.append(str(mirrored.engine.device_of(offset)))
 
         class Batches:
             def __iter__(self):
                 for i in range(2):
                     batch = keras.ops.ones((2, 3)) * i
-                    made_on.append(str(mirrored.backend.device_of(batch)))
+                    made_on.append(str(mirrored.engine.device_of(batch)))
                     yield batch + offset
 
         return Batches()
@@ -540,7 +540,7 @@ def test_a_dataset_that_is_placed_on_the_replicas_device(
     for i, batch in enumerate(dataset):
         for part in numpy(mirrored, batch):
             assert part.tolist() == [[1 + i] * 3] * 2
-        devices = [str(mirrored.backend.device_of(part)) for part in batch.values]
+        devices = [str(mirrored.engine.device_of(part)) for part in batch.values]
         assert devices == ["cpu:0", "cpu:1"]
     assert made_on[2:] == ["cpu:0", "cpu:1"] * 2
 

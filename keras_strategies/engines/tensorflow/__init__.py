@@ -1,5 +1,5 @@
 """TensorFlow: replicas are branches of one graph, traced in lockstep."""
 
-from keras_strategies.engines.tensorflow.backend import TensorFlowBackend
+from keras_strategies.engines.tensorflow.engine import TensorFlowEngine
 
-__all__ = ["TensorFlowBackend"]
+__all__ = ["TensorFlowEngine"]

@@ -1,5 +1,5 @@
 """Torch: replicas are threads, each with its own copies of the variables."""
 
-from keras_strategies.engines.torch.backend import TorchBackend
+from keras_strategies.engines.torch.engine import TorchEngine
 
-__all__ = ["TorchBackend"]
+__all__ = ["TorchEngine"]

@@ -92,7 +92,7 @@ class TorchTrainer(TrainerAdapter):
         # Mirrored is what replicas read.
         if not is_weight:
             return (self.placement.variables,)
-        return self.strategy.backend.memories(self.placement.variable_devices)
+        return self.strategy.engine.memories(self.placement.variable_devices)
 
     def local_values(self, variable: Any) -> list[torch.Tensor]:
         if is_local(variable):

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from keras_strategies import context, keras_compat
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     CheckpointError,
     ContextError,
@@ -143,7 +143,7 @@ class Checkpoint:
             backend = contents["random"].pop("of")
             if backend != keras.backend.backend():
                 contents["random"]["backend"] = ""
-            set_random_numbers(get_backend(), contents["random"])
+            set_random_numbers(get_engine(), contents["random"])
 
     @property
     def is_written_here(self) -> bool:
@@ -192,8 +192,8 @@ class Checkpoint:
 
     def _write(self, target: Path) -> None:
         contents: dict[str, Any] = {"version": _VERSION, "objects": {}}
-        backend = get_backend()
-        contents["random"] = {**random_numbers(backend), "of": keras.backend.backend()}
+        engine = get_engine()
+        contents["random"] = {**random_numbers(engine), "of": keras.backend.backend()}
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(target) as part, zipfile.ZipFile(part, "w") as archive:
             for name, value in self._objects.items():

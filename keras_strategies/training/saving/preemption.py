@@ -21,7 +21,7 @@ from keras_strategies import keras_compat
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.cluster.group import WorkerGroup, current_group
 from keras_strategies.cluster.resolver import as_resolver
-from keras_strategies.engines import get_backend
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     ClusterError,
     ContextError,
@@ -332,7 +332,7 @@ class _Saved:
             np.savez(part / "metrics.npz", *metrics)
         else:
             self.checkpoint.write(str(part / "checkpoint"))
-        facts = {**facts, "random": random_numbers(get_backend())}
+        facts = {**facts, "random": random_numbers(get_engine())}
         (part / "facts.json").write_text(json.dumps(facts))
         old = self.folder.with_name("preempted.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -393,14 +393,14 @@ class _Callback(keras.callbacks.Callback):
 
     def _resumed(self) -> None:
         """Called after the steps before the restart have been skipped."""
-        set_random_numbers(get_backend(), self._restored["random"])
+        set_random_numbers(get_engine(), self._restored["random"])
         self._handler.restored = {}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._done = epoch, 0
         if self._restored.get("epoch") == epoch:
-            set_random_numbers(get_backend(), self._restored["epoch_random"])
-        self._random = random_numbers(get_backend())
+            set_random_numbers(get_engine(), self._restored["epoch_random"])
+        self._random = random_numbers(get_engine())
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._done < self._restored.get("done", 0):

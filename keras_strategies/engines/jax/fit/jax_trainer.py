@@ -219,7 +219,7 @@ class JaxTrainer(TrainerAdapter):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        """See `Backend.run_replicas`."""
+        """See `Engine.run_replicas`."""
         if self.replica_program is None:
             return [run_single_replica(self.strategy, fn, args[0], kwargs[0])]
         if in_trace():

@@ -34,7 +34,7 @@ from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.engines.tensorflow.worker_collectives import TensorFlowWorkers
 from keras_strategies.errors import BackendError, OutOfRangeError
-from keras_strategies.runtime.engine import Backend, TrainerAdapter
+from keras_strategies.runtime.engine import Engine, TrainerAdapter
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -49,7 +49,7 @@ class TensorFlowOutOfRangeError(OutOfRangeError, tf.errors.OutOfRangeError):
         tf.errors.OutOfRangeError.__init__(self, None, None, message)
 
 
-class TensorFlowBackend(Backend):
+class TensorFlowEngine(Engine):
     """TensorFlow on CPU and GPU devices."""
 
     name = "tensorflow"

@@ -23,7 +23,7 @@ from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.trainer import TorchTrainer
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
-from keras_strategies.runtime.engine import Backend, TrainerAdapter
+from keras_strategies.runtime.engine import Engine, TrainerAdapter
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-class TorchBackend(Backend):
+class TorchEngine(Engine):
     """Torch on CPU, CUDA, MPS and XPU devices."""
 
     name = "torch"

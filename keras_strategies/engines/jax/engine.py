@@ -26,7 +26,7 @@ from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import BackendError, ContextError
-from keras_strategies.runtime.engine import Backend, TrainerAdapter
+from keras_strategies.runtime.engine import Engine, TrainerAdapter
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-class JaxBackend(Backend):
+class JaxEngine(Engine):
     """JAX on CPU, GPU and TPU devices."""
 
     name = "jax"
