@@ -22,20 +22,20 @@ from keras_strategies.input.distributed_dataset import (
 from keras_strategies.input.distributed_dataset import (
     DistributedIterator as DistributedIterator,
 )
-from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+from keras_strategies.parameter_server.cluster_coordinator import (
     ClusterCoordinator as ClusterCoordinator,
 )
-from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
-    PerWorkerValues as PerWorkerValues,
-)
-from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
-    RemoteValue as RemoteValue,
-)
-from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+from keras_strategies.parameter_server.cluster_coordinator import (
     get_current_worker_index as get_current_worker_index,
 )
 from keras_strategies.parameter_server.coordinator.cluster_status import (
     Status as Status,
+)
+from keras_strategies.parameter_server.coordinator.remote_values import (
+    PerWorkerValues as PerWorkerValues,
+)
+from keras_strategies.parameter_server.coordinator.remote_values import (
+    RemoteValue as RemoteValue,
 )
 from keras_strategies.parameter_server.parameter_server_strategy import (
     ParameterServerStrategy as ParameterServerStrategy,

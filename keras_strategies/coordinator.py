@@ -4,13 +4,15 @@
 >>> coordinator.schedule(step_fn).fetch()
 """
 
-from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+from keras_strategies.parameter_server.cluster_coordinator import (
     ClusterCoordinator,
+    experimental_get_current_worker_index,
+    get_current_worker_index,
+)
+from keras_strategies.parameter_server.coordinator.remote_values import (
     PerWorkerValue,
     PerWorkerValues,
     RemoteValue,
-    experimental_get_current_worker_index,
-    get_current_worker_index,
 )
 
 __all__ = [

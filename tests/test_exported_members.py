@@ -129,7 +129,9 @@ def printed(mirrored, monkeypatch) -> dict[str, object]:
             printed
         ),
         "<OptionalBatch without batch>": _ended(dataset).get_next_as_optional(),
-        "<PerWorkerValues": ks.PerWorkerValues(coordinator, WorkerReference(0)),
+        "<PerWorkerValues": ks.PerWorkerValues(
+            WorkerReference(0), lambda dataset: dataset
+        ),
         "<ClusterCoordinator of <ParameterServerStrategy": coordinator,
     }
 

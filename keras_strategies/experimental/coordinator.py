@@ -1,10 +1,12 @@
 """Names of `tf.distribute.experimental.coordinator`."""
 
-from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
+from keras_strategies.parameter_server.cluster_coordinator import (
     ClusterCoordinator,
+    get_current_worker_index,
+)
+from keras_strategies.parameter_server.coordinator.remote_values import (
     PerWorkerValues,
     RemoteValue,
-    get_current_worker_index,
 )
 
 __all__ = [

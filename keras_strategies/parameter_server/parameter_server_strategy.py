@@ -15,12 +15,16 @@ from keras_strategies.cluster.resolvers.local_processes import LocalClusterResol
 from keras_strategies.cluster.spec import check_parameter_server_cluster
 from keras_strategies.devices import Device
 from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
 from keras_strategies.parameter_server.coordinator.parameter_server_trainer import (
     ParameterServerTrainer,
 )
 from keras_strategies.parameter_server.coordinator.process_cluster import (
     ClusterOptions,
     ProcessCluster,
+)
+from keras_strategies.parameter_server.coordinator.remote_functions import (
+    RemoteFunctions,
 )
 from keras_strategies.parameter_server.engines import get_engine
 from keras_strategies.parameter_server.variables.variable_partitioners import (
@@ -159,6 +163,7 @@ class ParameterServerStrategy(Strategy):
         check_parameter_server_cluster(spec)
         _check_installed(isinstance(resolver, LocalClusterResolver))
         self._resolver = resolver
+        # Set by `ClusterCoordinator`, which exists once.
         self._coordinator: Any = None
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
         keras_compat.install_patches("parameter servers")
@@ -181,9 +186,15 @@ class ParameterServerStrategy(Strategy):
             lazy_rows = max_staleness != 0
         assert self._cluster.servers is not None
         self._registry = VariableRegistry(
-            self._cluster.servers, variable_partitioner, self._cluster.local, lazy_rows
+            self._cluster.servers, variable_partitioner, self._cluster.local
         )
-        self._trainer = ParameterServerTrainer(self)
+        scheduler = self._cluster.scheduler
+        self._functions = RemoteFunctions(
+            self, scheduler, self._registry, self._cluster.servers, lazy_rows
+        )
+        self._trainer = ParameterServerTrainer(
+            self, self._registry, ModelTraining(self._functions, scheduler)
+        )
 
     @property
     def cluster(self) -> ProcessCluster:
@@ -194,6 +205,11 @@ class ParameterServerStrategy(Strategy):
     def registry(self) -> VariableRegistry:
         """The variables of this strategy."""
         return self._registry
+
+    @property
+    def functions(self) -> RemoteFunctions:
+        """The functions and models that workers run."""
+        return self._functions
 
     @property
     def max_staleness(self) -> int | None:
@@ -256,11 +272,7 @@ class ParameterServerStrategy(Strategy):
                 "instead: `ks.ClusterCoordinator(strategy).schedule(step, "
                 "args=(...))`."
             )
-        from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
-            ClusterCoordinator,
-        )
-
-        return ClusterCoordinator(self).run_now(fn, args, kwargs or {})
+        return self._functions.run(fn, args, kwargs or {})
 
     def input_context(self) -> InputContext:
         return InputContext(1, 0, 1)

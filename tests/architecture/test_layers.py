@@ -49,7 +49,7 @@ LAYERS = (
 )
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
 # Cycles that are left, by folder. The numbers only go down.
-KNOWN_CYCLES = {"keras_compat": 1, "parameter_server": 2}
+KNOWN_CYCLES = {"keras_compat": 1}
 
 
 def graph_of(source: Source) -> dict[str, set[str]]:

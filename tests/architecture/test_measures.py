@@ -28,11 +28,11 @@ BOUNDS = {
     "communicators": 9,
     "modules that start processes": 6,
     "duplicate public class names": 2,
-    "lines of code": 25_604,
+    "lines of code": 25_704,
     "folders of more than 12 files": 3,
     "files of the largest folder": 23,
-    "import cycles": 3,
-    "modules in import cycles": 8,
+    "import cycles": 1,
+    "modules in import cycles": 2,
     "private names outside of compat files": 43,
 }
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
+from keras_strategies.parameter_server.variables.variable_registry import (
+    VariableRegistry,
+)
 from keras_strategies.reports.tables import (
     Table,
     counted,
@@ -90,12 +93,16 @@ class Status:
         return self._table()._repr_html_()
 
 
-def status_of(cluster: Any, strategy: Any) -> Status:
-    """The current status of a cluster."""
-    scheduler = cluster.scheduler
+def status_of(scheduler: Scheduler, registry: VariableRegistry) -> Status:
+    """The current status of a cluster.
+
+    Args:
+        scheduler: has the states of workers and servers.
+        registry: has the sizes of variables.
+    """
     rows = []
     sent = received = missed = most = 0
-    held = strategy.registry.bytes_per_server()
+    held = registry.bytes_per_server()
     with scheduler.condition:
         for worker in scheduler.workers.values():
             sent += worker.sent_bytes

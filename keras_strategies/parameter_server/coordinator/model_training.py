@@ -18,10 +18,12 @@ import numpy as np
 from keras_strategies import keras_compat
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.input.row_splits import check_batch
-from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
-    ClusterCoordinator,
-    RemoteValue,
+from keras_strategies.parameter_server.coordinator.remote_functions import (
+    ModelDefinition,
+    RemoteFunctions,
 )
+from keras_strategies.parameter_server.coordinator.remote_values import RemoteValue
+from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 
 #: Tasks per worker that are scheduled ahead of their callbacks.
@@ -34,11 +36,13 @@ class ModelTraining:
     """Keras's training methods, with steps on workers.
 
     Args:
-        coordinator: schedules the steps.
+        functions: sends models to workers and schedules their steps.
+        scheduler: has the states of workers.
     """
 
-    def __init__(self, coordinator: ClusterCoordinator):
-        self._coordinator = coordinator
+    def __init__(self, functions: RemoteFunctions, scheduler: Scheduler):
+        self._functions = functions
+        self._scheduler = scheduler
 
     def fit(
         self,
@@ -66,7 +70,8 @@ class ModelTraining:
             (x, y, sample_weight), validation_data = keras_compat.split_for_validation(
                 (x, y, sample_weight), validation_split
             )
-        epoch_iterator = keras_compat.epoch_iterator(
+        epoch_iterator = _epoch_iterator(
+            model,
             x=x,
             y=y,
             sample_weight=sample_weight,
@@ -74,17 +79,10 @@ class ModelTraining:
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
-            steps_per_execution=model.steps_per_execution,
         )
-        self._build(model, epoch_iterator)
-        callbacks = keras_compat.callback_list(
-            self._with_progress(callbacks, verbose),
-            add_history=True,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=epochs,
-            steps=epoch_iterator.num_batches,
-            model=model,
+        _build(model, epoch_iterator)
+        callbacks = self._callbacks(
+            model, callbacks, verbose, epoch_iterator, epochs, add_history=True
         )
         model.stop_training = False
         logs: dict[str, Any] = {}
@@ -142,24 +140,16 @@ class ModelTraining:
         kwargs.pop("_use_cached_eval_dataset", None)
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
-        epoch_iterator = keras_compat.epoch_iterator(
+        epoch_iterator = _epoch_iterator(
+            model,
             x=x,
             y=y,
             sample_weight=sample_weight,
             batch_size=batch_size,
             steps_per_epoch=steps,
-            shuffle=False,
-            steps_per_execution=model.steps_per_execution,
         )
-        self._build(model, epoch_iterator)
-        callbacks = keras_compat.callback_list(
-            self._with_progress(callbacks, verbose),
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=1,
-            steps=epoch_iterator.num_batches,
-            model=model,
-        )
+        _build(model, epoch_iterator)
+        callbacks = self._callbacks(model, callbacks, verbose, epoch_iterator)
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
@@ -185,21 +175,10 @@ class ModelTraining:
         callbacks: Any = None,
     ) -> Any:
         """As `keras.Model.predict`; every row once, in order."""
-        epoch_iterator = keras_compat.epoch_iterator(
-            x=x,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            shuffle=False,
-            steps_per_execution=model.steps_per_execution,
+        epoch_iterator = _epoch_iterator(
+            model, x=x, batch_size=batch_size, steps_per_epoch=steps
         )
-        callbacks = keras_compat.callback_list(
-            self._with_progress(callbacks, verbose),
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=1,
-            steps=epoch_iterator.num_batches,
-            model=model,
-        )
+        callbacks = self._callbacks(model, callbacks, verbose, epoch_iterator)
         outputs: list[Any] = []
 
         def end(step: int, batch_outputs: list[Any]) -> None:
@@ -255,8 +234,8 @@ class ModelTraining:
     def predict_on_batch(self, model: Any, x: Any) -> Any:
         """As `keras.Model.predict_on_batch`."""
         batch = _on_host((x,))
-        definition = self._coordinator.model_definition(model, "predict")
-        (outputs,) = self._schedule(definition, [batch]).fetch()
+        definition = self._functions.model_definition(model, "predict")
+        (outputs,) = self._functions.schedule_steps(definition, [batch]).fetch()
         return outputs
 
     def _on_batch(
@@ -266,13 +245,33 @@ class ModelTraining:
         keras_compat.symbolic_build(model, batch)
         # The metrics of a call are those of its batch.
         model.reset_metrics()
-        definition = self._coordinator.model_definition(model, kind)
-        logs = self._schedule(definition, [batch]).fetch()
+        definition = self._functions.model_definition(model, kind)
+        logs = self._functions.schedule_steps(definition, [batch]).fetch()
         logs = _python_numbers(keras_compat.metrics_or_logs(model, logs))
         return logs if return_dict else keras_compat.logs_in_order(model, logs)
 
+    def _callbacks(
+        self,
+        model: Any,
+        callbacks: Any,
+        verbose: Any,
+        epoch_iterator: Any,
+        epochs: int = 1,
+        add_history: bool = False,
+    ) -> Any:
+        """The Keras callback list of a method of a model."""
+        return keras_compat.callback_list(
+            self._with_progress(callbacks, verbose),
+            add_history=add_history,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=epoch_iterator.num_batches,
+            model=model,
+        )
+
     def _with_progress(self, callbacks: Any, verbose: Any) -> Any:
-        scheduler = self._coordinator.strategy.cluster.scheduler
+        scheduler = self._scheduler
         bar = WorkerProgress(
             lambda: sum(w.is_alive for w in list(scheduler.workers.values())),
             lambda: len(scheduler.workers),
@@ -280,23 +279,6 @@ class ModelTraining:
         return with_progress(callbacks, verbose, bar)
 
     # Steps
-
-    def _build(self, model: Any, epoch_iterator: Any) -> None:
-        for _, _, batches in epoch_iterator:
-            batch = _on_host(next(iter(batches)))
-            check_batch(batch)
-            keras_compat.symbolic_build(model, batch)
-            break
-        epoch_iterator.reset()
-
-    def _schedule(
-        self, definition: tuple[int, tuple[int, ...]], batches: list[Any]
-    ) -> RemoteValue:
-        number, local = definition
-        value = RemoteValue()
-        scheduler = self._coordinator.strategy.cluster.scheduler
-        scheduler.schedule(number, batches, 0, value.set, local)
-        return value
 
     def _steps(
         self,
@@ -308,12 +290,11 @@ class ModelTraining:
         is_stopped: Callable[[], bool],
     ) -> Any:
         """Runs one pass over the data; returns the last step's result."""
-        strategy = self._coordinator.strategy
-        scheduler = strategy.cluster.scheduler
+        scheduler = self._scheduler
         in_flight: collections.deque[tuple[int, RemoteValue]] = collections.deque()
         last: Any = {}
         # As in Keras, the layers at the start of training count.
-        definition: tuple[int, tuple[int, ...]] | None = None
+        definition: ModelDefinition | None = None
 
         def finish_first() -> None:
             nonlocal last
@@ -328,13 +309,13 @@ class ModelTraining:
                 if not group:
                     break
                 if definition is None:
-                    definition = self._coordinator.model_definition(model, kind)
-                value = self._schedule(definition, group)
+                    definition = self._functions.model_definition(model, kind)
+                value = self._functions.schedule_steps(definition, group)
                 in_flight.append((final, value))
                 window = _WINDOW * len(scheduler.workers)
                 far = _FAR_WINDOW * len(scheduler.workers)
-                if strategy.max_staleness is not None:
-                    window = far = min(window, strategy.max_staleness + 1)
+                if scheduler.max_staleness is not None:
+                    window = far = min(window, scheduler.max_staleness + 1)
                 while len(in_flight) >= window and not is_stopped():
                     if len(in_flight) < far and not scheduler.wait_for_room(
                         in_flight[0][1].is_known
@@ -350,6 +331,23 @@ class ModelTraining:
             scheduler.abandon()
             raise
         return last
+
+
+def _epoch_iterator(model: Any, *, shuffle: bool = False, **data: Any) -> Any:
+    """The Keras iterator over the batches of one pass."""
+    return keras_compat.epoch_iterator(
+        shuffle=shuffle, steps_per_execution=model.steps_per_execution, **data
+    )
+
+
+def _build(model: Any, epoch_iterator: Any) -> None:
+    """Builds a model on the shapes of the first batch."""
+    for _, _, batches in epoch_iterator:
+        batch = _on_host(next(iter(batches)))
+        check_batch(batch)
+        keras_compat.symbolic_build(model, batch)
+        break
+    epoch_iterator.reset()
 
 
 def _take(batches: Iterable[Any], count: int) -> Iterable[Any]:

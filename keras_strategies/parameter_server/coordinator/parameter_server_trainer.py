@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.coordinator.cluster_coordinator import (
-    ClusterCoordinator,
-)
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
-from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.parameter_server.variables.variable_registry import (
+    VariableRegistry,
+)
+from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
+from keras_strategies.parameter_server.wire.variable_description import (
+    VariableDescription,
+    is_sharded,
+)
+from keras_strategies.runtime.engine import StrategyCore, TrainerAdapter
 from keras_strategies.runtime.placement import VariableCopy
-
-if TYPE_CHECKING:
-    from keras_strategies.parameter_server.parameter_server_strategy import (
-        ParameterServerStrategy,
-    )
 
 
 class ParameterServerTrainer(TrainerAdapter):
-    """Trainer adapter of the coordinator, whose variables are on servers."""
+    """Trainer adapter of the coordinator: variables on servers, steps on workers.
 
-    strategy: ParameterServerStrategy
+    Args:
+        strategy: the strategy.
+        registry: its variables.
+        training: the methods of models.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyCore,
+        registry: VariableRegistry,
+        training: ModelTraining,
+    ):
+        super().__init__(strategy)
+        self._registry = registry
+        self._training = training
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -34,12 +47,7 @@ class ParameterServerTrainer(TrainerAdapter):
         return keras_compat.materialized_model(model)
 
     def making(self, variable: Any) -> None:
-        keras_compat.host_variable(variable, self.strategy.registry)
-
-    @functools.cached_property
-    def _training(self) -> ModelTraining:
-
-        return ModelTraining(ClusterCoordinator(self.strategy))
+        keras_compat.host_variable(variable, self._registry)
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
         if name == "compile":
@@ -55,27 +63,22 @@ class ParameterServerTrainer(TrainerAdapter):
         """Does nothing: steps run on workers."""
 
     def copies(self, variable: Any) -> list[VariableCopy]:
-        description = self.strategy.registry.describe(variable)
+        description = self._registry.describe(variable)
         if description.kind == "local":
-            value = self.strategy.registry.read(variable)
+            value = self._registry.read(variable)
             return [VariableCopy("coordinator", value.nbytes, "variable", value)]
         row = _row_bytes(description)
-        several = len(description.shards) > 1 and description.kind != "scalar"
+        kind = "shard" if is_sharded(description) else "variable"
         return [
             VariableCopy(
                 f"ps:{shard.server}",
                 row * (shard.stop - shard.start),
-                "shard" if several else "variable",
+                kind,
                 None,
             )
             for shard in description.shards
         ]
 
 
-def _row_bytes(description: Any) -> int:
-
-    from keras_strategies.parameter_server.variables.variable_partitioners import (
-        bytes_per_element,
-    )
-
+def _row_bytes(description: VariableDescription) -> int:
     return math.prod(description.shape[1:]) * bytes_per_element(description.dtype)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import cloudpickle
 
@@ -12,18 +14,18 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.server.optimizer_spec import (
     load_optimizer_spec,
 )
-from keras_strategies.parameter_server.variables.optimizer_wrappers import innermost
+from keras_strategies.parameter_server.variables.object_pickler import ObjectPickler
+from keras_strategies.parameter_server.variables.optimizer_wrappers import (
+    has_dynamic_scale,
+    innermost,
+)
+from keras_strategies.parameter_server.variables.variable_registry import (
+    VariableRegistry,
+)
+from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
 )
-
-if TYPE_CHECKING:
-    from keras_strategies.parameter_server.variables.variable_registry import (
-        VariableRegistry,
-    )
-    from keras_strategies.parameter_server.wire.server_connections import (
-        ServerConnections,
-    )
 
 
 class OptimizerRegistry:
@@ -31,14 +33,23 @@ class OptimizerRegistry:
 
     Args:
         registry: the variables.
+        pickler: pickles optimizers.
         servers: connections to the servers.
         lazy_rows: bool, see `ParameterServerStrategy`.
+        scope: the strategy's, in which optimizers are built.
     """
 
     def __init__(
-        self, registry: VariableRegistry, servers: ServerConnections, lazy_rows: bool
+        self,
+        registry: VariableRegistry,
+        pickler: ObjectPickler,
+        servers: ServerConnections,
+        lazy_rows: bool,
+        scope: Callable[[], AbstractContextManager[Any]],
     ):
         self._registry = registry
+        self._pickler = pickler
+        self._scope = scope
         self._servers = servers
         self._lazy_rows = lazy_rows
         # Number of variables of each optimizer when it was sent.
@@ -46,7 +57,50 @@ class OptimizerRegistry:
         # Slots without a row for each row of their variable.
         self._whole: set[int] = set()
 
-    def send(self, optimizer: Any, is_strategy: Any) -> bool:
+    def send_all(self, optimizers: Sequence[Any], variables: Mapping[int, Any]) -> bool:
+        """Sends servers the optimizers that they do not have.
+
+        Args:
+            optimizers: of a scheduled function.
+            variables: descriptions by number, its variables.
+
+        Returns:
+            Whether the placement of any variable has changed.
+        """
+        inner = [innermost(o) for o in optimizers if has_dynamic_scale(o)]
+        inner += [each for o in optimizers for each in keras_compat.optimizers_of(o)]
+        # Wrapped optimizers are built with their wrapper.
+        unbuilt = [
+            o for o in optimizers if not (o.built or any(o is each for each in inner))
+        ]
+        if len(unbuilt) > 1:
+            raise InvalidArgumentError(
+                f"{len(unbuilt)} optimizers have not been built, so their variables "
+                "are ambiguous. Call `optimizer.build(variables)` in "
+                "the strategy's scope."
+            )
+        if unbuilt:
+            trainable = [
+                self._registry.variable(number)
+                for number, description in variables.items()
+                if description.kind == "weight" and description.trainable
+            ]
+            if not trainable:
+                return False
+            with self._scope():
+                unbuilt[0].build(trainable)
+            made = keras_compat.optimizers_of(innermost(unbuilt[0]))
+            optimizers = [
+                *optimizers,
+                *(o for o in made if not any(o is each for each in optimizers)),
+            ]
+        has_changed = bool(unbuilt)
+        for optimizer in optimizers:
+            if optimizer.built:
+                has_changed |= self._send(optimizer)
+        return has_changed
+
+    def _send(self, optimizer: Any) -> bool:
         """Sends the servers an optimizer, unless they have it.
 
         For a `LossScaleOptimizer` this is the inner one. The optimizers of a
@@ -60,7 +114,7 @@ class OptimizerRegistry:
             return False
         _check(optimizer)
         registry = self._registry
-        number = registry.number_of(optimizer)
+        number = self._pickler.number_of(optimizer)
         if self._sent.get(number) == len(optimizer.variables):
             return False
         trained = {
@@ -68,7 +122,7 @@ class OptimizerRegistry:
             for variable in keras_compat.trained_variables(optimizer)
         }
         has_moved = self._place(optimizer, trained)
-        blob, _, _, _ = registry.dump(optimizer, is_strategy)
+        blob, _, _, _ = self._pickler.dump(optimizer)
         slots: dict[int, list[int]] = {each: [] for each in trained}
         scalars = []
         for variable in optimizer.variables:

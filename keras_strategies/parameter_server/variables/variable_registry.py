@@ -23,9 +23,6 @@ from keras_strategies.parameter_server.variables.initial_values import (
     CONSTANTS,
     shard_factory,
 )
-from keras_strategies.parameter_server.variables.optimizer_registry import (
-    OptimizerRegistry,
-)
 from keras_strategies.parameter_server.variables.shard_placement import (
     RoundRobinPlacement,
 )
@@ -34,7 +31,6 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
 from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
-from keras_strategies.parameter_server.wire.object_pickling import dump
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.variable_description import (
     ShardRange,
@@ -61,7 +57,6 @@ class VariableRegistry:
         servers: the parameter servers.
         partitioner: number of shards of a variable; None for one.
         local: values of metrics' variables.
-        lazy_rows: bool, see `ParameterServerStrategy`.
     """
 
     is_local = False
@@ -71,24 +66,20 @@ class VariableRegistry:
         servers: ServerConnections,
         partitioner: PartitionFunction | None,
         local: CoordinatorVariables,
-        lazy_rows: bool,
     ):
         self._servers = servers
         self._places = RoundRobinPlacement(len(servers), partitioner)
         self._local = local
         self._numbers = itertools.count()
-        self._objects: dict[int, Any] = {}
         self._described: dict[int, VariableDescription] = {}
         self._number_of_id: dict[int, int] = {}
         self.references: dict[int, int] = {}
         self._variables: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
         )
-        self._optimizers = OptimizerRegistry(self, servers, lazy_rows)
         # The variable that new ones are colocated with; None for round-robin.
         self._colocated: VariableDescription | None = None
         self._has_warned = False
-        self._generation = itertools.count()
         self._lock = threading.RLock()
         #: Variables with more bytes than this are saved and loaded in pieces.
         self.streamed_bytes = _STREAMED_BYTES
@@ -326,46 +317,6 @@ class VariableRegistry:
             old.setdefault(shard.server, []).append((before.number, shard.start))
         self._servers.request_all("delete", old)
         return number
-
-    # Sending objects
-
-    def number_of(self, made: Any) -> int:
-        """The number of a Keras object, stored as long as this registry."""
-        with self._lock:
-            for number, found in self._objects.items():
-                if found is made:
-                    return number
-            number = len(self._objects)
-            self._objects[number] = made
-            return number
-
-    def dump(
-        self, value: Any, is_strategy: Callable[[Any], bool]
-    ) -> tuple[bytes, int, dict[int, VariableDescription], list[Any]]:
-        """Pickles an object for workers.
-
-        Returns:
-            The bytes, their generation, the variables in them, and the optimizers.
-        """
-        seen: list[Any] = []
-
-        def number_of(made: Any) -> int:
-            seen.append(made)
-            return self.number_of(made)
-
-        blob, variables = dump(value, self.describe, number_of, is_strategy)
-        optimizers = [made for made in seen if keras_compat.is_optimizer(made)]
-        return blob, next(self._generation), variables, optimizers
-
-    def send_optimizer(
-        self, optimizer: Any, is_strategy: Callable[[Any], bool]
-    ) -> bool:
-        """Sends the servers an optimizer, unless they have it.
-
-        Returns:
-            Whether it must be pickled again because the placement has changed.
-        """
-        return self._optimizers.send(optimizer, is_strategy)
 
     # Balance
 

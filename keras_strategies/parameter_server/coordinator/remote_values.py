@@ -1,0 +1,137 @@
+"""Return values of scheduled functions, and values that exist once per worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_strategies.errors import ClusterTimeoutError
+from keras_strategies.parameter_server.wire.task_messages import WorkerReference
+
+
+class RemoteValue:
+    """The future return value of a scheduled function.
+
+    Returned by `ClusterCoordinator.schedule`.
+
+    Example:
+
+    >>> value = coordinator.schedule(step_fn)
+    >>> value.fetch()
+    """
+
+    def __init__(self) -> None:
+        self._known = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        if not self.is_known():
+            return "<RemoteValue, not yet computed>"
+        if self._error is not None:
+            return f"<RemoteValue, failed: {type(self._error).__name__}: {self._error}>"
+        return f"<RemoteValue of {_shortened(self._value)}>"
+
+    def set(self, value: Any, error: BaseException | None) -> None:
+        """Sets the value or the error."""
+        self._value, self._error = value, error
+        self._known.set()
+
+    def is_known(self) -> bool:
+        """Whether the value or an error is available."""
+        return self._known.is_set()
+
+    def fetch(self, timeout: float | None = None) -> Any:
+        """Waits for the value.
+
+        Args:
+            timeout: float, seconds; None to wait as long as it takes.
+
+        Returns:
+            What the function returned, with NumPy arrays for tensors.
+
+        Raises:
+            Exception: what the function raised.
+            RuntimeError: as `ks.errors.ClosureCancelledError`, if it was cancelled;
+                as `ks.errors.ClusterTimeoutError`, if it took too long.
+        """
+        if not self._known.wait(timeout):
+            raise ClusterTimeoutError(
+                f"The function did not return within {timeout:g} seconds."
+            )
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def get(self, timeout: float | None = None) -> Any:
+        """As `fetch`, with tensors of the backend for arrays."""
+        return keras.tree.map_structure(_to_tensor, self.fetch(timeout))
+
+
+class PerWorkerValues:
+    """Reference to a value that exists once per worker.
+
+    Created by `create_per_worker_values` and `create_per_worker_dataset`, and passed to
+    scheduled functions, which receive the value of their worker. A restarted worker
+    creates its value again.
+
+    Args:
+        reference: the reference in messages.
+        iterate: callable of a dataset's reference that creates an iterator over it on
+            each worker, and returns its reference.
+    """
+
+    def __init__(
+        self,
+        reference: WorkerReference,
+        iterate: Callable[[WorkerReference], WorkerReference],
+    ):
+        self.reference = reference
+        self._iterate = iterate
+
+    def __repr__(self) -> str:
+        return f"<PerWorkerValues {self.reference.number}, one on each worker>"
+
+    def __iter__(self) -> PerWorkerValues:
+        """An iterator over each worker's dataset, for scheduled functions."""
+        return PerWorkerValues(self._iterate(self.reference), self._iterate)
+
+    def __next__(self) -> Any:
+        raise TypeError(
+            "This iterator is over each worker's own dataset. Pass it to a scheduled "
+            "function, `coordinator.schedule(fn, args=(iterator,))`, and call `next` "
+            "there."
+        )
+
+
+# Name of `tf.distribute.coordinator`.
+PerWorkerValue = PerWorkerValues
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def with_references(structure: Any) -> Any:
+    """Arguments as they are sent: references, fetched values and NumPy arrays."""
+    if isinstance(structure, PerWorkerValues):
+        return structure.reference
+    if isinstance(structure, RemoteValue):
+        return structure.fetch()
+    if type(structure) in (list, tuple):
+        return type(structure)(with_references(item) for item in structure)
+    if type(structure) is dict:
+        return {key: with_references(item) for key, item in structure.items()}
+    if keras.ops.is_tensor(structure):
+        return keras.ops.convert_to_numpy(structure)
+    return structure
+
+
+def _to_tensor(value: Any) -> Any:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return keras.ops.convert_to_tensor(value)
+    return value
