@@ -1,15 +1,20 @@
-"""Rows of the manifest agree with the installed Keras, and with what is used."""
+"""Rows of the manifests agree with the installed packages, and with what is used.
+
+`keras_compat` has those of Keras, `engines/*/compat.py` those of the frameworks.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 
 import keras
 import pytest
-from architecture.measures import OWN, REPOSITORY, Source
+from architecture.measures import FRAMEWORKS, OWN, REPOSITORY, Source
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.manifest import GROUPS, Patch
@@ -20,11 +25,17 @@ PATCHES = [
     for group in GROUPS.values()
     for row in group.patches
 ]
+ENGINE = keras.backend.backend()
+ENGINE_ROWS: tuple[Private, ...] = importlib.import_module(
+    f"keras_strategies.engines.{ENGINE}.compat"
+).PRIVATE_NAMES
 NAMES = [
     pytest.param(row, name, id=f"{row.owner.rpartition('.')[2]}.{name}")
-    for row in PRIVATE
+    for row in (*PRIVATE, *ENGINE_ROWS)
     for name in row.names
 ]
+#: Packages whose classes set attributes that only their source shows.
+SOURCES = ("keras.src", *(f"{name}." for name in FRAMEWORKS[1:]))
 #: Of TensorFlow's variables and of our own subclasses.
 OTHERS = {"_is_assigned", "_kind", "_references"}
 
@@ -43,11 +54,13 @@ def test_a_replaced_attribute_has_its_signature(row: Patch) -> None:
 
 @pytest.mark.parametrize(("row", "name"), NAMES)
 def test_a_private_name_is_there(row: Private, name: str) -> None:
-    if row.backend not in ("", keras.backend.backend()):
+    if row.backend not in ("", ENGINE):
         pytest.skip("not of this backend")
     owners = [patching.resolved(owner) for owner in row.owner.split(" | ")]
+    package = sys.modules[row.owner.partition(".")[0]]
     assert any(hasattr(owner, name) or mentions(owner, name) for owner in owners), (
-        f"Keras {keras.__version__}: {row.owner} has no {name}. Used for: {row.why}"
+        f"{package.__name__} {package.__version__}: {row.owner} has no {name}. "
+        f"Used for: {row.why}"
     )
 
 
@@ -57,7 +70,7 @@ def mentions(owner: object, name: str) -> bool:
     return any(
         re.search(rf"\.{name}\b", inspect.getsource(module))
         for module in modules
-        if module is not None and module.__name__.startswith("keras.src")
+        if module is not None and module.__name__.startswith(SOURCES)
     )
 
 
@@ -91,6 +104,40 @@ def test_every_private_name_that_is_used_has_a_row() -> None:
         (module, name)
         for module, name in used()
         if name not in (full if name.startswith("keras.src") else names)
+    }
+    assert not missing
+
+
+def used_of_framework() -> Iterator[str]:
+    """Private modules and attributes that the engine's compat file uses, by name."""
+    [module] = (
+        module
+        for module in Source(REPOSITORY / "keras_strategies").modules
+        if module.name == f"engines.{ENGINE}.compat"
+    )
+    for node in module.nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                is_private = "._" in full or full.startswith("tensorflow.python")
+                if is_private and full.startswith(ENGINE):
+                    yield full
+        elif isinstance(node, ast.Attribute):
+            is_own = ast.unparse(node.value) in OWN and node.attr in module.defined
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            if is_private and not is_own:
+                yield node.attr
+
+
+def test_every_private_name_of_the_framework_that_is_used_has_a_row() -> None:
+    owners = {row.owner for row in ENGINE_ROWS}
+    names = {name for row in ENGINE_ROWS for name in row.names}
+    names |= {part for owner in owners for part in owner.split(".")}
+    full = owners | {f"{row.owner}.{name}" for row in ENGINE_ROWS for name in row.names}
+    missing = {
+        name
+        for name in used_of_framework()
+        if name not in (full if "." in name else names)
     }
     assert not missing
 

@@ -25,15 +25,15 @@ def get_engine() -> Engine:
 @functools.cache
 def _load(name: str) -> Engine:
     if name == "jax":
-        from keras_strategies.engines.jax import JaxEngine
+        from keras_strategies.engines.jax.engine import JaxEngine
 
         return JaxEngine()
     if name == "torch":
-        from keras_strategies.engines.torch import TorchEngine
+        from keras_strategies.engines.torch.engine import TorchEngine
 
         return TorchEngine()
     if name == "tensorflow":
-        from keras_strategies.engines.tensorflow import TensorFlowEngine
+        from keras_strategies.engines.tensorflow.engine import TensorFlowEngine
 
         return TensorFlowEngine()
     raise unknown_backend(name)

@@ -42,17 +42,14 @@ def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
         return None
     if policy is AutoShardPolicy.OFF:
         return dataset
-    from tensorflow.python.data.experimental.ops import distribute
+    from keras_strategies.engines.tensorflow import compat
 
-    # TensorFlow 2.15 to 2.21: the class behind `experimental_distribute_dataset`.
     tf = loaded("tensorflow")
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = getattr(
         tf.data.experimental.AutoShardPolicy, policy.name
     )
-    part = distribute._AutoShardDataset(
-        dataset.with_options(options), len(replicas), worker
-    )
+    part = compat.read_by_worker(dataset.with_options(options), len(replicas), worker)
     size = _batch_size(dataset)
     if size is None:
         return part
@@ -68,9 +65,9 @@ def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
 
 def _batch_size(dataset: Any) -> int | None:
     """The rows of a dataset's batches; None for an empty one."""
-    from tensorflow.python.data.experimental.ops import distribute
+    from keras_strategies.engines.tensorflow import compat
 
-    size = int(distribute.compute_batch_size(dataset))
+    size = compat.static_batch_size(dataset)
     if size > 0:
         return size
     # A function after `batch` hides it; the first batch shows it.
@@ -83,15 +80,15 @@ def count_files(dataset: Any) -> int | None:
 
     Readers inside of `interleave` or `flat_map` are not seen.
     """
+    from keras_strategies.engines.tensorflow import compat
+
     tf = loaded("tensorflow")
-    counts = []
-    remaining = [dataset]
-    while remaining:
-        each = remaining.pop()
-        remaining += each._inputs()
-        files = getattr(each, "_filenames", None)
-        if isinstance(files, tf.data.Dataset):
-            counts.append(int(files.cardinality()))
-        elif files is not None:
-            counts.append(int(tf.size(files)))
+    counts = [
+        int(
+            files.cardinality()
+            if isinstance(files, tf.data.Dataset)
+            else tf.size(files)
+        )
+        for files in compat.file_readers(dataset)
+    ]
     return sum(counts) if counts else None

@@ -49,6 +49,7 @@ from keras_strategies.keras_compat.layers import (
     layer_calls_through,
     layer_settings,
     set_mask,
+    sublayers,
     trained_variables,
     wraps_torch_modules,
 )
@@ -252,6 +253,7 @@ __all__ = [
     "stop_clipping",
     "stored_dtype",
     "strategy_of",
+    "sublayers",
     "symbolic_build",
     "sync_jax_state",
     "thread_state",

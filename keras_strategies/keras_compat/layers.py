@@ -54,10 +54,15 @@ def trained_variables(optimizer: Any) -> Any:
     return optimizer._trainable_variables
 
 
+def sublayers(layer: Any) -> list[Any]:
+    """A layer and all layers in it (`Layer._flatten_layers`)."""
+    return list(layer._flatten_layers())
+
+
 def layer_settings(layer: Any) -> Any:
     """What a layer's call depends on beside its weights, equal if that is the same.
 
-    Keras 3.15: `Layer._flatten_layers`. Switches of Keras's own begin with an
+    Switches of Keras's own begin with an
     underscore, except for `built`, which the first call changes.
     """
     return tuple(
@@ -71,7 +76,7 @@ def layer_settings(layer: Any) -> Any:
                 and name != "built"
             ),
         )
-        for sublayer in layer._flatten_layers()
+        for sublayer in sublayers(layer)
     )
 
 
@@ -83,16 +88,16 @@ def wraps_torch_modules(layer: Any) -> bool:
     """
     from keras.src.utils.torch_utils import TorchModuleWrapper
 
-    return any(isinstance(sub, TorchModuleWrapper) for sub in layer._flatten_layers())
+    return any(isinstance(sub, TorchModuleWrapper) for sub in sublayers(layer))
 
 
 def compute_dtypes(layer: Any) -> set[str]:
     """The dtypes that a layer and those in it compute in, `"int8"` if quantized.
 
-    Keras 3.15: `Layer._flatten_layers`, `Layer.quantization_mode`.
+    Keras 3.15: `Layer.quantization_mode`.
     """
     found = set()
-    for sublayer in layer._flatten_layers():
+    for sublayer in sublayers(layer):
         found.add(sublayer.compute_dtype)
         if sublayer.quantization_mode is not None:
             found.add("int8")

@@ -90,19 +90,19 @@ def test_a_strategy_makes_the_devices_it_names(tmp_path):
 
 
 def test_symbols_of_jax_that_are_not_public():
-    from keras_strategies.engines.jax import jax_compat
+    from keras_strategies.engines.jax import compat
 
     jax.devices()
-    assert jax_compat.devices_are_fixed()
-    assert not jax_compat.is_tracing()
+    assert compat.devices_are_fixed()
+    assert not compat.is_tracing()
     found = []
 
     def traced(x):
-        found.append(jax_compat.is_tracing())
-        trace = jax_compat.current_trace()
+        found.append(compat.is_tracing())
+        trace = compat.current_trace()
 
         def resume():
-            with jax_compat.with_trace(trace):
+            with compat.with_trace(trace):
                 found.append(jax.numpy.add(x, 1))
 
         thread = threading.Thread(target=resume)
@@ -117,4 +117,4 @@ def test_symbols_of_jax_that_are_not_public():
 def test_they_are_named_in_one_place():
     root = Path(ks.__file__).parent
     naming = [p.name for p in root.rglob("*.py") if "jax._src" in p.read_text()]
-    assert naming == ["jax_compat.py"]
+    assert naming == ["compat.py"]

@@ -8,7 +8,7 @@ import re
 import jax
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.jax.jax_compat import devices_are_fixed
+from keras_strategies.engines.jax.compat import devices_are_fixed
 from keras_strategies.errors import BackendInUseError
 
 # XLA_FLAGS="--xla_force_host_platform_device_count=4", the older way.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.autograph.core import config as autograph_config
 
 from keras_strategies import keras_compat
 from keras_strategies.engines.tensorflow.worker_collectives import (
@@ -120,10 +119,3 @@ def _watched(program: Any, workers: TensorFlowWorkers) -> Callable[..., Any]:
 def program_of(fn: Any) -> Any:
     """The `tf.function` that `function` has made; other functions as they are."""
     return getattr(fn, "program", fn)
-
-
-def exclude_from_autograph() -> None:
-    """Excludes this package from AutoGraph, as TensorFlow excludes Keras."""
-    rule = autograph_config.DoNotConvert("keras_strategies")
-    if not any(str(rule) == str(r) for r in autograph_config.CONVERSION_RULES):
-        autograph_config.CONVERSION_RULES = (rule, *autograph_config.CONVERSION_RULES)

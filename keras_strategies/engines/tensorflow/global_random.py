@@ -6,7 +6,8 @@ import json
 import secrets
 
 import tensorflow as tf
-from tensorflow.python.eager import context as eager_context
+
+from keras_strategies.engines.tensorflow import compat
 
 
 def random_state() -> bytes:
@@ -14,13 +15,13 @@ def random_state() -> bytes:
 
     Without a seed TensorFlow's numbers cannot be repeated, so that one is drawn.
     """
-    context = eager_context.context()
-    seed = eager_context.global_seed()
+    seed = compat.global_seed()
     if seed is None:
         # Not from Python's numbers, which would go on differently.
         tf.random.set_seed(secrets.randbits(31))
-        seed = eager_context.global_seed()
-    version, internal, gauss = context._rng.getstate()
+        seed = compat.global_seed()
+    assert seed is not None
+    version, internal, gauss = compat.operation_seeds().getstate()
     return json.dumps([int(seed), version, list(internal), gauss]).encode()
 
 
@@ -31,7 +32,6 @@ def set_random_state(state: bytes) -> None:
         state: bytes, its `random_state()`.
     """
     seed, version, internal, gauss = json.loads(state)
-    context = eager_context.context()
-    if eager_context.global_seed() != seed:
+    if compat.global_seed() != seed:
         tf.random.set_seed(seed)
-    context._rng.setstate((version, tuple(internal), gauss))
+    compat.operation_seeds().setstate((version, tuple(internal), gauss))

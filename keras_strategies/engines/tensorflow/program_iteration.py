@@ -8,7 +8,6 @@ time that the program comes to the loop.
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.autograph.operators import control_flow
 
+from keras_strategies.engines.tensorflow import compat
 from keras_strategies.errors import ContextError
 from keras_strategies.values import PerReplica, flatten, map_structure
 
@@ -202,15 +201,14 @@ def loop_over(iterable: type, in_program: Callable[[Any], ProgramIterator]) -> N
 
     def for_statement(given: Any, *loop: Any) -> None:
         if tf.executing_eagerly():
-            control_flow._py_for_stmt(given, *loop)
+            compat.python_for_loop(given, *loop)
             return
         iterator = in_program(given)
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
-        control_flow._tf_iterator_for_stmt(iterator, *loop)
+        compat.program_for_loop(iterator, *loop)
         # TensorFlow runs Python functions when their arguments are there, in any order.
         with tf.control_dependencies(graph.get_operations()[before:]):
             iterator.end()
 
-    with contextlib.suppress(KeyError):  # Registered before.
-        control_flow.for_loop_registry.register(iterable, for_statement)
+    compat.register_for_loop(iterable, for_statement)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from keras_strategies import context, keras_compat
 from keras_strategies.devices import Device
+from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import (
     in_dtype_of,
     sums_over_workers,
@@ -34,7 +34,6 @@ from keras_strategies.engines.tensorflow.replicas.plain_variables import (
 from keras_strategies.engines.tensorflow.replicas.replica_run import (
     TensorFlowRun,
     creating_variables,
-    outside_engine,
     sum_gradients,
 )
 from keras_strategies.engines.tensorflow.worker_collectives import workers_of
@@ -69,7 +68,7 @@ class TensorFlowTrainer(TrainerAdapter):
                 _on_replica,
                 _has_several_devices,
                 _initialize,
-                outside_engine,
+                compat.default_strategy,
                 context.has_strategy,
             )
         self.run = TensorFlowRun(strategy, self.engine)
@@ -146,7 +145,7 @@ class TensorFlowTrainer(TrainerAdapter):
             with creating_variables(self.run.lead):
                 original(value)
         raw = keras_compat.raw_value(variable)
-        if type(raw) is ResourceVariable:
+        if compat.is_resource_variable(raw):
             mirror(raw, self._others, creating_variables)
 
     def local_values(self, variable: Any) -> list[Any]:

@@ -27,11 +27,11 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
-from tensorflow.python.eager import context as eager_context
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.collectives.packing import pack_indices
+from keras_strategies.engines.tensorflow import compat
 from keras_strategies.errors import BackendInUseError, ClusterError, GatherError
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
@@ -143,9 +143,7 @@ class TensorFlowWorkers(Workers):
     def _abort(self, loss: LostWorker) -> None:
         """Ends the wait for a worker that does not answer."""
         if self._runtime.is_started:
-            eager_context.context().abort_collective_ops(
-                tf.errors.UNAVAILABLE, self.group.describe(loss)
-            )
+            compat.abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))
 
     def close(self) -> None:
         self._groups.clear()
@@ -344,9 +342,7 @@ def _configure(group: WorkerGroup) -> None:
     """Says that there will be other workers, while it can be said."""
     own = f"/job:worker/replica:0/task:{group.index}"
     try:
-        eager_context.context().configure_collective_ops(
-            collective_leader="/job:worker/replica:0/task:0", device_filters=(own,)
-        )
+        compat.configure_collectives("/job:worker/replica:0/task:0", own)
     except RuntimeError as error:
         raise BackendInUseError(
             "MultiWorkerMirroredStrategy has to be made before TensorFlow is first "
@@ -358,7 +354,6 @@ def _configure(group: WorkerGroup) -> None:
 
 def _start(group: WorkerGroup) -> None:
     """Starts this worker's server, and waits for those of the others."""
-    context = eager_context.context()
     host = group.own_host
     port = _free_port(host)
     named = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -366,14 +361,13 @@ def _start(group: WorkerGroup) -> None:
     server = tensorflow_server_pb2.ServerDef(
         cluster=tf.train.ClusterSpec({"worker": found}).as_cluster_def(),
         # With the virtual devices that there are by now.
-        default_session_config=context.config,
+        default_session_config=compat.device_configuration(),
         job_name="worker",
         task_index=group.index,
         protocol="grpc",
     )
     try:
-        context.enable_collective_ops(server)
-        context.ensure_initialized()
+        compat.start_collectives(server)
     except tf.errors.OpError as error:
         raise ClusterError(
             f"TensorFlow's server of worker {group.index} could not listen at {named}: "

@@ -1,6 +1,7 @@
 """All that this package uses of Torch beyond its public interface.
 
-Tested with Torch 2.9 to 2.13; `tests/test_manifest.py` says what has moved.
+Tested with Torch 2.9 to 2.13. `PRIVATE_NAMES` has a row for each name, and
+`tests/test_manifest.py` says what has moved.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from keras_strategies.keras_compat.private_names import Private
 from keras_strategies.runtime.gloo_threads import gloo_threads
 
 __all__ = [
+    "PRIVATE_NAMES",
     "RANDOM_FUNCTIONS",
     "TorchDispatchMode",
     "compile_graph",
@@ -29,6 +32,51 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+PRIVATE_NAMES = (
+    Private(
+        "torch",
+        ("_sample_dirichlet", "_standard_gamma"),
+        "Random numbers of replicas.",
+    ),
+    Private(
+        "torch._C._autograd",
+        ("_get_current_graph_task_keep_graph",),
+        "Whether replicas keep what a second backward pass needs.",
+    ),
+    Private("torch._inductor", ("compile", "config"), "Compiled steps of workers."),
+    Private(
+        "torch._inductor.config", ("compile_threads",), "No pool of processes for them."
+    ),
+    Private(
+        "torch._ops.OpOverload",
+        ("_schema",),
+        "The arguments that an operation changes.",
+    ),
+    Private(
+        "torch.distributed.ProcessGroupGloo",
+        ("_Options",),
+        "Collectives on one interface of the machine.",
+    ),
+    Private(
+        "torch.distributed.ProcessGroupGloo._Options",
+        ("_devices", "_threads", "_timeout"),
+        "Collectives on one interface of the machine.",
+    ),
+    Private(
+        "torch.mps", ("_get_default_mps_generator",), "Random numbers of replicas."
+    ),
+    Private(
+        "torch.utils._python_dispatch",
+        ("TorchDispatchMode",),
+        "Operations of a layer call: their random numbers and their cost.",
+    ),
+    Private(
+        "torch.utils._pytree",
+        ("tree_flatten", "tree_map", "tree_unflatten"),
+        "Arguments of operations.",
+    ),
+)
 
 #: Functions behind `torch.distributions`.
 RANDOM_FUNCTIONS = (torch._standard_gamma, torch._sample_dirichlet)

@@ -167,7 +167,7 @@ def _start_ray(setup: RayManagerSetup) -> Any:
     # No dashboard and autoscaler, two processes that take 1 s each to start and 200 MB.
     node: Any = Node
     node.start_monitor = lambda self: None
-    node.start_api_server = lambda self, **options: setattr(self, "_webui_url", None)
+    node.start_api_server = lambda self, **options: None
     # Ray 2.60 replaces a loopback address by one of the network.
     services.resolve_ip_for_localhost = lambda host: host
     services.get_node_ip_address = lambda *args, **kwargs: "127.0.0.1"

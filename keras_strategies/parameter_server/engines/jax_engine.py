@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax.jax_compat import passed_on, used_inputs
+from keras_strategies.engines.jax.compat import passed_on, used_inputs
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     OptimizerCall,

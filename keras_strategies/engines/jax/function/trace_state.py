@@ -10,7 +10,7 @@ import keras
 from jax import numpy as jnp
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax import jax_compat
+from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.function.state_refs import (
     OnReadRef,
     StateRef,
@@ -220,7 +220,7 @@ def check_sees_all(program: ProgramState, strategy: StrategyCore) -> None:
 def in_trace() -> bool:
     """Whether this thread is in a trace."""
     scope = keras_compat.current_stateless_scope()
-    return scope is not None or jax_compat.is_tracing()
+    return scope is not None or compat.is_tracing()
 
 
 def sees_all_replicas(strategy: StrategyCore) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_strategies import keras_compat
-from keras_strategies.engines.jax import jax_compat
+from keras_strategies.engines.jax import compat
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 
 
@@ -48,7 +48,7 @@ class ReplicaThread:
         self.result: Any = None
         self.error: BaseException | None = None
         self.is_done = False
-        self._trace = jax_compat.current_trace()
+        self._trace = compat.current_trace()
         self._keras = keras_compat.thread_state()
         self._thread = threading.Thread(
             target=self._run, name=f"trace-replica-{number}", daemon=True
@@ -64,7 +64,7 @@ class ReplicaThread:
             if self._abort is not None:
                 raise self._abort
             with (
-                jax_compat.with_trace(self._trace),
+                compat.with_trace(self._trace),
                 keras_compat.with_thread_state(self._keras),
             ):
                 self.result = self._task()

@@ -24,7 +24,7 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
-from keras_strategies.engines.jax import jax_compat
+from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.errors import BackendInUseError, ClusterError
@@ -83,13 +83,13 @@ class JaxWorkers(Workers):
                 keeps=True,
             )
             with _no_proxy():
-                jax_compat.start_client(
+                compat.start_client(
                     f"{_LOOPBACK}:{self._relay.port}",
                     group.count,
                     group.index,
                     group.timeout,
                 )
-            jax_compat.use_host_for_collectives(group.own_host)
+            compat.use_host_for_collectives(group.own_host)
             group.barrier("the start of JAX's service")
         finally:
             # All workers are connected.
@@ -106,7 +106,7 @@ class JaxWorkers(Workers):
 
         # A Unix socket in a private folder: only the relay listens on the network, on
         # the interface that the cluster configures.
-        jax_compat.start_service(f"unix:{path}", self.group.count)
+        compat.start_service(f"unix:{path}", self.group.count)
         self._front = Relay(self.group.own_host, connect, keeps=False)
         return self._front.port
 
@@ -114,7 +114,7 @@ class JaxWorkers(Workers):
         is_complete = self.group.loss() is None
         if is_complete:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                jax_compat.stop_client()
+                compat.stop_client()
         # First, since the last message of the service would end other processes.
         if self._front is not None:
             self._front.close()
@@ -123,7 +123,7 @@ class JaxWorkers(Workers):
             # After the client, which would see the relay end.
             self._relay.close()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                jax_compat.stop_service()
+                compat.stop_service()
 
     # Waits for other workers.
 
@@ -288,13 +288,13 @@ def _is_collective(error: BaseException) -> bool:
 
 
 def _check_unused() -> None:
-    if jax_compat.runtime_is_started():
+    if compat.runtime_is_started():
         raise BackendInUseError(
             "This process is in a JAX cluster already: `jax.distributed.initialize` "
             "was called. MultiWorkerMirroredStrategy starts JAX's cluster itself, from "
             "TF_CONFIG or its cluster_resolver; omit that call."
         )
-    if jax_compat.devices_are_fixed():
+    if compat.devices_are_fixed():
         raise BackendInUseError(
             "MultiWorkerMirroredStrategy was made after JAX was used, when its devices "
             "are fixed without those of other workers. Make the strategy first in the "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.framework import ops as graph_ops
+
+from keras_strategies.engines.tensorflow import compat
 
 
 def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,28 +30,15 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
         given = [tf.convert_to_tensor(arg) for arg in args]
         result, grad = fn(*given)
         flat = [tf.convert_to_tensor(value) for value in tf.nest.flatten(result)]
-        outputs = _with_gradient([*flat, *given], len(flat), grad)
-        return tf.nest.pack_sequence_as(result, outputs[: len(flat)])
+        count = len(flat)
+
+        def gradient(*gradients: Any) -> list[Any]:
+            found = grad(*gradients[:count])
+            if not isinstance(found, (list, tuple)):
+                found = [found]
+            return [*[None] * count, *found]
+
+        outputs = compat.with_gradient([*flat, *given], gradient)
+        return tf.nest.pack_sequence_as(result, outputs[:count])
 
     return decorated
-
-
-def _with_gradient(
-    tensors: list[Any], count: int, grad: Callable[..., Any]
-) -> Sequence[Any]:
-    """The tensors, of which the first `count` pass gradients to the others."""
-
-    def on_tape(*gradients: Any) -> list[Any]:
-        found = grad(*gradients[:count])
-        if not isinstance(found, (list, tuple)):
-            found = [found]
-        return [*[None] * count, *found]
-
-    def of_operation(operation: Any, *gradients: Any) -> list[Any]:
-        return on_tape(*gradients)
-
-    graph = graph_ops.get_default_graph()
-    with graph._override_gradient_function({"IdentityN": of_operation}):
-        outputs = tf.identity_n(tensors)
-    record.record_operation("CustomGradient", outputs, tensors, on_tape)
-    return list(outputs)

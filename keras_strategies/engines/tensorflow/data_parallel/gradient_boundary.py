@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.ops import gradients_util
 
 from keras_strategies import keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
 )
@@ -119,7 +118,7 @@ class LayerCallOnReplicas:
 
     def open_tapes(self) -> None:
         """Records the replicas, unless no tape can ask for a gradient."""
-        if tf.executing_eagerly() and not record.could_possibly_record():
+        if tf.executing_eagerly() and not compat.is_any_tape_active():
             return
         # Under a persistent tape TensorFlow traces the gradient of a loop three times
         # over when the loop is made. In a graph, `_gradients` does without one.
@@ -137,7 +136,7 @@ class LayerCallOnReplicas:
         and the garbage collector does not see what a tape refers to. Gradients that are
         asked for later, as by a tape around the graph's function, come from the graph.
         """
-        if not tf.executing_eagerly() and not record.could_possibly_record():
+        if not tf.executing_eagerly() and not compat.is_any_tape_active():
             self.tapes = [None] * len(self.sizes)
 
     def forward(
@@ -168,10 +167,8 @@ class LayerCallOnReplicas:
     ) -> list[Any]:
         """From a replica's tape; those that it has given already, from its graph."""
         tape = self.tapes[i]
-        if tape is None or (i in self.asked and not tape._persistent):
-            found = gradients_util._GradientsHelper(
-                targets, sources, given, src_graph=self.graph
-            )
+        if tape is None or (i in self.asked and not compat.is_persistent(tape)):
+            found = compat.graph_gradients(targets, sources, given, self.graph)
         else:
             found = tape.gradient(targets, sources, output_gradients=given)
         self.asked.add(i)
@@ -275,9 +272,7 @@ class LayerCallOnReplicas:
         gradients: Sequence[Any],
     ) -> list[Any]:
         """Gradients of the sources, from those of the combined channels."""
-        if record.should_record_backprop(
-            [*gradients, *(source.tensor for source in sources)]
-        ):
+        if compat.is_recorded([*gradients, *(source.tensor for source in sources)]):
             return self._differentiable_gradients(sources, gradients)
         shares = [
             self._shares(channel, gradient)

@@ -342,5 +342,5 @@ def _cannot_take_no_rows(layer: Any) -> bool:
     Without rows, its convolutions for CPUs have the channels of their input, and the
     gradient of max pooling ends the process.
     """
-    names = (type(sub).__name__ for sub in layer._flatten_layers())
+    names = (type(sub).__name__ for sub in keras_compat.sublayers(layer))
     return any("Conv" in name or "MaxPool" in name for name in names)

@@ -11,14 +11,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context as eager_context
-from tensorflow.python.ops import (
-    gen_random_ops,
-    gen_stateless_random_ops,
-    gen_stateless_random_ops_v2,
-)
 
-_MODULES = (gen_random_ops, gen_stateless_random_ops, gen_stateless_random_ops_v2)
+from keras_strategies.engines.tensorflow import compat
+
 _INTEGERS = {
     "random_uniform_int": ("minval", 1),
     "stateless_random_uniform_int": ("minval", 2),
@@ -113,7 +108,7 @@ def _replaced(numbers: ConstantNumbers) -> Iterator[None]:
     names = (*_FILLED, *_INTEGERS, *_PERMUTATIONS, *_CHOICES)
     before = [
         (module, name, getattr(module, name))
-        for module in _MODULES
+        for module in compat.RANDOM_OPERATIONS
         for name in names
         if hasattr(module, name)
     ]
@@ -129,10 +124,10 @@ def _replaced(numbers: ConstantNumbers) -> Iterator[None]:
 @contextlib.contextmanager
 def _operation_seeds_restored() -> Iterator[None]:
     """After `tf.random.set_seed`, the numbers that follow are those without checks."""
-    if eager_context.global_seed() is None:
+    if compat.global_seed() is None:
         yield
         return
-    seeds = eager_context.context()._rng
+    seeds = compat.operation_seeds()
     before = seeds.getstate()
     try:
         yield

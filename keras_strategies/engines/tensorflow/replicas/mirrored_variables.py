@@ -7,10 +7,8 @@ the values, or the rows, that the variable has afterwards, and do not repeat the
 operation: copies that each do their own sums would drift apart where an accelerator
 adds in no fixed order.
 
-TensorFlow ends every assignment with `BaseResourceVariable._lazy_read`, also those of
-slices, of rows, and those that functions of `tf.compat.v1` make, so that one method
-sees them all. What it does not end there is overridden beside it: assignments that
-read nothing back, and restored checkpoints. Operations of `tf.raw_ops` take a handle
+`compat.WithAssignments` sees assignments of all kinds. Those that read nothing back are
+overridden here. Operations of `tf.raw_ops` take a handle
 and not a variable; an assignment by one of them is not seen.
 """
 
@@ -23,10 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.framework import ops as graph_ops
-from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
+from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.compiled_function import refuse_xla
 from keras_strategies.errors import ContextError
 
@@ -104,15 +100,15 @@ class _Copies:
             An operation that ends when all copies are renewed; None in eager code.
         """
         if tf.executing_eagerly():
-            with self._one_at_a_time, record.stop_recording():
+            with self._one_at_a_time, compat.without_recording():
                 self._renew(variable)
             return None
         self._check_program(variable)
         waiting = [] if after is None else [after]
         with (
-            graph_ops.colocate_with(None, ignore_existing=True),
+            compat.without_colocation(),
             tf.control_dependencies(waiting),
-            record.stop_recording(),
+            compat.without_recording(),
         ):
             renewed = self._renew(variable)
             # Each of them waits for the assignment.
@@ -142,7 +138,7 @@ class _Copies:
 
     def _check_program(self, variable: Any) -> None:
         graph = tf.compat.v1.get_default_graph()
-        if not control_flow_util.GraphOrParentsInXlaContext(graph):
+        if not compat.is_compiled_by_xla(graph):
             return
         refuse_xla()
         devices = ", ".join([_short(self.home), *self._of_device])
@@ -155,25 +151,16 @@ class _Copies:
         )
 
 
-class _Assigned:
+class _Assigned(compat.WithAssignments):
     """What `tf.Variable`s do when they are assigned, and then for their copies."""
 
     _copies: _Copies
-    # Of `BaseResourceVariable`.
-    handle: Any
-    dtype: Any
-    _shape: Any
-    _in_graph_mode: bool
-    _unique_id: str
 
-    def _lazy_read(self, op: Any) -> Any:
-        self._copies.renew(self, op)
-        resource_variable_ops.variable_accessed(self)
-        return _Unread(self, op)
+    def assigned(self, operation: Any) -> Any:
+        return self._copies.renew(self, operation)
 
-    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
-        done = super()._restore_from_tensors(restored_tensors)  # type: ignore[misc]
-        return self._copies.renew(self, done)
+    def after(self, operation: Any) -> Any:
+        return _Unread(self, operation)
 
     def count_up_to(self, limit: int) -> Any:
         before = super().count_up_to(limit)  # type: ignore[misc]
@@ -215,24 +202,15 @@ for _name in ("add", "sub", "mul", "div", "min", "max", "update"):
     setattr(_Assigned, f"scatter_{_name}", _by_rows(f"scatter_{_name}"))
 
 
-class _Unread(_Assigned, resource_variable_ops._UnreadVariable):  # type: ignore[misc]
+class _Unread(_Assigned, compat.UnreadVariable):
     """What an assignment returns: the variable, which can be assigned again."""
 
-    def __init__(self, variable: Any, op: Any):
+    def __init__(self, variable: Any, operation: Any):
         self._copies = variable._copies
-        super().__init__(
-            handle=variable.handle,
-            dtype=variable.dtype,
-            shape=variable._shape,
-            in_graph_mode=variable._in_graph_mode,
-            parent_op=op,
-            unique_id=variable._unique_id,
-        )
+        super().__init__(variable, operation)
 
 
-class MirroredVariable(  # type: ignore[misc]
-    _Assigned, resource_variable_ops.BaseResourceVariable
-):
+class MirroredVariable(_Assigned, compat.ResourceVariable):
     """A variable that keeps a copy on each of several devices.
 
     Plain variables of TensorFlow are composite tensors, which `tf.nest` and
@@ -258,11 +236,11 @@ class MirroredVariable(  # type: ignore[misc]
             return None
         return self._copies.on(_reading.device)
 
-    def _read_variable_op(self, no_copy: bool = False) -> Any:
+    def replica_value(self) -> Any:
         own = self._own()
         if own is None:
-            return super()._read_variable_op(no_copy)
-        resource_variable_ops.variable_accessed(self)
+            return None
+        compat.record_read(self)
         with _beside_tapes(own.device):
             value = own.read_value()
         _say_it_was_read(self, value, lambda gradient: gradient)
@@ -273,7 +251,7 @@ class MirroredVariable(  # type: ignore[misc]
         if own is None or _current_graph() is not _reading.graph:
             # In a loop or a branch the rows may be chosen there.
             return super().sparse_read(indices, name)
-        resource_variable_ops.variable_accessed(self)
+        compat.record_read(self)
         with _beside_tapes(own.device):
             indices = tf.identity(indices)
             rows = own.sparse_read(indices, name)
@@ -290,19 +268,13 @@ class MirroredVariable(  # type: ignore[misc]
         return rows
 
     def __tf_tracing_type__(self, context: Any) -> _Itself:
-        return _Itself(self, context.alias_global_id(self.handle._id))
+        return _Itself(self, compat.handle_alias(self, context))
 
-    def _export_to_saved_model_graph(
-        self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
-    ) -> list[Any]:
-        handles = super()._export_to_saved_model_graph(
-            object_map=object_map, tensor_map=tensor_map, options=options, **kwargs
-        )
+    def exported(self, tensor_map: Any) -> list[Any]:
         # Where it is loaded it has no copies: what assigns them assigns it again.
         for copy in self.copies:
             tensor_map[copy.handle] = tensor_map[self.handle]
-            handles.append(copy.handle)
-        return list(handles)
+        return [copy.handle for copy in self.copies]
 
 
 @contextlib.contextmanager
@@ -315,7 +287,7 @@ def _beside_tapes(device: str) -> Iterator[None]:
     graph = _reading.graph
     with (
         contextlib.nullcontext() if graph is None else graph.as_default(),
-        record.stop_recording(),
+        compat.without_recording(),
         tf.device(device),
     ):
         yield
@@ -325,11 +297,11 @@ def _say_it_was_read(
     variable: Any, value: Any, gradient_of: Callable[[Any], Any]
 ) -> None:
     """Lets tapes take a value that was read from a copy for the variable's."""
-    record.record_operation(
+    compat.record_operation(
         "ReadVariableOp",
         [value],
         [variable.handle],
-        backward_function=lambda gradient: [gradient_of(gradient)],
+        lambda gradient: [gradient_of(gradient)],
     )
 
 
@@ -360,8 +332,7 @@ class _Itself(tf.types.experimental.TraceType):  # type: ignore[misc]
         return [value.handle]
 
     def flatten(self) -> list[Any]:
-        spec = resource_variable_ops.VariableSpec([], alias_id=self._alias)
-        return list(spec._component_specs)
+        return compat.handle_specs(self._alias)
 
     def cast(self, value: Any, cast_context: Any) -> Any:
         return value

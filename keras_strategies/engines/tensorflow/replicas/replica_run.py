@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.framework import ops as graph_ops
 
 from keras_strategies import context, keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.compiled_function import (
-    exclude_from_autograph,
     program_of,
     refuse_xla,
 )
@@ -54,27 +52,9 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def outside_engine() -> Iterator[None]:
-    """As if `tf.distribute` ran nothing: Keras sees TensorFlow's default strategy.
-
-    Keras's optimizers ask for the current strategy and would reduce gradients once
-    more; variables would be created once per replica.
-    """
-    graph = graph_ops.get_default_graph()
-    creators = graph._variable_creator_stack
-    graph._variable_creator_stack = []
-    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
-    try:
-        yield
-    finally:
-        distribute_lib._pop_per_thread_mode()
-        graph._variable_creator_stack = creators
-
-
-@contextlib.contextmanager
 def creating_variables(device: str) -> Iterator[None]:
     """Variables made inside are plain and outlive the program that is being traced."""
-    with tf.init_scope(), outside_engine(), tf.device(device):
+    with tf.init_scope(), compat.default_strategy(), tf.device(device):
         yield
 
 
@@ -147,7 +127,7 @@ class TensorFlowRun:
     """Runs functions on the replicas of one strategy."""
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
-        exclude_from_autograph()
+        compat.exclude_from_autograph("keras_strategies")
         _leave_out_warning()
         self.strategy = strategy
         self.placement = strategy.placement
@@ -237,7 +217,7 @@ class TensorFlowRun:
 
     def _copier(self, replica_id: int) -> Callable[[Any], Any]:
         device = self._devices[replica_id]
-        graph = None if tf.executing_eagerly() else graph_ops.get_default_graph()
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
         def copy(variable: Any) -> Any:
             raw = keras_compat.raw_value(variable)
@@ -334,7 +314,7 @@ class _RunCommunicator(LockstepCommunicator):
         kwargs: dict[str, Any],
     ) -> Any:
         def merged(strategy: StrategyCore, *args: Any, **kwargs: Any) -> Any:
-            with keras_compat.outside_stateless_scopes(), outside_engine():
+            with keras_compat.outside_stateless_scopes(), compat.default_strategy():
                 self._run.commit(self.states)
                 try:
                     return merge_fn(strategy, *args, **kwargs)

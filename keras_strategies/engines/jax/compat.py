@@ -1,7 +1,7 @@
 """All that this package uses of JAX beyond its public interface.
 
-Tested with JAX 0.10.2, which is why the extra `jax` ends below 0.11;
-`tests/backends/test_jax_devices.py` fails when one of these symbols moves.
+Tested with JAX 0.10.2, which is why the extra `jax` ends below 0.11. `PRIVATE_NAMES`
+has a row for each name, and `tests/test_manifest.py` says what has moved.
 """
 
 from __future__ import annotations
@@ -9,7 +9,45 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from keras_strategies.keras_compat.private_names import Private
 from keras_strategies.runtime.gloo_threads import gloo_threads
+
+PRIVATE_NAMES = (
+    Private(
+        "jax._src.core",
+        ("set_current_trace", "trace_ctx", "trace_state_clean"),
+        "Threads of replicas go on with one trace.",
+    ),
+    Private(
+        "jax._src.distributed",
+        ("global_state",),
+        "The cluster that this process belongs to.",
+    ),
+    Private(
+        "jax._src.distributed.State",
+        ("client", "coordinator_address", "num_processes", "process_id", "service"),
+        "Service and client with our own timeouts, without a handler of SIGTERM.",
+    ),
+    Private(
+        "jax._src.lib._jax",
+        (
+            "get_distributed_runtime_client",
+            "get_distributed_runtime_service",
+            "make_gloo_tcp_collectives",
+        ),
+        "As `distributed.State`; collectives on one interface of the machine.",
+    ),
+    Private(
+        "jax._src.xla_bridge",
+        ("_backend_factories", "backends_are_initialized", "make_cpu_client"),
+        "Whether devices can be configured; Gloo on one interface of the machine.",
+    ),
+    Private(
+        "jax.interpreters.partial_eval",
+        ("dce_jaxpr",),
+        "The values that a result depends on.",
+    ),
+)
 
 
 def devices_are_fixed() -> bool:

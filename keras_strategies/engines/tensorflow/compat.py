@@ -1,0 +1,500 @@
+"""All that this package uses of TensorFlow beyond its public interface.
+
+Tested with TensorFlow 2.21. `PRIVATE_NAMES` has a row for each name, and
+`tests/test_manifest.py` says what has moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import config as autograph_config
+from tensorflow.python.autograph.operators import control_flow
+from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import (
+    control_flow_util,
+    gen_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+    gradients_util,
+    resource_variable_ops,
+)
+
+from keras_strategies.keras_compat.private_names import Private
+
+_PYTHON = "tensorflow.python"
+_VARIABLES = f"{_PYTHON}.ops.resource_variable_ops"
+
+PRIVATE_NAMES = (
+    Private(
+        f"{_PYTHON}.autograph.core.config",
+        ("CONVERSION_RULES", "DoNotConvert"),
+        "AutoGraph leaves this package out, as it does Keras.",
+    ),
+    Private(
+        f"{_PYTHON}.autograph.operators.control_flow",
+        ("_py_for_stmt", "_tf_iterator_for_stmt", "for_loop_registry"),
+        "`for` loops over distributed datasets in programs.",
+    ),
+    Private(
+        f"{_PYTHON}.data.experimental.ops.distribute",
+        ("_AutoShardDataset", "compute_batch_size"),
+        "Workers read separate files, as with `experimental_distribute_dataset`.",
+    ),
+    Private(
+        "tensorflow.data.Dataset", ("_inputs",), "The readers of an input pipeline."
+    ),
+    Private(
+        f"{_PYTHON}.data.ops.readers.TFRecordDatasetV2",
+        ("_filenames",),
+        "The files of a reader.",
+    ),
+    Private(
+        f"{_PYTHON}.distribute.distribute_lib",
+        (
+            "_get_default_replica_mode",
+            "_pop_per_thread_mode",
+            "_push_per_thread_mode",
+        ),
+        "Keras on replicas sees the default strategy.",
+    ),
+    Private(
+        f"{_PYTHON}.eager.context",
+        ("context", "global_seed"),
+        "The runtime of this process.",
+    ),
+    Private(
+        f"{_PYTHON}.eager.context.Context",
+        (
+            "_rng",
+            "abort_collective_ops",
+            "config",
+            "configure_collective_ops",
+            "enable_collective_ops",
+            "ensure_initialized",
+        ),
+        "Seeds of operations; servers and collectives of workers.",
+    ),
+    Private(
+        f"{_PYTHON}.eager.record",
+        (
+            "could_possibly_record",
+            "record_operation",
+            "should_record_backprop",
+            "stop_recording",
+        ),
+        "Gradients between the global batch and the replicas.",
+    ),
+    Private(
+        f"{_PYTHON}.eager.backprop.GradientTape",
+        ("_persistent",),
+        "Whether a tape gives gradients a second time.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gradients_util",
+        ("_GradientsHelper",),
+        "Gradients from the graph of a program that is traced inside of the tape's.",
+    ),
+    Private(
+        f"{_PYTHON}.framework.ops",
+        ("colocate_with",),
+        "Copies of variables are assigned on their own devices.",
+    ),
+    Private(
+        f"{_PYTHON}.framework.ops.Graph",
+        ("_override_gradient_function", "_variable_creator_stack"),
+        "Gradient functions that end with their graph; plain variables on replicas.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.control_flow_util",
+        ("GraphOrParentsInXlaContext",),
+        "Mirrored variables cannot be assigned in an XLA program.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_random_ops",
+        ("random_standard_normal", "random_uniform"),
+        "Layers are compared without randomness.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_stateless_random_ops",
+        ("stateless_random_normal", "stateless_random_uniform"),
+        "Layers are compared without randomness.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_stateless_random_ops_v2",
+        ("stateless_random_normal_v2", "stateless_random_uniform_v2"),
+        "Layers are compared without randomness.",
+    ),
+    Private(
+        _VARIABLES,
+        ("ResourceVariable", "VariableSpec", "_UnreadVariable", "variable_accessed"),
+        "Mirrored variables, and what their assignments return.",
+    ),
+    Private(
+        f"{_VARIABLES}.BaseResourceVariable",
+        (
+            "_export_to_saved_model_graph",
+            "_in_graph_mode",
+            "_lazy_read",
+            "_read_variable_op",
+            "_restore_from_tensors",
+            "_shape",
+            "_unique_id",
+        ),
+        "Reads and assignments of mirrored variables.",
+    ),
+    Private(f"{_VARIABLES}.VariableSpec", ("_component_specs",), "Their trace types."),
+    Private(
+        f"{_PYTHON}.framework.ops.EagerTensor",
+        ("_id",),
+        "The identity of an argument in a trace.",
+    ),
+)
+
+
+# Programs.
+
+
+def exclude_from_autograph(package: str) -> None:
+    """Excludes a package from AutoGraph, as TensorFlow excludes Keras."""
+    rule = autograph_config.DoNotConvert(package)
+    if not any(str(rule) == str(r) for r in autograph_config.CONVERSION_RULES):
+        autograph_config.CONVERSION_RULES = (rule, *autograph_config.CONVERSION_RULES)
+
+
+def register_for_loop(iterable: type, statement: Callable[..., None]) -> None:
+    """Registers AutoGraph's `for` statement over objects of a class.
+
+    Args:
+        iterable: the class.
+        statement: callable of such an object and the parts of a loop, which
+            `python_for_loop` and `program_for_loop` take.
+    """
+    with contextlib.suppress(KeyError):  # Registered before.
+        control_flow.for_loop_registry.register(iterable, statement)
+
+
+def python_for_loop(iterable: Any, *loop: Any) -> None:
+    """Runs a `for` loop by Python."""
+    control_flow._py_for_stmt(iterable, *loop)
+
+
+def program_for_loop(iterator: Any, *loop: Any) -> None:
+    """Makes a `for` loop over an iterator of batches a loop of the program."""
+    control_flow._tf_iterator_for_stmt(iterator, *loop)
+
+
+def is_compiled_by_xla(graph: Any) -> bool:
+    """Whether a graph, or one around it, is traced for XLA."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def without_colocation() -> contextlib.AbstractContextManager[None]:
+    """A context in which operations are placed by their device alone."""
+    context: contextlib.AbstractContextManager[None]
+    context = ops.colocate_with(None, ignore_existing=True)
+    return context
+
+
+@contextlib.contextmanager
+def default_strategy() -> Iterator[None]:
+    """A context in which `tf.distribute` runs nothing, also on its replicas.
+
+    Keras's optimizers ask for the current strategy and would reduce gradients once
+    more; variables would be created once per replica.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    creators = graph._variable_creator_stack
+    graph._variable_creator_stack = []
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+        graph._variable_creator_stack = creators
+
+
+# Gradients.
+
+
+def record_operation(
+    name: str,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    gradient: Callable[..., list[Any]],
+) -> None:
+    """Records outputs as those of an operation on the active tapes.
+
+    Args:
+        name: str, the operation's type.
+        outputs: tensors.
+        inputs: tensors or handles of variables.
+        gradient: callable from the outputs' gradients to the list of the inputs'.
+    """
+    record.record_operation(name, outputs, inputs, gradient)
+
+
+def without_recording() -> contextlib.AbstractContextManager[None]:
+    """A context in which no tape records."""
+    context: contextlib.AbstractContextManager[None] = record.stop_recording()
+    return context
+
+
+def is_any_tape_active() -> bool:
+    return bool(record.could_possibly_record())
+
+
+def is_recorded(tensors: Sequence[Any]) -> bool:
+    """Whether a tape records what is computed from some of the tensors."""
+    return bool(record.should_record_backprop(tensors))
+
+
+def is_persistent(tape: tf.GradientTape) -> bool:
+    """Whether a tape may be asked for gradients more than once."""
+    return bool(tape._persistent)
+
+
+def graph_gradients(
+    targets: Sequence[Any], sources: Sequence[Any], given: Sequence[Any], graph: Any
+) -> list[Any]:
+    """Gradients from the operations of a graph, as `tf.gradients`.
+
+    Args:
+        targets: tensors of the graph, with their gradients in `given`.
+        sources: tensors of the graph, whose gradients are returned.
+        given: tensors of the graph or of one inside of it.
+        graph: the `tf.Graph`.
+    """
+    return list(
+        gradients_util._GradientsHelper(targets, sources, given, src_graph=graph)
+    )
+
+
+def with_gradient(
+    tensors: Sequence[Any], gradient: Callable[..., list[Any]]
+) -> list[Any]:
+    """The tensors, with a gradient function that their operation refers to.
+
+    Args:
+        tensors: of the current graph.
+        gradient: callable from the results' gradients to the list of the tensors'.
+    """
+
+    def of_operation(operation: Any, *gradients: Any) -> list[Any]:
+        return gradient(*gradients)
+
+    graph = tf.compat.v1.get_default_graph()
+    with graph._override_gradient_function({"IdentityN": of_operation}):
+        outputs = tf.identity_n(tensors)
+    record.record_operation("CustomGradient", outputs, tensors, gradient)
+    return list(outputs)
+
+
+# Random numbers.
+
+#: Modules with the functions that make random operations.
+RANDOM_OPERATIONS = (
+    gen_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+)
+
+
+def global_seed() -> int | None:
+    """The seed of `tf.random.set_seed`; None without one."""
+    seed: int | None = eager_context.global_seed()
+    return seed
+
+
+def operation_seeds() -> random.Random:
+    """The generator of seeds for operations, after `tf.random.set_seed`."""
+    generator: random.Random = eager_context.context()._rng
+    return generator
+
+
+# Workers.
+
+
+def configure_collectives(leader: str, device_filter: str) -> None:
+    """Announces other workers, before the runtime is started.
+
+    Args:
+        leader: str, the task that orders collectives.
+        device_filter: str, the task whose devices this process sees.
+
+    Raises:
+        RuntimeError: if the runtime is started.
+    """
+    eager_context.context().configure_collective_ops(
+        collective_leader=leader, device_filters=(device_filter,)
+    )
+
+
+def device_configuration() -> Any:
+    """The `ConfigProto` of this process, with its virtual devices."""
+    return eager_context.context().config
+
+
+def start_collectives(server: Any) -> None:
+    """Starts the runtime with a server.
+
+    Args:
+        server: a `ServerDef`.
+
+    Raises:
+        tf.errors.OpError: if the server cannot start.
+    """
+    context = eager_context.context()
+    context.enable_collective_ops(server)
+    context.ensure_initialized()
+
+
+def abort_collectives(code: int, message: str) -> None:
+    """Ends all collectives that are under way with an error."""
+    eager_context.context().abort_collective_ops(code, message)
+
+
+# Variables.
+
+
+def is_resource_variable(variable: Any) -> bool:
+    """Whether a variable is one of TensorFlow's own, and not of a subclass."""
+    return type(variable) is resource_variable_ops.ResourceVariable
+
+
+def record_read(variable: Any) -> None:
+    """Notifies tapes and graphs that a variable is read."""
+    resource_variable_ops.variable_accessed(variable)
+
+
+class ResourceVariable(resource_variable_ops.BaseResourceVariable):  # type: ignore[misc]
+    """A variable whose reads a subclass may replace.
+
+    Unlike TensorFlow's own, it is not a composite tensor.
+    """
+
+    def replica_value(self) -> Any:
+        """What a read returns instead of the variable's value; None for that."""
+        return None
+
+    def _read_variable_op(self, no_copy: bool = False) -> Any:
+        value = self.replica_value()
+        return super()._read_variable_op(no_copy) if value is None else value
+
+    def exported(self, tensor_map: Any) -> list[Any]:
+        """Further handles that belong to the variable in a SavedModel.
+
+        Args:
+            tensor_map: what each handle becomes, to be extended.
+        """
+        return []
+
+    def _export_to_saved_model_graph(
+        self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
+    ) -> list[Any]:
+        handles = super()._export_to_saved_model_graph(
+            object_map=object_map, tensor_map=tensor_map, options=options, **kwargs
+        )
+        return [*handles, *self.exported(tensor_map)]
+
+
+class WithAssignments:
+    """Mix-in of a variable that does more when it is assigned.
+
+    TensorFlow ends every assignment with `BaseResourceVariable._lazy_read`, also
+    those of slices, of rows, and those that functions of `tf.compat.v1` make.
+    """
+
+    def assigned(self, operation: Any) -> Any:
+        """Called after an assignment.
+
+        Args:
+            operation: what has assigned; None in eager code.
+
+        Returns:
+            What the assignment returns where nothing is read.
+        """
+        raise NotImplementedError
+
+    def after(self, operation: Any) -> Any:
+        """The variable as an assignment returns it, to be assigned again."""
+        raise NotImplementedError
+
+    def _lazy_read(self, op: Any) -> Any:
+        self.assigned(op)
+        record_read(self)
+        return self.after(op)
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        done = super()._restore_from_tensors(restored_tensors)  # type: ignore[misc]
+        return self.assigned(done)
+
+
+class UnreadVariable(resource_variable_ops._UnreadVariable):  # type: ignore[misc]
+    """What an assignment returns: the variable, which can be assigned again.
+
+    Args:
+        variable: the variable.
+        operation: what has assigned it.
+    """
+
+    def __init__(self, variable: Any, operation: Any):
+        super().__init__(
+            handle=variable.handle,
+            dtype=variable.dtype,
+            shape=variable._shape,
+            in_graph_mode=variable._in_graph_mode,
+            parent_op=operation,
+            unique_id=variable._unique_id,
+        )
+
+
+def handle_alias(variable: Any, context: Any) -> Any:
+    """The number of a variable's handle among the arguments of a trace.
+
+    Args:
+        variable: the variable.
+        context: a `tf.types.experimental.TracingContext`.
+    """
+    return context.alias_global_id(variable.handle._id)
+
+
+def handle_specs(alias: Any) -> list[Any]:
+    """The specifications of a variable's tensors as an argument of a trace."""
+    spec = resource_variable_ops.VariableSpec([], alias_id=alias)
+    return list(spec._component_specs)
+
+
+# Datasets.
+
+
+def read_by_worker(dataset: tf.data.Dataset, workers: int, index: int) -> Any:
+    """What one of several workers reads of a dataset, by the policy in its options."""
+    return distribute._AutoShardDataset(dataset, workers, index)
+
+
+def static_batch_size(dataset: tf.data.Dataset) -> int:
+    """The rows of a dataset's batches; -1 if the pipeline does not say."""
+    return int(distribute.compute_batch_size(dataset))
+
+
+def file_readers(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """The files, a tensor or a dataset, of each reader of an input pipeline.
+
+    Readers inside of `interleave` or `flat_map` are not seen.
+    """
+    remaining = [dataset]
+    while remaining:
+        each = remaining.pop()
+        remaining += each._inputs()
+        files = getattr(each, "_filenames", None)
+        if files is not None:
+            yield files
