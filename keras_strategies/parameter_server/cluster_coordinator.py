@@ -115,7 +115,7 @@ class ClusterCoordinator:
             RuntimeError: as `ks.errors.ServerLostError`, if a parameter server died
                 and cannot be restored; as `ks.errors.ClusterTimeoutError`.
         """
-        self._cluster.scheduler.wait_until_done(timeout)
+        self._cluster.scheduler.tasks.wait_until_done(timeout)
 
     def done(self) -> bool:
         """Whether all scheduled functions are done.
@@ -123,7 +123,7 @@ class ClusterCoordinator:
         Raises:
             Exception: as `join`.
         """
-        return self._cluster.scheduler.is_done()
+        return self._cluster.scheduler.tasks.is_done()
 
     def fetch(self, val: Any) -> Any:
         """Waits for values.

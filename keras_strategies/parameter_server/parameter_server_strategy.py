@@ -33,7 +33,7 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
 from keras_strategies.parameter_server.variables.variable_registry import (
     VariableRegistry,
 )
-from keras_strategies.parameter_server.wire.cluster_secret import cluster_keys
+from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
 from keras_strategies.parameter_server.wire.variable_description import server_device
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy

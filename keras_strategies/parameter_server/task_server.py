@@ -23,7 +23,7 @@ from keras_strategies.errors import (
 )
 from keras_strategies.parameter_server.server.server_process import run_server
 from keras_strategies.parameter_server.server.snapshots import check_folder
-from keras_strategies.parameter_server.wire.cluster_secret import cluster_keys
+from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
 from keras_strategies.parameter_server.worker.worker_process import run_worker
 
 

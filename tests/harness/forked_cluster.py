@@ -19,7 +19,7 @@ from pathlib import Path
 
 from harness.forker import Forked, Forker
 from keras_strategies.parameter_server.coordinator.ray_launcher import ProcessStart
-from keras_strategies.parameter_server.wire.transport import Connection
+from keras_strategies.parameter_server.wire.request_connection import Connection
 
 _POLL_SECONDS = 0.02
 

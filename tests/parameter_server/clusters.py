@@ -50,8 +50,8 @@ def wait_until_whole(strategy) -> None:
 
 def assert_nothing_broke(strategy) -> None:
     """No error is left that a test should have taken."""
-    assert strategy.cluster.scheduler.fatal is None
-    assert strategy.cluster.scheduler.error is None
+    assert strategy.cluster.scheduler.tasks.fatal is None
+    assert strategy.cluster.scheduler.tasks.error is None
 
 
 @contextlib.contextmanager

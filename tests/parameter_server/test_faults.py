@@ -248,7 +248,7 @@ def test_snapshots_that_cannot_be_written(
         with monkeypatch.context() as patch:
             patch.setattr(scheduler, "snapshot_problem", None)
             patch.setattr(scheduler, "_on_snapshot_error", "continue")
-            patch.setattr(scheduler, "error", None)
+            patch.setattr(scheduler.tasks, "error", None)
             with pytest.warns(UserWarning, match="continues without snapshots"):
                 train()
     recovered.cluster.servers.request(server, "snapshot")
@@ -264,7 +264,7 @@ def test_a_lost_server_without_snapshots_is_an_error() -> None:
         with strategy.scope():
             total = keras.Variable(np.zeros(3), name="total")
         clusters.kill(strategy, "ps", 0)
-        clusters.wait_until(lambda: scheduler.fatal is not None, "it is noticed")
+        clusters.wait_until(lambda: scheduler.tasks.fatal is not None, "it is noticed")
         with pytest.raises(ks.errors.ServerLostError, match="snapshot_seconds"):
             coordinator.schedule(lambda: total.numpy())
         with pytest.raises(ks.errors.ServerLostError, match="Parameter server 0 died"):

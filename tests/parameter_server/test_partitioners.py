@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.shard_placement import (
     RoundRobinPlacement,
 )
@@ -19,7 +20,6 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
     number_of_parts,
     split_rows,
 )
-from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.wire.variable_description import ShardRange
 
 

@@ -13,7 +13,8 @@ from harness.forker import Forked
 
 import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
-from keras_strategies.parameter_server.wire.transport import Keys, Service
+from keras_strategies.parameter_server.wire.cluster_keys import Keys
+from keras_strategies.parameter_server.wire.request_service import Service
 from parameter_server import clusters
 
 pytestmark = pytest.mark.multiprocess

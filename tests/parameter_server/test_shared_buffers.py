@@ -13,11 +13,12 @@ import pytest
 
 from keras_strategies.errors import ClusterTimeoutError
 from keras_strategies.parameter_server.wire import shared_buffers
+from keras_strategies.parameter_server.wire.request_connection import Connection
+from keras_strategies.parameter_server.wire.request_service import Service, serve
 from keras_strategies.parameter_server.wire.shared_buffers import (
     SharedBufferReader,
     SharedBufferWriter,
 )
-from keras_strategies.parameter_server.wire.transport import Connection, Service, serve
 
 LARGE = shared_buffers.LEAST_BYTES // 4
 SECONDS = 20.0
@@ -143,7 +144,7 @@ def test_requests_and_replies_over_one_connection(address) -> None:
 
 SERVICE = """
 import sys
-from keras_strategies.parameter_server.wire.transport import Service, serve
+from keras_strategies.parameter_server.wire.request_service import Service, serve
 serve(Service(sys.argv[1]), lambda array, empty: array * 2, lambda: False)
 """
 

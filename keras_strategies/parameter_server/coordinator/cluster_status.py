@@ -142,7 +142,7 @@ def status_of(scheduler: Scheduler, registry: VariableRegistry) -> Status:
         steps = scheduler.done_steps
         return Status(
             tuple(rows),
-            len(scheduler.queue),
+            len(scheduler.tasks.waiting),
             sum(len(w.in_flight) for w in scheduler.workers.values()),
             steps,
             scheduler.max_staleness,

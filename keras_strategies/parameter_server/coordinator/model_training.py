@@ -317,7 +317,7 @@ class ModelTraining:
                 if scheduler.max_staleness is not None:
                     window = far = min(window, scheduler.max_staleness + 1)
                 while len(in_flight) >= window and not is_stopped():
-                    if len(in_flight) < far and not scheduler.wait_for_room(
+                    if len(in_flight) < far and not scheduler.tasks.wait_for_room(
                         in_flight[0][1].is_known
                     ):
                         # A slow worker runs the first task; the others continue.

@@ -9,10 +9,10 @@ from typing import Any
 
 from keras_strategies import keras_compat
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
+from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.variable_registry import (
     VariableRegistry,
 )
-from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
     is_sharded,

@@ -26,8 +26,9 @@ from keras_strategies.parameter_server.server.snapshots import check_folder
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
+from keras_strategies.parameter_server.wire.cluster_keys import Keys
+from keras_strategies.parameter_server.wire.request_service import Service
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
-from keras_strategies.parameter_server.wire.transport import Keys, Service
 from keras_strategies.parameter_server.worker.worker_process import run_worker
 from keras_strategies.user_warnings import warn_user
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategies.cluster.environment import QUIET
-from keras_strategies.parameter_server.wire.transport import Connection
+from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.processes import engine_messages
 
 #: Seconds until a manager that does not end is killed.
@@ -236,7 +236,7 @@ class _Host:
     """A process of the cluster, as a Ray actor."""
 
     def run(self, entry: str, arguments: dict[str, Any]) -> None:
-        from keras_strategies.parameter_server.coordinator.keras_import import (
+        from keras_strategies.processes.keras_import import (
             import_keras,
         )
 

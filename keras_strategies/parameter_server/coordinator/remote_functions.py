@@ -13,7 +13,7 @@ from keras_strategies.parameter_server.coordinator.remote_values import (
     with_references,
 )
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
-from keras_strategies.parameter_server.variables.object_pickler import ObjectPickler
+from keras_strategies.parameter_server.variables.object_pickling import ObjectPickler
 from keras_strategies.parameter_server.variables.optimizer_registry import (
     OptimizerRegistry,
 )
@@ -68,7 +68,7 @@ class RemoteFunctions:
         self._strategy = strategy
         self._scheduler = scheduler
         self._registry = registry
-        self._pickler = ObjectPickler(registry, strategy)
+        self._pickler = ObjectPickler(registry.describe, strategy)
         self._optimizers = OptimizerRegistry(
             registry, self._pickler, servers, lazy_rows, strategy.scope
         )
@@ -86,7 +86,7 @@ class RemoteFunctions:
         kwargs: Mapping[str, Any],
     ) -> RemoteValue:
         """Schedules a call of a function; see `ClusterCoordinator.schedule`."""
-        self._scheduler.raise_error()
+        self._scheduler.tasks.raise_error()
         number, local, _ = self._definition(fn)
         arguments = with_references((tuple(args), dict(kwargs)))
         blob, generation, _ = self._dump(arguments)
@@ -120,7 +120,7 @@ class RemoteFunctions:
         try:
             return value.get()
         except Exception as error:
-            self._scheduler.discard_error(error)
+            self._scheduler.tasks.discard_error(error)
             raise
 
     # Values of each worker

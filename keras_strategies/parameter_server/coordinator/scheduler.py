@@ -1,4 +1,4 @@
-"""Scheduler: task queue, assignment to workers, retries."""
+"""Scheduler: assignment of tasks to workers, retries."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ from keras_strategies.parameter_server.coordinator.ray_launcher import (
     ProcessStart,
     wait_for,
 )
+from keras_strategies.parameter_server.coordinator.task_queue import TaskQueue
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
+from keras_strategies.parameter_server.wire.request_service import Service
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
-    ScheduledTask,
     TaskResult,
     WorkerResource,
 )
-from keras_strategies.parameter_server.wire.transport import Service
 from keras_strategies.parameter_server.worker.pull_ahead import PULL_AHEAD_STEPS
-from keras_strategies.user_warnings import warn_user
 
 #: Tasks of a worker, so that it does not wait for the next one. Of a model's steps one
 #: awaits the servers' replies, one is computed, and the later ones are prefetched.
@@ -82,13 +81,12 @@ class Scheduler:
     ):
         self._service = service
         self._on_snapshot_error = on_snapshot_error
-        # For the user's thread, which emits them.
-        self._warnings: collections.deque[str] = collections.deque()
         self._local = local
         self._silence = silence
         self.max_staleness = max_staleness
         self._pulls_ahead = pulls_ahead
-        self.condition = threading.Condition()
+        self.tasks = TaskQueue(self._is_running)
+        self.condition = self.tasks.condition
         self.supervisor = ProcessSupervisor(
             workers,
             servers,
@@ -100,22 +98,16 @@ class Scheduler:
             on_lost=self._worker_lost,
             on_failure=self._fail_all,
             on_change=self.condition.notify_all,
-            on_damage=self._warnings.append,
+            on_damage=self.tasks.warnings.append,
             on_snapshots=self._on_snapshots,
         )
         self.workers = self.supervisor.workers
         self.servers = self.supervisor.servers
-        self.queue: collections.deque[QueuedTask] = collections.deque()
-        self.max_queued = 256
-        self.error: BaseException | None = None
-        self.fatal: BaseException | None = None
         #: Reason why snapshots cannot be written; None if they can.
         self.snapshot_problem: str | None = None
         self.done_steps = 0
         self._definitions: dict[int, FunctionDefinition] = {}
         self._resources: dict[int, WorkerResource] = {}
-        self._unfinished: set[int] = set()
-        self._next_task = 0
         self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
         self._is_closed = False
         self._thread = threading.Thread(
@@ -142,115 +134,32 @@ class Scheduler:
         local: tuple[int, ...],
     ) -> None:
         """Queues a task; blocks only while the queue is full."""
-        self._emit_warnings()
+        self.tasks.add(definition, arguments, generation, result, local)
         with self.condition:
-            self.condition.wait_for(
-                lambda: len(self.queue) < self.max_queued or self._is_broken()
-            )
-            self.raise_error()
-            number = self._next_task
-            self._next_task += 1
-            self._unfinished.add(number)
-            task = ScheduledTask(number, definition, arguments, generation=generation)
-            self.queue.append(QueuedTask(task, result, local))
             # Busy workers receive it after their next result.
-            is_wanted = bool(self._ready_workers())
+            is_wanted = bool(self.tasks.waiting and self._ready_workers())
         if is_wanted:
             self._service.wake()
 
-    def wait_for_room(self, is_known: Callable[[], bool]) -> bool:
-        """Waits until a task is finished, or until the queue is empty.
-
-        Args:
-            is_known: whether the task is finished.
-
-        Returns:
-            Whether it is finished.
-        """
-        with self.condition:
-            self.condition.wait_for(
-                lambda: is_known() or not self.queue or self._is_broken()
-            )
-        return is_known()
-
-    def wait_until_done(self, timeout: float | None = None) -> None:
-        """Waits for all tasks; raises the first error."""
-        with self.condition:
-            finished = self.condition.wait_for(
-                lambda: not self._unfinished or self.fatal is not None, timeout
-            )
-            self._emit_warnings()
-            self.raise_error()
-            if not finished:
-                raise ClusterTimeoutError(
-                    f"{len(self._unfinished)} scheduled functions had not finished "
-                    f"after {timeout:g} seconds."
-                )
-
     def abandon(self) -> None:
         """Drops queued tasks and waits for running ones, without errors."""
-        with self.condition:
-            self._cancel(ClosureCancelledError("Training ended before this step."))
-            self.condition.wait_for(
-                lambda: (
-                    not any(w.in_flight for w in self.workers.values())
-                    or self.fatal is not None
-                ),
-                self._silence * 2,
-            )
-            self.error = None
-
-    def discard_error(self, error: BaseException) -> None:
-        """Discards an error that the caller has raised."""
-        with self.condition:
-            if self.error is error:
-                self.error = None
-
-    def is_done(self) -> bool:
-        with self.condition:
-            self.raise_error()
-            return not self._unfinished
-
-    def raise_error(self) -> None:
-        """Raises the first error of a task, once; a fatal one always."""
-        with self.condition:
-            if self.fatal is not None:
-                raise self.fatal
-            if self.error is None:
-                return
-            # Running tasks still count; none is left when this returns.
-            self.condition.wait_for(
-                lambda: (
-                    not any(w.in_flight for w in self.workers.values())
-                    or self.fatal is not None
-                )
-            )
-            error, self.error = self.error, None
-            if error is not None:
-                raise error
+        self.tasks.abandon(2 * self._silence)
 
     def raise_fatal(self) -> None:
         """Raises the fatal error, if there is one."""
-        if self.fatal is not None and not self._is_closed:
-            raise self.fatal
-
-    def _emit_warnings(self) -> None:
-        while self._warnings:
-            warn_user(self._warnings.popleft())
-
-    def _is_broken(self) -> bool:
-        return self.error is not None or self.fatal is not None
+        if self.tasks.fatal is not None and not self._is_closed:
+            raise self.tasks.fatal
 
     def wait_ready(self, seconds: float) -> None:
         """Waits for all servers and at least one worker."""
         with self.condition:
             ready = wait_for(
                 self.condition,
-                lambda: self.fatal is not None or not self.supervisor.missing(),
+                lambda: self.tasks.fatal is not None or not self.supervisor.missing(),
                 seconds,
             )
-            if self.fatal is not None:
-                raise self.fatal
+            if self.tasks.fatal is not None:
+                raise self.tasks.fatal
             if not ready:
                 raise ClusterTimeoutError(
                     f"The cluster was not ready after {seconds:g} seconds: "
@@ -278,8 +187,8 @@ class Scheduler:
             for worker in self.workers.values():
                 if worker.sender is not None:
                     self._to_send.append((worker.sender, ("stop", None)))
-            self._cancel(ClosureCancelledError("The strategy was closed."))
-            self.fatal = self.fatal or WorkerError(
+            self.tasks.cancel(ClosureCancelledError("The strategy was closed."))
+            self.tasks.fatal = self.tasks.fatal or WorkerError(
                 "The cluster of this strategy has been closed."
             )
             self.condition.notify_all()
@@ -317,7 +226,7 @@ class Scheduler:
             # Only the first one was running.
             pending.deaths += i == 0
             if pending.deaths >= _FATAL_DEATHS:
-                self._fail(
+                self.tasks.fail(
                     pending,
                     WorkerError(
                         f"{pending.deaths} workers in turn died while they ran one "
@@ -327,13 +236,17 @@ class Scheduler:
                     ),
                 )
         alive = [p for p in again if p.deaths < _FATAL_DEATHS]
-        self.queue.extendleft(reversed(alive))
+        self.tasks.waiting.extendleft(reversed(alive))
         self.condition.notify_all()
 
+    def _is_running(self) -> bool:
+        """Whether a worker runs a task."""
+        return any(worker.in_flight for worker in self.workers.values())
+
     def _assign(self) -> None:
-        if self.fatal is not None:
+        if self.tasks.fatal is not None:
             return
-        while self.queue and (ready := self._ready_workers()):
+        while self.tasks.waiting and (ready := self._ready_workers()):
             self._send_task(min(ready, key=lambda w: len(w.in_flight)))
 
     def _ready_workers(self) -> list[WorkerState]:
@@ -350,7 +263,7 @@ class Scheduler:
         """Maximum number of tasks of a worker."""
         if self.max_staleness is not None:
             return 1
-        kind = self._definitions[self.queue[0].task.definition].kind
+        kind = self._definitions[self.tasks.waiting[0].task.definition].kind
         return (
             _STEPS_IN_FLIGHT
             if self._pulls_ahead and kind != "call"
@@ -358,7 +271,7 @@ class Scheduler:
         )
 
     def _send_task(self, worker: WorkerState) -> None:
-        pending = self.queue.popleft()
+        pending = self.tasks.waiting.popleft()
         assert worker.sender is not None
         for resource in self._resources.values():
             if ("resource", resource.number) not in worker.known:
@@ -372,7 +285,7 @@ class Scheduler:
         task = dataclasses.replace(
             pending.task,
             local={n: self._local.get(n) for n in pending.local},
-            done=min(self._unfinished),
+            done=self.tasks.first_unfinished,
             pulls_ahead=self._pulls_ahead,
         )
         worker.in_flight.append(pending)
@@ -395,7 +308,7 @@ class Scheduler:
     ) -> None:
         worker.last_heartbeat = time.monotonic()
         if result.error is not None:
-            self._fail(pending, result.error)
+            self.tasks.fail(pending, result.error)
             return
         worker.steps += result.steps
         worker.seconds += result.seconds
@@ -406,58 +319,36 @@ class Scheduler:
         worker.staleness += missed
         worker.most_staleness = max(worker.most_staleness, most)
         self.done_steps += result.steps
-        self._unfinished.discard(pending.task.number)
         self._local.add(result.local)
-        pending.result(result.value, None)
-
-    def _fail(self, pending: QueuedTask, error: BaseException) -> None:
-        self._unfinished.discard(pending.task.number)
-        pending.result(None, error)
-        if self.error is None:
-            self.error = error
-            self._cancel(
-                ClosureCancelledError(
-                    "This function was cancelled because one that was scheduled "
-                    f"before it failed: {type(error).__name__}: {error}"
-                )
-            )
-
-    def _cancel(self, error: BaseException) -> None:
-        while self.queue:
-            pending = self.queue.popleft()
-            self._unfinished.discard(pending.task.number)
-            pending.result(None, error)
+        self.tasks.finish(pending, result.value)
 
     def _on_snapshots(self, problem: str | None) -> None:
         """Handles a server's snapshot problem; None after recovery."""
+        tasks = self.tasks
         before, self.snapshot_problem = self.snapshot_problem, problem
         if problem is None:
-            if isinstance(self.error, SnapshotError):
-                self.error = None
+            if isinstance(tasks.error, SnapshotError):
+                tasks.error = None
         elif self._on_snapshot_error == "continue":
             if before is None:
-                self._warnings.append(
+                tasks.warnings.append(
                     f"{problem} Training continues without snapshots: if this server "
                     "dies, its updates since its last snapshot are lost."
                 )
-        elif self.error is None:
-            self.error = SnapshotError(
+        elif tasks.error is None:
+            tasks.error = SnapshotError(
                 f"{problem} The variables are intact: save the model elsewhere, or "
                 "free space and train on. `on_snapshot_error='continue'` of the "
                 "strategy trains on without snapshots."
             )
-            self._cancel(self.error)
+            tasks.cancel(tasks.error)
             self.condition.notify_all()
 
     def _fail_all(self, error: BaseException) -> None:
         """Fails all tasks with a fatal error."""
-        if self.fatal is not None:
+        if self.tasks.fatal is not None:
             return
-        self.fatal = error
-        self._cancel(error)
+        running = [p for w in self.workers.values() for p in w.in_flight]
         for worker in self.workers.values():
-            for pending in worker.in_flight:
-                self._unfinished.discard(pending.task.number)
-                pending.result(None, error)
             worker.in_flight.clear()
-        self.condition.notify_all()
+        self.tasks.fail_all(running, error)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies import keras_compat
-from keras_strategies.parameter_server.wire.object_pickling import (
+from keras_strategies.parameter_server.variables.object_pickling import (
     UnpicklingContext,
     load,
 )

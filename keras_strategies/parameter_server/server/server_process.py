@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from keras_strategies.errors import WorkerError
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
+from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
-from keras_strategies.parameter_server.wire.transport import Keys, Service, serve
+from keras_strategies.parameter_server.wire.request_service import Service, serve
 
 
 def run_server(

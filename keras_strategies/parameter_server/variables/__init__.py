@@ -1,1 +1,1 @@
-"""The coordinator's variables: numbers, placement, sharding and initial values."""
+"""Variables and Keras objects: numbers, placement, sharding, pickling."""

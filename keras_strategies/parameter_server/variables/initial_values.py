@@ -13,7 +13,7 @@ import numpy as np
 
 from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
+from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 
 _PIECE_BYTES = 8 << 20
 #: Initializers with the same value everywhere.

@@ -14,7 +14,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.server.optimizer_spec import (
     load_optimizer_spec,
 )
-from keras_strategies.parameter_server.variables.object_pickler import ObjectPickler
+from keras_strategies.parameter_server.variables.object_pickling import ObjectPickler
 from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     has_dynamic_scale,
     innermost,

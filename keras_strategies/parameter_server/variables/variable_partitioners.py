@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
+from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 
 #: A partitioner of this module, or a callable of a shape and a dtype that returns the
 #: number of shards of each axis.

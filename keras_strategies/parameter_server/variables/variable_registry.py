@@ -19,6 +19,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
+from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.initial_values import (
     CONSTANTS,
     shard_factory,
@@ -30,7 +31,6 @@ from keras_strategies.parameter_server.variables.sharded_variable import Sharded
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
-from keras_strategies.parameter_server.wire.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.variable_description import (
     ShardRange,

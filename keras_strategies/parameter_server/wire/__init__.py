@@ -1,1 +1,1 @@
-"""Messages between the processes: transport, pickling, shared memory, heartbeats."""
+"""Messages between the processes: requests, shared memory, heartbeats."""

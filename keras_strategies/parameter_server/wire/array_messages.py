@@ -3,7 +3,7 @@
 Pickle's protocol 5 hands out the memory of arrays instead of copying it, so that arrays
 are sent from their own memory and read from that of the message.
 
-Peers are authenticated before a message is unpickled (`transport`); messages contain
+Peers are authenticated before a message is unpickled (`cluster_keys`); messages contain
 code anyway, the scheduled functions.
 """
 
@@ -17,6 +17,8 @@ Buffer = Any
 
 #: Smaller arrays are copied into the header, which costs less than a frame.
 _SMALL_BYTES = 4096
+#: Bytes below which ZeroMQ's zero-copy sending is slower than a copy.
+COPY_BYTES = 65536
 
 
 def pack(message: Any) -> list[Buffer]:
@@ -49,3 +51,14 @@ def nbytes(parts: Sequence[Buffer]) -> int:
     return sum(
         part.nbytes if isinstance(part, memoryview) else len(part) for part in parts
     )
+
+
+def send(socket: Any, parts: Sequence[Any]) -> None:
+    """Sends the parts of a message through a ZeroMQ socket."""
+    import zmq
+
+    last = len(parts) - 1
+    for i, part in enumerate(parts):
+        size = part.nbytes if isinstance(part, memoryview) else len(part)
+        flags = zmq.SNDMORE if i < last else 0
+        socket.send(part, flags, copy=size < COPY_BYTES)

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.parameter_server.wire.transport import Connection, Keys
+from keras_strategies.parameter_server.wire.cluster_keys import Keys
+from keras_strategies.parameter_server.wire.request_connection import Connection
 
 #: Seconds between heartbeats.
 HEARTBEAT_SECONDS = 0.5

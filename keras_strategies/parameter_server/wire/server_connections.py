@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.errors import WorkerError
+from keras_strategies.parameter_server.wire.cluster_keys import Keys
+from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
-from keras_strategies.parameter_server.wire.transport import Connection, Keys
 from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
 )

@@ -14,12 +14,14 @@ import itertools
 import math
 import mmap
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from keras_strategies.parameter_server.wire.array_messages import nbytes
 from keras_strategies.parameter_server.wire.row_arrays import ALIGNMENT, empty_aligned
 
 #: Whether this system has anonymous files that other processes can open.
@@ -28,6 +30,8 @@ IS_AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 #: Total bytes of arrays below which a socket is faster.
 LEAST_BYTES = 65536
 _FIRST_BYTES = 1 << 20
+#: Last frame of a message with arrays in shared memory; other frames are not empty.
+_SHARED = b""
 
 
 @dataclass(frozen=True)
@@ -219,3 +223,37 @@ class SharedBufferReader:
             if first <= address < first + len(mapped):
                 return True
         return False
+
+
+class SharedBuffers:
+    """Shared memory of two processes of one machine, on one side."""
+
+    def __init__(self) -> None:
+        self.writer = SharedBufferWriter()
+        self.reader = SharedBufferReader()
+        self._pid: int | None = None
+
+    def write(self, parts: list[Any], number: int) -> list[Any]:
+        """Moves the arrays of a message to shared memory, if they are large."""
+        if nbytes(parts[1:]) < LEAST_BYTES:
+            return parts
+        return [parts[0], pickle.dumps(self.writer.write(parts[1:], number)), _SHARED]
+
+    def read(self, buffers: Sequence[Any]) -> list[Any]:
+        """The parts of a message, with arrays from shared memory."""
+        reference = pickle.loads(buffers[1])
+        self._pid = reference.pid
+        return [buffers[0], *self.reader.read(reference)]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the peer's process exists; True if unknown."""
+        return self._pid is None or os.path.exists(f"/proc/{self._pid}")
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def is_shared(buffers: Sequence[Any]) -> bool:
+    """Whether the arrays of a message are in shared memory."""
+    return len(buffers) == 3 and not len(buffers[2])

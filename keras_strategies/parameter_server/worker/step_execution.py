@@ -18,12 +18,14 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     StepVariables,
     bucket,
 )
+from keras_strategies.parameter_server.variables.object_pickling import (
+    UnpicklingContext,
+)
 from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     has_dynamic_scale,
     innermost,
 )
 from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
-from keras_strategies.parameter_server.wire.object_pickling import UnpicklingContext
 from keras_strategies.parameter_server.wire.row_arrays import empty_aligned, pad_rows
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.step_messages import (

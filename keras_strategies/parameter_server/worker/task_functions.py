@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_strategies.parameter_server.wire.object_pickling import (
+from keras_strategies.parameter_server.variables.object_pickling import (
     UnpicklingContext,
     load,
 )

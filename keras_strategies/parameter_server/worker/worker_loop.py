@@ -19,12 +19,12 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     StepResult,
 )
 from keras_strategies.parameter_server.wire.heartbeat import coordinator_lost_message
+from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
     ScheduledTask,
     TaskResult,
 )
-from keras_strategies.parameter_server.wire.transport import Connection
 from keras_strategies.parameter_server.worker.pull_ahead import (
     PULL_AHEAD_STEPS,
     PrefetchedStep,

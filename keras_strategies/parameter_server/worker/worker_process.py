@@ -10,9 +10,10 @@ from typing import Any
 from keras_strategies import context
 from keras_strategies.devices import Device
 from keras_strategies.parameter_server.engines import get_engine
+from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
+from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
-from keras_strategies.parameter_server.wire.transport import Connection, Keys
 from keras_strategies.parameter_server.worker.step_execution import (
     StepExecution,
     WorkerVariables,

@@ -8,6 +8,7 @@ process creates its own.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import threading
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     file: where to.
     describe: callable of a variable that returns its `VariableDescription`.
     number_of: callable of an object that returns its number.
-    is_strategy: callable of an object, whether it is the strategy.
+    strategy: replaced by the worker's strategy.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         file: Any,
         describe: Callable[[Any], VariableDescription],
         number_of: Callable[[Any], int],
-        is_strategy: Callable[[Any], bool],
+        strategy: object,
     ):
         super().__init__(file)
         self._describe = describe
         self._number_of = number_of
-        self._is_strategy = is_strategy
+        self._strategy = strategy
         self.variables: dict[int, VariableDescription] = {}
 
     def reducer_override(self, made: Any) -> Any:
@@ -78,7 +79,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             description = self._describe(made)
             self.variables[description.number] = description
             return _variable, (description,)
-        if self._is_strategy(made):
+        if made is self._strategy:
             return _strategy, ()
         if callable(made) and not isinstance(made, type):
             original = original_function(made)
@@ -100,33 +101,64 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(made)
 
 
-def dump(
-    value: Any,
-    describe: Callable[[Any], VariableDescription],
-    number_of: Callable[[Any], int],
-    is_strategy: Callable[[Any], bool],
-) -> tuple[bytes, dict[int, VariableDescription]]:
-    """Pickles any object, including Keras objects.
+class ObjectPickler:
+    """Pickles objects; a Keras object has one number in all messages.
 
-    Returns:
-        The bytes, and the variables in it by their numbers.
+    Args:
+        describe: callable of a variable that returns its `VariableDescription`.
+        strategy: replaced by the worker's strategy.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file, describe, number_of, is_strategy)
-    try:
-        pickler.dump(value)
-    except (TypeError, pickle.PicklingError, AttributeError) as error:
-        error.add_note(
-            "It cannot be sent to a worker with all objects that it refers to. Create "
-            "objects that cannot be pickled, such as locks, files and threads, inside "
-            "of the function or with `create_per_worker_values`."
-        )
-        raise
-    return file.getvalue(), pickler.variables
+
+    def __init__(
+        self, describe: Callable[[Any], VariableDescription], strategy: object
+    ):
+        self._describe = describe
+        self._strategy = strategy
+        self._objects: dict[int, Any] = {}
+        self._generation = itertools.count()
+        self._lock = threading.RLock()
+
+    def number_of(self, made: Any) -> int:
+        """The number of a Keras object, stored as long as this pickler."""
+        with self._lock:
+            for number, found in self._objects.items():
+                if found is made:
+                    return number
+            number = len(self._objects)
+            self._objects[number] = made
+            return number
+
+    def dump(
+        self, value: Any
+    ) -> tuple[bytes, int, dict[int, VariableDescription], list[Any]]:
+        """Pickles any object for workers, including Keras objects.
+
+        Returns:
+            The bytes, their generation, the variables in them, and the optimizers.
+        """
+        seen: list[Any] = []
+
+        def number_of(made: Any) -> int:
+            seen.append(made)
+            return self.number_of(made)
+
+        file = io.BytesIO()
+        pickler = _Pickler(file, self._describe, number_of, self._strategy)
+        try:
+            pickler.dump(value)
+        except (TypeError, pickle.PicklingError, AttributeError) as error:
+            error.add_note(
+                "It cannot be sent to a worker with all objects that it refers to. "
+                "Create objects that cannot be pickled, such as locks, files and "
+                "threads, inside of the function or with `create_per_worker_values`."
+            )
+            raise
+        optimizers = [made for made in seen if keras_compat.is_optimizer(made)]
+        return file.getvalue(), next(self._generation), pickler.variables, optimizers
 
 
 def load(blob: bytes, context: UnpicklingContext, generation: int) -> Any:
-    """Unpickles an object that was pickled by `dump`.
+    """Unpickles an object that `ObjectPickler` has pickled.
 
     Args:
         blob: bytes.
