@@ -4,59 +4,73 @@ from __future__ import annotations
 
 import keras
 
-from keras_strategies import keras_compat
-from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat import hooks, patching
+from keras_strategies.keras_compat.backends.keras_on_tensorflow import is_in_optimizer
+from keras_strategies.keras_compat.models.building import is_built, symbolic_build
+from keras_strategies.keras_compat.optimizers.applying import (
+    applying_through,
+    slot_reference,
+)
+from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
+from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
+from keras_strategies.keras_compat.optimizers.used_variables import used_by_update
+from keras_strategies.keras_compat.thread_state import (
+    current_stateless_scope,
+    thread_state,
+    with_thread_state,
+)
+from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.training.model_hooks import StrategyHooks
 
 
 def test_hooks_are_installed_once_and_taken_out_again(mirrored) -> None:
-    assert keras_compat.is_installed("strategies")
+    assert patching.is_installed("strategies")
     originals = [row for rows in patching.installed.values() for row in rows]
     names = {(owner.__name__, name) for owner, name, _ in originals}
     assert {("Variable", "__init__"), ("EpochIterator", "__init__")} <= names
     for owner, name, original in originals:
         assert owner.__dict__[name].__wrapped__ is original
-    keras_compat.uninstall()
+    patching.uninstall()
     try:
         for owner, name, original in originals:
             assert owner.__dict__[name] is original
     finally:
-        keras_compat.install(StrategyHooks())
+        hooks.install(StrategyHooks())
 
 
 def test_seed_states_have_the_name_that_offsets_go_by() -> None:
     generator = keras.random.SeedGenerator(1)
-    assert keras_compat.seed_offset(generator.state, 0) == 0
-    assert keras_compat.seed_offset(generator.state, 1) > 1000
-    offsets = {keras_compat.seed_offset(generator.state, i) for i in range(64)}
+    assert seed_offset(generator.state, 0) == 0
+    assert seed_offset(generator.state, 1) > 1000
+    offsets = {seed_offset(generator.state, i) for i in range(64)}
     assert len(offsets) == 64
-    assert keras_compat.seed_offset(keras.Variable(1.0, name="v"), 3) == 0
+    assert seed_offset(keras.Variable(1.0, name="v"), 3) == 0
 
 
 def test_a_step_is_built_from_shapes_alone() -> None:
     model = keras.Sequential([keras.layers.Dense(2)])
     model.compile("sgd", "mse")
-    assert not keras_compat.is_built(model)
+    assert not is_built(model)
     batch = (keras.KerasTensor((None, 3)), keras.KerasTensor((None, 2)))
-    keras_compat.symbolic_build(model, batch)
-    assert keras_compat.is_built(model)
+    symbolic_build(model, batch)
+    assert is_built(model)
     assert model.optimizer.built
 
 
 def test_thread_state_is_copied_and_put_back() -> None:
     with keras.StatelessScope():
-        state = keras_compat.thread_state()
+        state = thread_state()
         assert state["stateless_scope"] is not None
-    with keras_compat.with_thread_state(state):
-        assert keras_compat.current_stateless_scope() is state["stateless_scope"]
-    assert keras_compat.current_stateless_scope() is None
+    with with_thread_state(state):
+        assert current_stateless_scope() is state["stateless_scope"]
+    assert current_stateless_scope() is None
 
 
 def test_variables_of_optimizers_are_told_from_others() -> None:
     seen = []
 
     def noting(shape, dtype=None):
-        seen.append(keras_compat.is_in_optimizer())
+        seen.append(is_in_optimizer())
         return keras.ops.zeros(shape, dtype)
 
     kernel = keras.Variable(noting, (2,))
@@ -64,7 +78,7 @@ def test_variables_of_optimizers_are_told_from_others() -> None:
     optimizer.add_variable((2,), noting)
     optimizer.add_variable_from_reference(kernel, "slot", noting)
     assert seen == [False, True, True]
-    assert not keras_compat.is_in_optimizer()
+    assert not is_in_optimizer()
 
 
 def test_slots_have_a_reference_in_optimizers_that_were_plain_before() -> None:
@@ -75,22 +89,22 @@ def test_slots_have_a_reference_in_optimizers_that_were_plain_before() -> None:
 
         def add_variable_from_reference(self, variable, name=None, **options):
             def noting(shape, dtype=None):
-                seen.append(keras_compat.slot_reference())
+                seen.append(slot_reference())
                 return keras.ops.zeros(shape, dtype)
 
             return super().add_variable_from_reference(variable, name, noting)
 
     kernel = keras.Variable([1.0, 2.0])
-    keras_compat.uninstall()
+    patching.uninstall()
     try:
-        keras_compat.plain_optimizer(Momentum(momentum=0.5))
-        keras_compat.install_patches("parameter servers")
+        plain_optimizer(Momentum(momentum=0.5))
+        patching.install("parameter servers")
         optimizer = Momentum(momentum=0.5)
-        keras_compat.plain_optimizer(optimizer)
+        plain_optimizer(optimizer)
         optimizer.build([kernel])
     finally:
-        keras_compat.uninstall()
-        keras_compat.install(StrategyHooks())
+        patching.uninstall()
+        hooks.install(StrategyHooks())
     assert [id(reference) for reference in seen] == [id(kernel)]
 
 
@@ -98,11 +112,10 @@ def test_it_is_known_what_the_update_of_each_variable_uses() -> None:
     with keras.device("cpu:0"):
         kernels = [keras.Variable(keras.ops.ones((3, 2))) for _ in range(2)]
         optimizer = keras.optimizers.Adafactor(gradient_accumulation_steps=2)
-        keras_compat.plain_optimizer(optimizer)
+        plain_optimizer(optimizer)
         optimizer.build(kernels)
         used = [
-            keras_compat.used_by_update(optimizer, kernel, optimizer.variables)
-            for kernel in kernels
+            used_by_update(optimizer, kernel, optimizer.variables) for kernel in kernels
         ]
     everything = [id(v) for v in optimizer.variables]
     places = [{everything.index(id(v)) for v in own} for own in used]
@@ -119,11 +132,11 @@ def test_a_sink_gets_all_gradients_of_several_optimizers(mirrored) -> None:
         lambda variable: inner[0] if variable is kernels[0] else inner[1]
     )
     optimizer.build(kernels)
-    assert keras_compat.optimizers_of(optimizer) == inner
-    assert keras_compat.optimizers_of(inner[0]) == []
+    assert optimizers_of(optimizer) == inner
+    assert optimizers_of(inner[0]) == []
     gradients = [keras.ops.ones(2), keras.ops.ones(2)]
     given = []
-    with keras_compat.applying_through(lambda *arguments: given.append(arguments)):
+    with applying_through(lambda *arguments: given.append(arguments)):
         optimizer.apply(gradients, kernels)
     assert given == [(optimizer, gradients, kernels)]
     assert float(keras.ops.convert_to_numpy(kernels[0].value)[0]) == 1.0

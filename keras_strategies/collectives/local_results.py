@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.values import DistributedValues, flatten, map_structure
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _of_variable(strategy: StrategyCore, variable: Any) -> tuple[Any, ...]:
     """A variable's value on each local replica."""
     if strategy.placement.share.count == 1:
         return (variable,)
-    if keras_compat.raw_value(variable) is None:
+    if raw_value(variable) is None:
         raise InvalidArgumentError(
             f"Variable {variable.path!r} has no value yet. Build its model first."
         )

@@ -8,10 +8,11 @@ from typing import Any
 
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, is_device, parse_device
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import itemsize
 from keras_strategies.values import DistributedValues, PerReplica
@@ -60,13 +61,13 @@ def _destinations(destinations: Any, engine: Engine) -> tuple[Device, ...]:
 
 def _devices_of_variable(variable: Any, engine: Engine) -> tuple[Device, ...]:
     """The devices of a variable and its copies."""
-    strategy = keras_compat.strategy_of(variable)
+    strategy = strategy_of(variable)
     if strategy is not None and strategy.placement.mirrored:
         found: tuple[Device, ...] = strategy.placement.replicas
         return found
     if strategy is not None:
         return (strategy.placement.variables,)
-    return (engine.device_of(keras_compat.raw_value(variable)),)
+    return (engine.device_of(raw_value(variable)),)
 
 
 def packs_of_values(

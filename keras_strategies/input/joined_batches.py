@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.errors import BatchError
 from keras_strategies.input.batches import as_numpy, join_rows
 from keras_strategies.input.sources import Source, source_of
+from keras_strategies.keras_compat.models.input_adapters import batches_adapter
 
 _streams = itertools.count()
 
@@ -60,9 +60,7 @@ class WorkersSource(Source):
         return self._own.spec()
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        return keras_compat.batches_adapter(
-            self.batches, self.cardinality, class_weight
-        )
+        return batches_adapter(self.batches, self.cardinality, class_weight)
 
 
 def over_workers(own: Any, group: WorkerGroup) -> WorkersSource:

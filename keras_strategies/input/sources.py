@@ -10,10 +10,13 @@ from typing import Any
 
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InputError, InvalidArgumentError
 from keras_strategies.input.arrays import ArrayDataset, are_arrays, from_arrays
 from keras_strategies.input.batches import check_rows, leaf_specs, loaded
+from keras_strategies.keras_compat.models.input_adapters import (
+    batches_adapter,
+    py_dataset_batches,
+)
 
 # The default of `Model.fit`.
 _DEFAULT_BATCH_SIZE = 32
@@ -106,7 +109,7 @@ class PyDatasetSource(Source):
     may_reuse_memory = True
 
     def read(self) -> Iterator[Any]:
-        return keras_compat.py_dataset_batches(self.given)
+        return py_dataset_batches(self.given)
 
     @property
     def cardinality(self) -> int | None:
@@ -139,9 +142,7 @@ class ArraySource(Source):
         return leaf_specs(self.given.arrays)
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        return keras_compat.batches_adapter(
-            self.batches, self.cardinality, class_weight
-        )
+        return batches_adapter(self.batches, self.cardinality, class_weight)
 
 
 class IterableSource(Source):
@@ -186,9 +187,7 @@ class IterableSource(Source):
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         if self._remaining is None:
-            return keras_compat.batches_adapter(
-                self.batches, self.cardinality, class_weight
-            )
+            return batches_adapter(self.batches, self.cardinality, class_weight)
         # Keras goes on with a generator from epoch to epoch, and so does this one.
         rest = self._remaining
 
@@ -226,9 +225,7 @@ class JoinedSource(Source):
         return self._spec()
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        return keras_compat.batches_adapter(
-            self.batches, self.cardinality, class_weight
-        )
+        return batches_adapter(self.batches, self.cardinality, class_weight)
 
 
 class PlacedSource(Source):

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.parameter_server import applying
-from keras_strategies.keras_compat.state import current_stateless_scope
-from keras_strategies.keras_compat.streaming import streamed_files
+from keras_strategies.keras_compat.optimizers.applying import applying
+from keras_strategies.keras_compat.saving.streaming import streamed_files
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
 class ModelHooks(Protocol):

@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from keras_strategies import keras_compat
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
 from keras_strategies.cluster.resolvers.local_processes import LocalClusterResolver
 from keras_strategies.cluster.spec import check_parameter_server_cluster
 from keras_strategies.devices import Device
 from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.keras_compat import patching
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
 from keras_strategies.parameter_server.coordinator.parameter_server_trainer import (
     ParameterServerTrainer,
@@ -166,7 +166,7 @@ class ParameterServerStrategy(Strategy):
         # Set by `ClusterCoordinator`, which exists once.
         self._coordinator: Any = None
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
-        keras_compat.install_patches("parameter servers")
+        patching.install("parameter servers")
         get_engine().install()
         options = ClusterOptions(
             workers=spec.num_tasks("worker"),

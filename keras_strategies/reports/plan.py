@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.models.building import symbolic_build
+from keras_strategies.keras_compat.variables.deferred import (
+    build_optimizer_without_values,
+    forgetting_deferred_variables,
+)
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.describe import (
     MESH_HEADER,
@@ -170,7 +174,7 @@ def plan(
     batch = _abstract_batch(batch_shapes)
     with (
         strategy.scope(),
-        keras_compat.forgetting_deferred_variables(),
+        forgetting_deferred_variables(),
         ShapesOnly().scope(),
     ):
         model = build_fn()
@@ -191,10 +195,10 @@ def plan(
 def _build(strategy: StrategyCore, model: Any, batch: Any) -> None:
     # Slots take their layouts from the weights, which have them first therefore.
     optimizer, model.optimizer = model.optimizer, None
-    keras_compat.symbolic_build(model, batch)
+    symbolic_build(model, batch)
     model.optimizer = optimizer
     strategy.trainer.set_layouts(model.variables)
-    keras_compat.build_optimizer_without_values(optimizer, model.trainable_variables)
+    build_optimizer_without_values(optimizer, model.trainable_variables)
 
 
 def _abstract_batch(shapes: Any) -> Any:

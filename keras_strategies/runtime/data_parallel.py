@@ -27,8 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import BatchError
+from keras_strategies.keras_compat.models.building import is_built
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.replica_state import (
     ReplicaResult,
     ReplicaState,
@@ -165,10 +168,10 @@ class DataParallelCall(abc.ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        with keras_compat.layer_calls_through(None):
+        with layer_calls_through(None):
             whole = call
             leaves = keras.tree.flatten((args, kwargs))
-            if layer in self._not_by_rows or not keras_compat.is_built(layer):
+            if layer in self._not_by_rows or not is_built(layer):
                 return whole(*args, **kwargs)
             if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
                 return whole(*args, **kwargs)
@@ -181,7 +184,7 @@ class DataParallelCall(abc.ABC):
 
             def call_few() -> int:
                 few = self._few_rows(structure, leaves, rows)
-                with ReplicaState(keras_compat.raw_value).scope():
+                with ReplicaState(raw_value).scope():
                     call(*few[0], **few[1])
                 return min(rows, _MEASURED_ROWS)
 
@@ -261,7 +264,7 @@ class DataParallelCall(abc.ABC):
         )
         outputs = self._global_outputs(results, channels, connected)
         self._merge_updates(results, sizes, rows)
-        keras_compat.clear_losses(layer)
+        clear_losses(layer)
         if channels_of_losses:
             # Functional models refuse `add_loss` on themselves; their base does not.
             losses = connected[-len(channels_of_losses) :]
@@ -296,17 +299,17 @@ class DataParallelCall(abc.ABC):
             layer_call.structure, layer_call.leaves
         )
         scope = ReplicaState(value_of).scope()
-        with keras_compat.layer_calls_through(None), scope:
+        with layer_calls_through(None), scope:
             outputs = layer_call.call(*args, **kwargs)
         leaves = keras.tree.flatten(outputs)
         return [leaf for leaf in leaves if keras.ops.is_tensor(leaf)] + scope.losses
 
     def _split_with_mask(self, leaf: Any, sizes: list[Any]) -> list[Any]:
         slices = self.split(leaf, sizes)
-        mask = keras_compat.get_mask(leaf)
+        mask = get_mask(leaf)
         if mask is not None:
             for part, mask_part in zip(slices, self.split(mask, sizes), strict=True):
-                keras_compat.set_mask(part, mask_part)
+                set_mask(part, mask_part)
         return slices
 
     # Outputs.
@@ -350,7 +353,7 @@ class DataParallelCall(abc.ABC):
             value = next(values)
             masks = [result.masks[i] for result in results]
             if masks[0] is not None:
-                keras_compat.set_mask(value, self.joined(masks))
+                set_mask(value, self.joined(masks))
             leaves.append(value)
         return keras.tree.pack_sequence_as(results[0].outputs, leaves)
 

@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.errors import (
     BackendError,
     OutOfRangeError,
 )
 from keras_strategies.input.worker_shares import Share
+from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
+from keras_strategies.keras_compat.models.building import (
+    all_variables,
+    build_optimizer,
+    is_built,
+)
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.variables.values import IdSet, raw_value
 from keras_strategies.layouts import Axes
 from keras_strategies.runtime.placement import (
     Placement,
@@ -164,11 +171,11 @@ class StrategyCore(abc.ABC):
         """Whether a `keras.Variable` was made in this strategy's scope."""
         if not isinstance(variable, keras.Variable):
             return False
-        return keras_compat.strategy_of(variable) is self
+        return strategy_of(variable) is self
 
     def owns(self, model: Any) -> bool:
         """Whether a model was made in this strategy's scope."""
-        return keras_compat.strategy_of(model) is self
+        return strategy_of(model) is self
 
     @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -189,7 +196,7 @@ class TrainerAdapter(abc.ABC):
         self.strategy = strategy
         self.placement = strategy.placement
         # Variables that have been the same on all workers.
-        self._shared = keras_compat.IdSet()
+        self._shared = IdSet()
 
     @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -214,7 +221,7 @@ class TrainerAdapter(abc.ABC):
 
     def local_values(self, variable: Any) -> list[Any]:
         """A variable's value on each local replica, on the device of that replica."""
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         engine = self.strategy.engine
         return [engine.to_device(raw, device) for device in self.placement.replicas]
 
@@ -234,7 +241,7 @@ class TrainerAdapter(abc.ABC):
         """The mesh axes that a variable is sharded along; `()` if it is replicated."""
         if self.placement.mesh is None:
             return ()
-        layout = keras_compat.layout_of(variable)
+        layout = layout_of(variable)
         return () if layout is None else tuple(layout.axes)
 
     def set_layouts(self, variables: Sequence[Any]) -> None:  # noqa: B027
@@ -291,8 +298,8 @@ class TrainerAdapter(abc.ABC):
             return
         if all_of_them:
             # As the chief has it, which may have restored a file.
-            keras_compat.build_optimizer(model)
-        self.broadcast_variables(keras_compat.all_variables(model), all_of_them)
+            build_optimizer(model)
+        self.broadcast_variables(all_variables(model), all_of_them)
 
     def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
         """Broadcasts variables with values from the chief; see `sync_variables`."""
@@ -306,7 +313,7 @@ class TrainerAdapter(abc.ABC):
         )
         if not variables:
             return
-        values = [keras_compat.raw_value(variable) for variable in variables]
+        values = [raw_value(variable) for variable in variables]
         for variable, value in zip(variables, workers.broadcast(values), strict=True):
             variable.assign(value)
             self._shared.add(variable)
@@ -326,7 +333,7 @@ class TrainerAdapter(abc.ABC):
     def check_layouts(self, model: Any) -> None:
         """Raises `LayoutError` if a layout map has patterns that match nothing."""
         mesh = self.placement.mesh
-        if mesh is not None and keras_compat.is_built(model):
+        if mesh is not None and is_built(model):
             mesh.rule.check_matches()
 
     @contextlib.contextmanager

@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.models.layers import get_mask
+from keras_strategies.keras_compat.variables.values import autocast_dtype
 from keras_strategies.runtime.state_scope import StatePolicy
 
 # Sums of these over replicas are taken in float32, and rounded once.
@@ -73,7 +74,7 @@ class ReplicaState(StatePolicy):
         Sums over the rows of a replica are smaller. So each read has a gradient of
         its own, which is summed over replicas in float32 and rounded to float16.
         """
-        if keras_compat.autocast_dtype(variable) != "float16":
+        if autocast_dtype(variable) != "float16":
             return None
         cast = self._cast(value, "float16")
         if cast is not None:
@@ -105,7 +106,7 @@ class ReplicaResult:
 
     def __post_init__(self) -> None:
         self.leaves = keras.tree.flatten(self.outputs)
-        self.masks = [keras_compat.get_mask(leaf) for leaf in self.leaves]
+        self.masks = [get_mask(leaf) for leaf in self.leaves]
 
 
 def merged_value(variable: Any, values: list[Any], weights: list[Any]) -> Any:

@@ -19,9 +19,12 @@ from typing import Any
 
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.context import ReplicaContext
 from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.keras_compat import hooks
+from keras_strategies.keras_compat.models.strategy_models import set_strategy
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.runtime.state_scope import StatePolicy, policy_of
 
 
@@ -143,7 +146,7 @@ class RunState(StatePolicy):
         made: CreatedVariables | None = None,
         assigned: Callable[[Any, Any], Any] | None = None,
     ):
-        keras_compat.hook_custom_loops()
+        hooks.hook_custom_loops()
         self.replica = replica
         self.made = made
         self._copy = copy
@@ -162,8 +165,8 @@ class RunState(StatePolicy):
         if value is None:
             if is_local(variable):
                 # Made elsewhere: from now on assignments outside concern us.
-                if keras_compat.strategy_of(variable) is None:
-                    keras_compat.set_strategy(variable, self.replica.strategy)
+                if strategy_of(variable) is None:
+                    set_strategy(variable, self.replica.strategy)
                 value = self._local(variable, self.replica.replica_id_in_sync_group)
             else:
                 value = self._copy(variable)
@@ -228,7 +231,7 @@ class RunState(StatePolicy):
 
 def enclosing() -> RunState | None:
     """The innermost `RunState`, also around scopes that Keras opened; or None."""
-    scope = keras_compat.current_stateless_scope()
+    scope = current_stateless_scope()
     while scope is not None:
         policy = policy_of(scope)
         if isinstance(policy, RunState):

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
 class StatePolicy(abc.ABC):
@@ -66,4 +66,4 @@ def policy_of(scope: Any) -> StatePolicy | None:
 
 def current_policy() -> StatePolicy | None:
     """The policy of this thread's innermost scope."""
-    return policy_of(keras_compat.current_stateless_scope())
+    return policy_of(current_stateless_scope())

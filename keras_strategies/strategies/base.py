@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.collectives import local_results, reduce_gather
 from keras_strategies.collectives.cross_device_ops import (
@@ -27,6 +27,8 @@ from keras_strategies.errors import (
 from keras_strategies.input import distribute
 from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
+from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.models.building import build_optimizer
 from keras_strategies.reports.describe import Description, describe
 from keras_strategies.reports.plan import Plan, plan
 from keras_strategies.runtime.engine import StrategyCore
@@ -147,7 +149,7 @@ class Strategy(StrategyCore):
         ...     model = keras.Sequential([keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
         """
-        with context.entered(self), keras_compat.installed_while("scope"):
+        with context.entered(self), patching.installed_while("scope"):
             yield self
 
     def run(
@@ -518,7 +520,7 @@ class Strategy(StrategyCore):
         """
         self._check_owns(model, "load")
         with context.entered(self):
-            keras_compat.build_optimizer(model)
+            build_optimizer(model)
             return self._trainer.load_sharded(model, Path(directory))
 
     def _check_owns(self, model: Any, what: str) -> None:

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_strategies import keras_compat
 from keras_strategies.context import check_returns
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.variables.materialized import materialized
 from keras_strategies.runtime.compiled_functions import register_compiled
 
 
@@ -53,7 +53,7 @@ def value_and_grad(
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # Those on parameter servers, outside of a program: read for the call.
-        with keras_compat.materialized(variables):
+        with materialized(variables):
             return differentiated(*args, **kwargs)
 
     return wrapped

@@ -9,10 +9,16 @@ from typing import Any
 
 import keras
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
 from keras_strategies.input.row_splits import check_batch
+from keras_strategies.keras_compat import hooks, patching
+from keras_strategies.keras_compat.models.building import element_spec
+from keras_strategies.keras_compat.models.strategy_models import set_strategy
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.variables.seeds import seed_states
+from keras_strategies.keras_compat.variables.values import guard_value, raw_value
 from keras_strategies.runtime import run_state
 from keras_strategies.runtime.run_state import RunState
 from keras_strategies.runtime.state_scope import ShapesOnly, current_policy
@@ -28,7 +34,7 @@ def install_hooks() -> None:
     Strategies and `DatasetCreator` call it when they are made, so that nothing depends
     on which module was imported, or in which order.
     """
-    keras_compat.install(StrategyHooks())
+    hooks.install(StrategyHooks())
 
 
 class StrategyHooks:
@@ -38,7 +44,7 @@ class StrategyHooks:
         strategy = context.current_strategy()
         if strategy is None:
             return
-        keras_compat.set_strategy(made, strategy)
+        set_strategy(made, strategy)
         if isinstance(made, keras.Variable):
             _made_in_run(made)
         if (
@@ -47,12 +53,12 @@ class StrategyHooks:
             and made.aggregation in (None, "none")
             and strategy.num_replicas_in_sync > 1
         ):
-            keras_compat.guard_value(made, _check_read_on_replica)
+            guard_value(made, _check_read_on_replica)
 
     def making(self, variable: Any) -> None:
         strategy = context.current_strategy()
         if strategy is not None:
-            keras_compat.set_strategy(variable, strategy)
+            set_strategy(variable, strategy)
             strategy.trainer.making(variable)
 
     def creating(self) -> contextlib.AbstractContextManager[Any]:
@@ -69,7 +75,7 @@ class StrategyHooks:
         if (
             current is None
             or context.current_replica()
-            or keras_compat.strategy_of(model) is not None
+            or strategy_of(model) is not None
         ):
             return
         raise ModelScopeError(
@@ -81,13 +87,11 @@ class StrategyHooks:
 
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
-        strategy = keras_compat.strategy_of(model)
+        strategy = strategy_of(model)
         is_short = name.endswith("on_batch")
         with (
             context.entered(strategy),
-            contextlib.nullcontext()
-            if is_short
-            else keras_compat.installed_while("scope"),
+            contextlib.nullcontext() if is_short else patching.installed_while("scope"),
             strategy.trainer.method(model, name),
             worker_training.method(strategy, model, name),
         ):
@@ -100,50 +104,50 @@ class StrategyHooks:
     def input_made(self, adapter: Any) -> None:
         strategy = context.current_strategy()
         if strategy is not None and strategy.num_replicas_in_sync > 1:
-            spec = keras_compat.element_spec(adapter)
+            spec = element_spec(adapter)
             if spec is not None:
                 check_batch(spec)
 
     def building(self, model: Any, batch: Any) -> None:
-        if keras_compat.strategy_of(model).num_replicas_in_sync > 1:
+        if strategy_of(model).num_replicas_in_sync > 1:
             check_batch(batch)
 
     def arguments(
         self, model: Any, name: str, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        strategy = keras_compat.strategy_of(model)
+        strategy = strategy_of(model)
         changed = model_arguments(strategy, name, arguments)
         return changed | worker_training.arguments(
             strategy, model, name, arguments | changed
         )
 
     def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
-        return _writing(keras_compat.strategy_of(model), model, path)
+        return _writing(strategy_of(model), model, path)
 
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        exporting: contextlib.AbstractContextManager[None] = keras_compat.strategy_of(
+        exporting: contextlib.AbstractContextManager[None] = strategy_of(
             model
         ).trainer.exporting(model)
         return exporting
 
     def loaded(self, model: Any, source: Any) -> None:
-        read_seeds(source, keras_compat.seed_states(model))
+        read_seeds(source, seed_states(model))
 
     def saves(self, model: Any) -> bool:
-        strategy = keras_compat.strategy_of(model)
+        strategy = strategy_of(model)
         if strategy.workers is None or strategy.workers.group.is_chief:
             return True
         with strategy.trainer.reading(model):
             return False
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
-        trainer = keras_compat.strategy_of(model).trainer
+        trainer = strategy_of(model).trainer
         return trainer.call(model, name, original, bound)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
     ) -> Any:
-        trainer = keras_compat.strategy_of(model).trainer
+        trainer = strategy_of(model).trainer
         return trainer.step_function(model, kind, make, force)
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
@@ -170,7 +174,7 @@ class StrategyHooks:
         )
 
     def variable_assigned(self, variable: Any, value: Any) -> None:
-        strategy = keras_compat.strategy_of(variable)
+        strategy = strategy_of(variable)
         if strategy is not None and run_state.is_local(variable):
             strategy.trainer.variable_assigned(variable, value)
 
@@ -183,8 +187,8 @@ class StrategyHooks:
         return original(delta)
 
     def representation(self, variable: Any, text: str) -> str:
-        strategy = keras_compat.strategy_of(variable)
-        if strategy is None or keras_compat.raw_value(variable) is None:
+        strategy = strategy_of(variable)
+        if strategy is None or raw_value(variable) is None:
             return text
         copies = strategy.trainer.copies(variable)
         places = ", ".join(dict.fromkeys(copy.device for copy in copies))
@@ -234,7 +238,7 @@ class _Aggregation(threading.local):
 def _writing(strategy: Any, model: Any, path: Any) -> Iterator[Any]:
     with (
         strategy.trainer.reading(model),
-        atomic_save(path, keras_compat.seed_states(model)) as target,
+        atomic_save(path, seed_states(model)) as target,
     ):
         yield target
 

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import ClusterError, InvalidArgumentError, WorkerError
+from keras_strategies.keras_compat.models.fit_loop import (
+    initial_epoch,
+    set_initial_epoch,
+)
+from keras_strategies.keras_compat.models.input_adapters import is_adapter
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 from keras_strategies.training.seeds import sync_random_numbers
@@ -72,7 +76,7 @@ def arguments(
     agree(workers, model, name, given)
     # Arrays have been compared; joined batches are the same by how they are made.
     x = given.get("x")
-    workers.check_batches(not _is_arrays(x) and not keras_compat.is_adapter(x))
+    workers.check_batches(not _is_arrays(x) and not is_adapter(x))
     changed: dict[str, Any] = {}
     if not workers.group.is_chief and name in _LOOPS:
         changed["verbose"] = 0
@@ -174,10 +178,10 @@ class _ChiefDecisions(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         # The chief may have restored a backup.
-        epoch = self._group.gather_values(
-            "the first epoch", keras_compat.initial_epoch(self.model)
-        )[0]
-        keras_compat.set_initial_epoch(self.model, epoch)
+        epoch = self._group.gather_values("the first epoch", initial_epoch(self.model))[
+            0
+        ]
+        set_initial_epoch(self.model, epoch)
         self._strategy.trainer.sync_variables(self.model, all_of_them=True)
         self._decide("the beginning of training")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,8 +47,6 @@ LAYERS = (
     ),
 )
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
-# Cycles that are left, by folder. The numbers only go down.
-KNOWN_CYCLES = {"keras_compat": 1}
 
 
 def graph_of(source: Source) -> dict[str, set[str]]:
@@ -118,14 +115,8 @@ def test_imports_point_down() -> None:
     assert_none(upward(GRAPH))
 
 
-def test_there_are_no_new_cycles() -> None:
-    found = cycles(GRAPH)
-    folders = [{module.partition(".")[0] for module in cycle} for cycle in found]
-    assert_none(
-        [str(cycle) for cycle, of in zip(found, folders, strict=False) if len(of) > 1]
-    )
-    counts = Counter(folder for of in folders for folder in of)
-    assert counts <= Counter(KNOWN_CYCLES), found
+def test_there_are_no_cycles() -> None:
+    assert_none([str(cycle) for cycle in cycles(GRAPH)])
 
 
 def test_only_keras_compat_names_keras_src() -> None:

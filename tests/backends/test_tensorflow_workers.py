@@ -134,12 +134,12 @@ def test_rows_that_only_the_running_program_knows_are_gathered(pool):
 
 def graph_of_a_step(model, strategy, x, y):
     """The operations of `train_step` on a batch, by type."""
-    from keras_strategies import keras_compat
+    from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 
     call = strategy.trainer._call
 
     def step(data):
-        with keras_compat.layer_calls_through(call):
+        with layer_calls_through(call):
             return model.train_step(data)
 
     program = tf.function(tf.autograph.experimental.do_not_convert(step))

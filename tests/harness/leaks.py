@@ -15,8 +15,8 @@ import psutil
 
 import keras_strategies as ks
 from harness import fork_server, references
-from keras_strategies import keras_compat
-from keras_strategies.keras_compat import layers
+from keras_strategies.keras_compat.models import layer_calls
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 # A thread that is ending gets this long; one that is not fails the test.
 _GRACE_SECONDS = 5.0
@@ -53,9 +53,9 @@ def leaks(before: Snapshot) -> list[str]:
         found.append(f"the scope of {ks.get_strategy()!r} is still open")
     if keras.distribution.distribution() is not None:
         found.append("a keras.distribution is still set")
-    if keras_compat.current_stateless_scope() is not None:
+    if current_stateless_scope() is not None:
         found.append("a keras.StatelessScope is still open")
-    if layers.thread_route.call is not None:
+    if layer_calls.thread_route.call is not None:
         found.append("layer calls of this thread still go to a strategy")
     policy = keras.config.dtype_policy().name
     if policy != before.policy:
@@ -71,7 +71,7 @@ def mend(before: Snapshot) -> None:
         context._thread.frames.clear()
     keras.config.set_dtype_policy(before.policy)
     keras.distribution.set_distribution(None)
-    layers.thread_route.call = None
+    layer_calls.thread_route.call = None
     os.environ.clear()
     os.environ.update(before.environment)
 

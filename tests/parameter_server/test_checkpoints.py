@@ -163,7 +163,9 @@ def test_large_variables_are_streamed(
     """Neither saving nor loading holds a whole table."""
     rows, columns, piece = 20_000, 64, 64 << 10
     table_bytes = rows * columns * (4 if dtype == "float32" else 2)
-    monkeypatch.setattr("keras_strategies.keras_compat.streaming._PIECE_BYTES", piece)
+    monkeypatch.setattr(
+        "keras_strategies.keras_compat.saving.streaming._PIECE_BYTES", piece
+    )
     monkeypatch.setattr(
         "keras_strategies.parameter_server.wire.server_connections._CHUNK_BYTES", piece
     )

@@ -14,7 +14,12 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat import hooks, patching
+from keras_strategies.keras_compat.models.keras_classes import is_of_keras
+from keras_strategies.keras_compat.variables.creation import (
+    OpenShape,
+    set_variable_shape,
+)
 from keras_strategies.parameter_server.engines.engine_interface import (
     CompiledStep,
     bucket,
@@ -66,8 +71,8 @@ def batch(rows: int = 6, weights: bool = True):
 
 def program(made, kind: str = "train"):
     """The step of a model, as a worker has it."""
-    keras_compat.install(StrategyHooks())
-    keras_compat.install_patches("parameter servers")
+    hooks.install(StrategyHooks())
+    patching.install("parameter servers")
     # Makes the variables of metrics; Keras's own way of compiling takes a minute.
     compiles, made.jit_compile = made.jit_compile, False
     made.train_on_batch(*batch()[:2])
@@ -77,7 +82,7 @@ def program(made, kind: str = "train"):
     held = {id(v): v for v in (*made.variables, *made.metrics_variables)}
     others = [v for key, v in held.items() if key not in left_out]
     variables = SimpleNamespace(tables=[table], others=others)
-    keras_compat.set_variable_shape(table, keras_compat.OpenShape((ROWS, 3)))
+    set_variable_shape(table, OpenShape((ROWS, 3)))
     whole = keras.ops.convert_to_numpy(table.value)
     found = ENGINE.program(ENGINE.model_body(made, kind), variables, kind == "train")
     return found, table, whole
@@ -238,13 +243,13 @@ def test_graphs_know_which_input_they_hand_on():
     ids=["Keras's", "layer", "Lambda", "activation", "optimizer"],
 )
 def test_whose_code_a_model_calls(make, expected):
-    assert keras_compat.is_of_keras(make()) == expected
+    assert is_of_keras(make()) == expected
 
 
 def test_a_loss_of_the_users_is_not_kerass():
     made = model()
     made.compile("sgd", lambda y, p: keras.ops.mean(y - p))
-    assert not keras_compat.is_of_keras(made)
+    assert not is_of_keras(made)
 
 
 def adagrad(scalars, values, slots, gradients):

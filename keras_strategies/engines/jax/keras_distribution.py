@@ -10,9 +10,9 @@ import keras
 import numpy as np
 from keras.distribution import DeviceMesh, TensorLayout
 
-from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax.devices import jax_device
+from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.layouts import BATCH_AXIS
 
 
@@ -55,7 +55,7 @@ class StrategyDistribution(keras.distribution.DataParallel):
         return TensorLayout(axes, self.device_mesh)
 
     def get_variable_layout(self, variable: Any) -> TensorLayout:
-        own = keras_compat.layout_of(variable)
+        own = layout_of(variable)
         if own is not None:
             return own
         return self.own_layout(variable)

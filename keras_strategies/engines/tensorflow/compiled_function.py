@@ -9,12 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.tensorflow.worker_collectives import (
     TensorFlowWorkers,
     joined_workers,
 )
 from keras_strategies.errors import ReplicaError
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.user_warnings import warn_user
 
 
@@ -41,9 +42,9 @@ def _source(variable: Any) -> Any:
     """What reading a variable depends on: itself, or its value on a replica."""
     if isinstance(variable, tf.Variable):
         return variable
-    scope = keras_compat.current_stateless_scope()
+    scope = current_stateless_scope()
     value = None if scope is None else scope.get_current_value(variable)
-    return keras_compat.raw_value(variable) if value is None else value
+    return raw_value(variable) if value is None else value
 
 
 class _Compiling(threading.local):

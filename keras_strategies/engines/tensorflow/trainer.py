@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import (
@@ -37,6 +37,15 @@ from keras_strategies.engines.tensorflow.replicas.replica_run import (
     sum_gradients,
 )
 from keras_strategies.engines.tensorflow.worker_collectives import workers_of
+from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
+    hook_tensorflow,
+    is_in_optimizer,
+)
+from keras_strategies.keras_compat.models.building import is_built
+from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.colocation import colocation_reference
 from keras_strategies.runtime.engine import TrainerAdapter
 from keras_strategies.runtime.placement import VariableCopy
@@ -64,7 +73,7 @@ class TensorFlowTrainer(TrainerAdapter):
         self._call: TensorFlowDataParallelCall | None = None
         if not self.placement.is_single:
             self._call = TensorFlowDataParallelCall(strategy, self.engine)
-            keras_compat.hook_tensorflow(
+            hook_tensorflow(
                 _on_replica,
                 _has_several_devices,
                 _initialize,
@@ -83,7 +92,7 @@ class TensorFlowTrainer(TrainerAdapter):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         with (
-            keras_compat.batches_placed_by(self.placer),
+            batches_placed_by(self.placer),
             keras.device(str(self.placement.variables)),
             contextlib.nullcontext()
             if self.placement.is_single
@@ -111,7 +120,7 @@ class TensorFlowTrainer(TrainerAdapter):
         )
 
     def copies(self, variable: Any) -> list[VariableCopy]:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         nbytes = raw.dtype.size * raw.shape.num_elements()
         places = [raw, *(raw.copies if isinstance(raw, MirroredVariable) else ())]
         return [
@@ -144,7 +153,7 @@ class TensorFlowTrainer(TrainerAdapter):
             # A layer is built while a program is traced: it has its variables before.
             with creating_variables(self.run.lead):
                 original(value)
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         if compat.is_resource_variable(raw):
             mirror(raw, self._others, creating_variables)
 
@@ -163,7 +172,7 @@ class TensorFlowTrainer(TrainerAdapter):
             self.placement.workers is not None
             and optimizer is not None
             and not optimizer.built
-            and keras_compat.is_built(model)
+            and is_built(model)
         ):
             optimizer.build(model.trainable_variables)
         super().sync_variables(model, all_of_them)
@@ -172,7 +181,7 @@ class TensorFlowTrainer(TrainerAdapter):
     def creating_variable(self) -> Iterator[None]:
         # The first replica makes what all of them use, before the others have begun.
         with (
-            keras_compat.outside_stateless_scopes(),
+            outside_stateless_scopes(),
             creating_variables(self.run.lead),
         ):
             yield
@@ -209,8 +218,8 @@ def _wants_copies() -> bool:
     """Whether a variable that is being made has copies, as what it is placed with."""
     reference = colocation_reference()
     if reference is not None:
-        return isinstance(keras_compat.raw_value(reference), MirroredVariable)
-    return not keras_compat.is_in_optimizer()
+        return isinstance(raw_value(reference), MirroredVariable)
+    return not is_in_optimizer()
 
 
 def _on_replica() -> bool:
@@ -218,12 +227,12 @@ def _on_replica() -> bool:
 
 
 def _has_several_devices(model: Any) -> bool:
-    strategy = keras_compat.strategy_of(model)
+    strategy = strategy_of(model)
     return strategy is not None and not strategy.placement.is_single
 
 
 def _initialize(variable: Any, original: Callable[[Any], None], value: Any) -> None:
-    strategy = keras_compat.strategy_of(variable)
+    strategy = strategy_of(variable)
     if strategy is None:
         strategy = context.current_strategy()
     with made_by_keras():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.cuda_batches import CudaMover, CudaPrefetcher
 from keras_strategies.engines.torch.data_parallel.gradient_sums import in_dtype_of
@@ -21,6 +21,9 @@ from keras_strategies.engines.torch.replicas.replica_run import TorchRun, sum_gr
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.input.row_splits import check_batch
+from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.engine import TrainerAdapter
 from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.runtime.run_state import is_local
@@ -56,7 +59,7 @@ class TorchTrainer(TrainerAdapter):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         with (
-            keras_compat.batches_placed_by(self.placer),
+            batches_placed_by(self.placer),
             keras.device(str(torch_device(self.placement.variables))),
         ):
             yield
@@ -102,7 +105,7 @@ class TorchTrainer(TrainerAdapter):
         return [value.detach().clone() for value in super().local_values(variable)]
 
     def copies(self, variable: Any) -> list[VariableCopy]:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         nbytes = raw.numel() * raw.element_size()
         lead = self.placement.variables
         found = [VariableCopy(str(_named(raw, lead)), nbytes, "variable", raw)]
@@ -114,7 +117,7 @@ class TorchTrainer(TrainerAdapter):
 
     @contextlib.contextmanager
     def creating_variable(self) -> Iterator[None]:
-        with keras_compat.outside_stateless_scopes(), self.scope():
+        with outside_stateless_scopes(), self.scope():
             yield
 
     def variable_assigned(self, variable: Any, value: Any) -> None:

@@ -15,9 +15,20 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.input.row_splits import check_batch
+from keras_strategies.keras_compat.models import fit_loop
+from keras_strategies.keras_compat.models.building import symbolic_build
+from keras_strategies.keras_compat.models.fit_loop import (
+    callback_list,
+    check_compiled,
+    logs_in_order,
+    metrics_or_logs,
+    resumed_epoch,
+    sample_weights,
+    should_evaluate,
+    split_for_validation,
+)
 from keras_strategies.parameter_server.coordinator.remote_functions import (
     ModelDefinition,
     RemoteFunctions,
@@ -65,9 +76,9 @@ class ModelTraining:
         validation_freq: Any = 1,
     ) -> Any:
         """As `keras.Model.fit`."""
-        keras_compat.check_compiled(model, "fit")
+        check_compiled(model, "fit")
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = keras_compat.split_for_validation(
+            (x, y, sample_weight), validation_data = split_for_validation(
                 (x, y, sample_weight), validation_split
             )
         epoch_iterator = _epoch_iterator(
@@ -87,7 +98,7 @@ class ModelTraining:
         model.stop_training = False
         logs: dict[str, Any] = {}
         callbacks.on_train_begin()
-        first = keras_compat.resumed_epoch(model) or initial_epoch
+        first = resumed_epoch(model) or initial_epoch
         for epoch in range(first, epochs):
             model.reset_metrics()
             callbacks.on_epoch_begin(epoch)
@@ -99,8 +110,8 @@ class ModelTraining:
                 callbacks.on_train_batch_end,
                 lambda: model.stop_training,
             )
-            logs = keras_compat.metrics_or_logs(model, last)
-            if validation_data is not None and keras_compat.should_evaluate(
+            logs = metrics_or_logs(model, last)
+            if validation_data is not None and should_evaluate(
                 model, epoch, validation_freq
             ):
                 val_x, val_y, val_weight = _unpacked(validation_data)
@@ -136,7 +147,7 @@ class ModelTraining:
         **kwargs: Any,
     ) -> Any:
         """As `keras.Model.evaluate`; each sample counts once."""
-        keras_compat.check_compiled(model, "evaluate")
+        check_compiled(model, "evaluate")
         kwargs.pop("_use_cached_eval_dataset", None)
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
@@ -161,9 +172,9 @@ class ModelTraining:
             callbacks.on_test_batch_end,
             lambda: model.stop_evaluating,
         )
-        logs = _python_numbers(keras_compat.metrics_or_logs(model, last))
+        logs = _python_numbers(metrics_or_logs(model, last))
         callbacks.on_test_end(logs)
-        return logs if return_dict else keras_compat.logs_in_order(model, logs)
+        return logs if return_dict else logs_in_order(model, logs)
 
     def predict(
         self,
@@ -208,7 +219,7 @@ class ModelTraining:
         return_dict: bool = False,
     ) -> Any:
         """As `keras.Model.train_on_batch`."""
-        keras_compat.check_compiled(model, "train_on_batch")
+        check_compiled(model, "train_on_batch")
         if class_weight is not None:
             if sample_weight is not None:
                 raise ValueError(
@@ -216,7 +227,7 @@ class ModelTraining:
                     f"at the same time. Received: sample_weight={sample_weight}, "
                     f"class_weight={class_weight}"
                 )
-            sample_weight = keras_compat.sample_weights(y, class_weight)
+            sample_weight = sample_weights(y, class_weight)
         return self._on_batch(model, "train", (x, y, sample_weight), return_dict)
 
     def test_on_batch(
@@ -228,7 +239,7 @@ class ModelTraining:
         return_dict: bool = False,
     ) -> Any:
         """As `keras.Model.test_on_batch`."""
-        keras_compat.check_compiled(model, "test_on_batch")
+        check_compiled(model, "test_on_batch")
         return self._on_batch(model, "test", (x, y, sample_weight), return_dict)
 
     def predict_on_batch(self, model: Any, x: Any) -> Any:
@@ -242,13 +253,13 @@ class ModelTraining:
         self, model: Any, kind: str, batch: tuple[Any, ...], return_dict: bool
     ) -> Any:
         batch = _on_host(batch)
-        keras_compat.symbolic_build(model, batch)
+        symbolic_build(model, batch)
         # The metrics of a call are those of its batch.
         model.reset_metrics()
         definition = self._functions.model_definition(model, kind)
         logs = self._functions.schedule_steps(definition, [batch]).fetch()
-        logs = _python_numbers(keras_compat.metrics_or_logs(model, logs))
-        return logs if return_dict else keras_compat.logs_in_order(model, logs)
+        logs = _python_numbers(metrics_or_logs(model, logs))
+        return logs if return_dict else logs_in_order(model, logs)
 
     def _callbacks(
         self,
@@ -260,7 +271,7 @@ class ModelTraining:
         add_history: bool = False,
     ) -> Any:
         """The Keras callback list of a method of a model."""
-        return keras_compat.callback_list(
+        return callback_list(
             self._with_progress(callbacks, verbose),
             add_history=add_history,
             add_progbar=verbose != 0,
@@ -335,7 +346,7 @@ class ModelTraining:
 
 def _epoch_iterator(model: Any, *, shuffle: bool = False, **data: Any) -> Any:
     """The Keras iterator over the batches of one pass."""
-    return keras_compat.epoch_iterator(
+    return fit_loop.epoch_iterator(
         shuffle=shuffle, steps_per_execution=model.steps_per_execution, **data
     )
 
@@ -345,7 +356,7 @@ def _build(model: Any, epoch_iterator: Any) -> None:
     for _, _, batches in epoch_iterator:
         batch = _on_host(next(iter(batches)))
         check_batch(batch)
-        keras_compat.symbolic_build(model, batch)
+        symbolic_build(model, batch)
         break
     epoch_iterator.reset()
 

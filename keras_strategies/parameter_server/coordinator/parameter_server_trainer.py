@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.variables.hosted_variables import host_variable
+from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
 from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.variable_registry import (
@@ -44,10 +45,10 @@ class ParameterServerTrainer(TrainerAdapter):
         return contextlib.nullcontext()
 
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return keras_compat.materialized_model(model)
+        return materialized_model(model)
 
     def making(self, variable: Any) -> None:
-        keras_compat.host_variable(variable, self._registry)
+        host_variable(variable, self._registry)
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
         if name == "compile":

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.models.building import compiled_parts
+from keras_strategies.keras_compat.models.layers import layer_settings
 from keras_strategies.parameter_server.coordinator.remote_values import (
     RemoteValue,
     with_references,
@@ -157,9 +158,9 @@ class RemoteFunctions:
             kind: str, `"train"`, `"test"` or `"predict"`.
         """
         settings = (
-            keras_compat.layer_settings(model),
+            layer_settings(model),
             id(model.optimizer),
-            *map(id, keras_compat.compiled_parts(model)),
+            *map(id, compiled_parts(model)),
             len(model.variables),
         )
         key = (kind, id(model))

@@ -17,7 +17,17 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.optimizers.optimizer_parts import trained_variables
+from keras_strategies.keras_compat.thread_state import (
+    current_stateless_scope,
+    values_scope,
+)
+from keras_strategies.keras_compat.variables.creation import (
+    OpenShape,
+    make_variable,
+    set_variable_shape,
+)
+from keras_strategies.keras_compat.variables.values import raw_value
 
 #: A step: callable of a batch that may use variables, apply optimizers and look up
 #: rows; returns values for the coordinator.
@@ -155,7 +165,7 @@ class ParameterServerEngine(abc.ABC):
 
     def is_tracing(self) -> bool:
         """Whether a program is being traced."""
-        return keras_compat.current_stateless_scope() is not None
+        return current_stateless_scope() is not None
 
     def install(self) -> None:  # noqa: B027
         """Installs hooks for this backend; may be called repeatedly."""
@@ -176,8 +186,8 @@ class ParameterServerEngine(abc.ABC):
     ) -> Any:
         """Creates a variable of a worker, without a value."""
         empty = np.zeros([min(n, 1) for n in shape], "float32")
-        made = keras_compat.make_variable(path, trainable, dtype, empty)
-        keras_compat.set_variable_shape(made, keras_compat.OpenShape(shape))
+        made = make_variable(path, trainable, dtype, empty)
+        set_variable_shape(made, OpenShape(shape))
         return made
 
     @abc.abstractmethod
@@ -247,7 +257,7 @@ class OptimizerCallRecorder:
 
     def __call__(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
         if variables is None:
-            variables = keras_compat.trained_variables(optimizer)
+            variables = trained_variables(optimizer)
         self.calls.append(OptimizerCall(optimizer, list(variables), list(gradients)))
         return optimizer.iterations
 
@@ -258,8 +268,8 @@ def regularized_scope(variables: StepVariables) -> Any:
     Keras reads these from the scope, and others from the variables.
     """
     everything = (*variables.tables, *variables.others)
-    return keras_compat.values_scope(
-        (variable, keras_compat.raw_value(variable))
+    return values_scope(
+        (variable, raw_value(variable))
         for variable in everything
         if variable.regularizer is not None
     )
@@ -268,7 +278,7 @@ def regularized_scope(variables: StepVariables) -> Any:
 def changed_in(scope: Any, variable: Any) -> Any:
     """The value assigned to a variable in a scope; None without one."""
     value = scope.get_current_value(variable)
-    return None if value is keras_compat.raw_value(variable) else value
+    return None if value is raw_value(variable) else value
 
 
 class _Writable:

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.compat import passed_on, used_inputs
+from keras_strategies.keras_compat.optimizers.applying import applying_through
+from keras_strategies.keras_compat.thread_state import values_scope
+from keras_strategies.keras_compat.variables.lookups import lookups_through
+from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     OptimizerCall,
@@ -82,11 +85,9 @@ class JaxStepProgram(StepProgram):
                     return jnp.zeros(shape, x.dtype)
 
                 with (
-                    keras_compat.values_scope(
-                        zip(variables, values, strict=True)
-                    ) as scope,
-                    keras_compat.lookups_through(take),
-                    keras_compat.applying_through(OptimizerCallRecorder()),
+                    values_scope(zip(variables, values, strict=True)) as scope,
+                    lookups_through(take),
+                    applying_through(OptimizerCallRecorder()),
                 ):
                     outputs = self.body(batch)
                 kept = [scope.get_current_value(v) for v in self.variables.others]
@@ -125,9 +126,9 @@ class JaxStepProgram(StepProgram):
 
         recorder = OptimizerCallRecorder()
         with (
-            keras_compat.values_scope(zip(variables, values, strict=True)) as scope,
-            keras_compat.lookups_through(take),
-            keras_compat.applying_through(recorder),
+            values_scope(zip(variables, values, strict=True)) as scope,
+            lookups_through(take),
+            applying_through(recorder),
         ):
             outputs = self.body(batch)
         changed = []
@@ -147,7 +148,7 @@ class JaxStepProgram(StepProgram):
         positions: Sequence[np.ndarray],
     ) -> StepResult:
         variables = [*self.variables.tables, *self.variables.others]
-        values = [keras_compat.raw_value(variable) for variable in variables]
+        values = [raw_value(variable) for variable in variables]
         self._traced = []
         outputs, gradients, changed = self._step(values, list(positions), batch)
         leaves, structure = jax.tree.flatten((values, positions, batch))
@@ -216,10 +217,10 @@ class JaxParameterServerEngine(ParameterServerEngine):
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
         # Jitted functions accept NumPy arrays.
-        keras_compat.set_raw_value(variable, value)
+        set_raw_value(variable, value)
 
     def get_value(self, variable: Any) -> np.ndarray:
-        return np.asarray(keras_compat.raw_value(variable))
+        return np.asarray(raw_value(variable))
 
     def compile_update(
         self, update: Callable[..., Any], is_of_keras: bool

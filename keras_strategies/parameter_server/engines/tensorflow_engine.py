@@ -10,7 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.optimizers.applying import applying_through
+from keras_strategies.keras_compat.variables.lookups import lookups_through
+from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     CompiledStep,
@@ -132,8 +134,8 @@ class TensorFlowStepProgram(StepProgram):
             ids.clear()
             with (
                 regularized_scope(self.variables),
-                keras_compat.lookups_through(take),
-                keras_compat.applying_through(OptimizerCallRecorder()),
+                lookups_through(take),
+                applying_through(OptimizerCallRecorder()),
             ):
                 self.body(keras.tree.pack_sequence_as(signature, list(leaves)))
             return list(ids)
@@ -180,7 +182,7 @@ class TensorFlowStepProgram(StepProgram):
         recorder = OptimizerCallRecorder()
         changed_variables: list[Any] = []
         variables = self._variables()
-        raws = [keras_compat.raw_value(variable) for variable in variables]
+        raws = [raw_value(variable) for variable in variables]
         structure: Any = None
         split: Any = None
 
@@ -201,8 +203,8 @@ class TensorFlowStepProgram(StepProgram):
 
             with (
                 regularized_scope(self.variables) as scope,
-                keras_compat.lookups_through(take),
-                keras_compat.applying_through(recorder),
+                lookups_through(take),
+                applying_through(recorder),
             ):
                 outputs = self.body(batch)
             changed = []
@@ -264,7 +266,7 @@ def _dense(gradient: Any) -> Any:
 
 
 def _handle(variable: Any) -> Any:
-    return keras_compat.raw_value(variable).handle
+    return raw_value(variable).handle
 
 
 def _read_handles(graph: Any) -> set[int]:
@@ -385,12 +387,12 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
         raw = tf.Variable(
             tf.zeros(first, dtype), shape=open_shape, dtype=dtype, trainable=trainable
         )
-        keras_compat.set_raw_value(made, raw)
+        set_raw_value(made, raw)
         return made
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
         # Read by the next program, which assigns all values.
-        setattr(keras_compat.raw_value(variable), _PENDING_VALUE, value)
+        setattr(raw_value(variable), _PENDING_VALUE, value)
 
     def get_value(self, variable: Any) -> np.ndarray:
         return _pending_value(variable)
@@ -431,7 +433,7 @@ def _flat_program(
 
 def _pending_value(variable: Any) -> np.ndarray:
     """The assigned value of a variable; before the first one, its own."""
-    raw = keras_compat.raw_value(variable)
+    raw = raw_value(variable)
     given: np.ndarray | None = getattr(raw, _PENDING_VALUE, None)
     return raw.numpy() if given is None else given  # type: ignore[no-any-return]
 

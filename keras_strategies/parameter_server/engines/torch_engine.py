@@ -10,7 +10,13 @@ import keras
 import numpy as np
 import torch
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.models import keras_classes
+from keras_strategies.keras_compat.variables.values import (
+    raw_value,
+    set_raw_value,
+    stored_dtype,
+)
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     CompiledStep,
@@ -38,13 +44,13 @@ class TorchParameterServerEngine(ParameterServerEngine):
     updates_in_place = True
 
     def install(self) -> None:
-        keras_compat.install_patches("torch servers")
+        patching.install("torch servers")
 
     def model_body(self, model: Any, kind: str) -> Body:
         step = super().model_body(model, kind)
         if model.run_eagerly:
             return step
-        if model.jit_compile or keras_compat.is_of_keras(model):
+        if model.jit_compile or keras_classes.is_of_keras(model):
             return CompiledStep(step, is_requested=bool(model.jit_compile))
         return step
 
@@ -61,20 +67,18 @@ class TorchParameterServerEngine(ParameterServerEngine):
         return made
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        dtype = keras_compat.stored_dtype(variable)
+        dtype = stored_dtype(variable)
         tensor = keras.ops.convert_to_tensor(as_tensor(value), dtype=dtype)
         trains = variable.trainable and tensor.is_floating_point()
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         # Autograd stores the shape of a parameter with a gradient.
         if raw is not None and raw.dtype == tensor.dtype and raw.shape == tensor.shape:
             raw.data = tensor
             return
-        keras_compat.set_raw_value(
-            variable, torch.nn.Parameter(tensor, requires_grad=trains)
-        )
+        set_raw_value(variable, torch.nn.Parameter(tensor, requires_grad=trains))
 
     def get_value(self, variable: Any) -> np.ndarray:
-        return np.asarray(as_array(keras_compat.raw_value(variable)))
+        return np.asarray(as_array(raw_value(variable)))
 
     def compile_update(
         self, update: Callable[..., Any], is_of_keras: bool

@@ -10,8 +10,15 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.torch.compat import tree_map
+from keras_strategies.keras_compat.optimizers.applying import applying_through
+from keras_strategies.keras_compat.thread_state import values_scope
+from keras_strategies.keras_compat.variables.lookups import lookups_through
+from keras_strategies.keras_compat.variables.values import (
+    raw_value,
+    set_raw_value,
+    stored_dtype,
+)
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
     CompiledStep,
@@ -81,8 +88,8 @@ class TorchStepProgram(StepProgram):
             with (
                 torch.set_grad_enabled(True),
                 regularized_scope(self.variables),
-                keras_compat.lookups_through(take),
-                keras_compat.applying_through(OptimizerCallRecorder()),
+                lookups_through(take),
+                applying_through(OptimizerCallRecorder()),
                 _TableReads(tables) as reads,
             ):
                 self.body(_tensors(batch))
@@ -97,7 +104,7 @@ class TorchStepProgram(StepProgram):
 
     def _clear_gradients(self) -> None:
         for variable in (*self.variables.tables, *self.variables.others):
-            raw = keras_compat.raw_value(variable)
+            raw = raw_value(variable)
             if raw is not None:
                 raw.grad = None
 
@@ -127,7 +134,7 @@ class TorchStepProgram(StepProgram):
         inputs = [
             *(as_tensor(where) for where in positions),
             *(leaf for leaf in keras.tree.flatten(_tensors(batch)) if leaf is not None),
-            *(keras_compat.raw_value(variable) for variable in variables),
+            *(raw_value(variable) for variable in variables),
         ]
         graph = self._recorders[key].graph(inputs)
         if graph is None:
@@ -167,9 +174,9 @@ class TorchStepProgram(StepProgram):
             recorder = OptimizerCallRecorder()
             with (
                 torch.set_grad_enabled(self.gradients),
-                keras_compat.values_scope(zip(variables, values, strict=True)) as scope,
-                keras_compat.lookups_through(take),
-                keras_compat.applying_through(recorder),
+                values_scope(zip(variables, values, strict=True)) as scope,
+                lookups_through(take),
+                applying_through(recorder),
             ):
                 outputs = self.body(keras.tree.pack_sequence_as(batch, leaves))
             changed = []
@@ -236,8 +243,8 @@ class TorchStepProgram(StepProgram):
         with (
             torch.set_grad_enabled(self.gradients),
             regularized_scope(self.variables) as scope,
-            keras_compat.lookups_through(take),
-            keras_compat.applying_through(recorder),
+            lookups_through(take),
+            applying_through(recorder),
         ):
             outputs = self.body(_tensors(batch))
         changed = []
@@ -281,7 +288,7 @@ class _TableReads(TorchFunctionMode):
 
     def __init__(self, tables: Sequence[Any]):
         super().__init__()
-        self._tables = {id(keras_compat.raw_value(table)): table for table in tables}
+        self._tables = {id(raw_value(table)): table for table in tables}
         self._read: dict[int, Any] = {}
 
     def found(self) -> list[Any]:
@@ -309,10 +316,10 @@ _METADATA_ONLY = frozenset(
 def set_stub(variable: Any) -> None:
     """Sets a value of the variable's shape that takes no memory."""
     shape = tuple(variable.shape)
-    dtype = keras_compat.stored_dtype(variable)
+    dtype = stored_dtype(variable)
     stub = keras.ops.zeros((1,) * len(shape), dtype=dtype).expand(shape)
     trains = variable.trainable and stub.is_floating_point()
-    keras_compat.set_raw_value(variable, torch.nn.Parameter(stub, requires_grad=trains))
+    set_raw_value(variable, torch.nn.Parameter(stub, requires_grad=trains))
 
 
 def _tensors(batch: Any) -> Any:

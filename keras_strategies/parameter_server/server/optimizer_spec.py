@@ -7,7 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
+from keras_strategies.keras_compat.saving.pickling import renew_identities
+from keras_strategies.keras_compat.variables.creation import (
+    make_variable,
+    set_variable_shape,
+)
 from keras_strategies.parameter_server.variables.object_pickling import (
     UnpicklingContext,
     load,
@@ -58,10 +63,10 @@ class _Templates(UnpicklingContext):
     def variable(self, description: VariableDescription) -> Any:
         if description.number not in self.templates:
             empty = np.zeros([min(n, 1) for n in description.shape], "float32")
-            template = keras_compat.make_variable(
+            template = make_variable(
                 description.path, description.trainable, description.dtype, empty
             )
-            keras_compat.set_variable_shape(template, description.shape)
+            set_variable_shape(template, description.shape)
             self.templates[description.number] = template
         return self.templates[description.number]
 
@@ -71,6 +76,6 @@ def load_optimizer_spec(blob: bytes, number: int, *rest: Any) -> OptimizerSpec:
     context = _Templates()
     optimizer = load(blob, context, 0)
     # Another class would have registered the variables under other names.
-    keras_compat.plain_optimizer(optimizer)
-    keras_compat.renew_identities([optimizer])
+    plain_optimizer(optimizer)
+    renew_identities([optimizer])
     return OptimizerSpec(number, optimizer, context.templates, *rest)

@@ -13,8 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.models.keras_classes import is_of_keras
+from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
+from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    set_weight_decay,
+    stop_clipping,
+)
+from keras_strategies.keras_compat.optimizers.updates import (
+    iterations_variable,
+    update_without_conditions,
+)
+from keras_strategies.keras_compat.thread_state import values_scope
+from keras_strategies.keras_compat.variables.creation import set_variable_shape
 from keras_strategies.parameter_server.engines.engine_interface import (
     ParameterServerEngine,
     bucket,
@@ -47,15 +58,15 @@ class OptimizerUpdater:
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._by_rows: dict[int, bool] = {}
         optimizer = spec.optimizer
-        self._is_of_keras = keras_compat.is_of_keras(optimizer)
-        keras_compat.plain_optimizer(optimizer)
+        self._is_of_keras = is_of_keras(optimizer)
+        plain_optimizer(optimizer)
         # Workers have clipped: only they have the gradients of all variables.
         if not optimizer.gradient_accumulation_steps:
-            keras_compat.stop_clipping(optimizer)
+            stop_clipping(optimizer)
         optimizer.loss_scale_factor = None
-        keras_compat.update_without_conditions(optimizer)
+        update_without_conditions(optimizer)
         decays = {id(spec.templates[v]): d for v, d in spec.decays.items()}
-        keras_compat.set_weight_decay(optimizer, decays)
+        set_weight_decay(optimizer, decays)
         for number, constraint in spec.constraints.items():
             spec.templates[number].constraint = constraint
         # Rows of the unsharded variables; None for scalars.
@@ -66,7 +77,7 @@ class OptimizerUpdater:
             shape = tuple(template.shape)
             self._rows[number] = shape[0] if shape else None
             if shape and number not in spec.whole:
-                keras_compat.set_variable_shape(template, (None, *shape[1:]))
+                set_variable_shape(template, (None, *shape[1:]))
         # Accumulation and moving averages also change rows without a gradient.
         self._row_programs_change_others = (
             optimizer.use_ema
@@ -162,7 +173,7 @@ class OptimizerUpdater:
             ]
             for own, own_values in zip(slots, kept, strict=True):
                 mapping += zip(own, own_values, strict=True)
-            with keras_compat.values_scope(mapping) as scope:
+            with values_scope(mapping) as scope:
                 spec.optimizer.apply(list(grads), variables)
             get = scope.get_current_value
             return (
@@ -275,7 +286,7 @@ class OptimizerUpdater:
     def _count_step(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
         """The scalars after a step without gradients for this server."""
         optimizer = self.spec.optimizer
-        step = keras_compat.iterations_variable(optimizer)
+        step = iterations_variable(optimizer)
         return [
             value + 1 if self.spec.templates[number] is step else value
             for number, value in zip(self.spec.scalars, scalars, strict=True)

@@ -11,8 +11,8 @@ import cloudpickle
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.variables.seeds import set_initializer_seed
 from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 
 _PIECE_BYTES = 8 << 20
@@ -75,7 +75,7 @@ def make_initial_values(
         rows = min(step, shape[0] - first)
         if isinstance(seed, int):
             # Different seeds for all pieces of a variable.
-            keras_compat.set_initializer_seed(
+            set_initializer_seed(
                 initializer, (seed + (start + first) * 1_000_003) % 2**31
             )
         piece = _values(initializer, (rows, *shape[1:]), dtype)

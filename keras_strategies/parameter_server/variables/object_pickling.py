@@ -17,7 +17,16 @@ from typing import Any
 import cloudpickle
 import keras
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.models.strategy_models import set_strategy
+from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
+from keras_strategies.keras_compat.saving.pickling import (
+    class_of,
+    container_state,
+    fill_container,
+    object_state,
+    rebuilt,
+    renew_identities,
+)
 from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
 )
@@ -86,14 +95,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if original is not made:
                 return _function, (original,)
         if not isinstance(made, type):
-            state: Any = keras_compat.object_state(made)
+            state: Any = object_state(made)
             if state is not None:
-                arguments = (self._number_of(made), keras_compat.class_of(made))
+                arguments = (self._number_of(made), class_of(made))
                 return _object, arguments, state, None, None, _set_state
-            again = keras_compat.rebuilt(made)
+            again = rebuilt(made)
             if again is not None:
                 return again
-            state = keras_compat.container_state(made)
+            state = container_state(made)
             if state is not None:
                 return _empty, (type(made),), state, None, None, _fill
             if type(made).__module__.startswith("tensorflow.python.distribute"):
@@ -153,7 +162,7 @@ class ObjectPickler:
                 "threads, inside of the function or with `create_per_worker_values`."
             )
             raise
-        optimizers = [made for made in seen if keras_compat.is_optimizer(made)]
+        optimizers = [made for made in seen if is_optimizer(made)]
         return file.getvalue(), next(self._generation), pickler.variables, optimizers
 
 
@@ -172,7 +181,7 @@ def load(blob: bytes, context: UnpicklingContext, generation: int) -> Any:
     _loading.filled = filled
     try:
         value = pickle.loads(blob)
-        keras_compat.renew_identities(filled)
+        renew_identities(filled)
         return value
     finally:
         _loading.context, _loading.generation, _loading.filled = previous
@@ -217,7 +226,7 @@ def _set_state(made: Any, state: dict[str, Any]) -> None:
     vars(made).update(state)
     strategy = context.strategy()
     if strategy is not None and isinstance(made, keras.Model):
-        keras_compat.set_strategy(made, strategy)
+        set_strategy(made, strategy)
     assert _loading.filled is not None
     _loading.filled.append(made)
 
@@ -227,6 +236,6 @@ def _empty(kind: Any) -> Any:
 
 
 def _fill(made: Any, state: Any) -> None:
-    keras_compat.fill_container(made, state)
+    fill_container(made, state)
     assert _loading.filled is not None
     _loading.filled.append(made)

@@ -9,8 +9,13 @@ from typing import Any
 
 import cloudpickle
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    optimizers_of,
+    trained_variables,
+    weight_decay_applies,
+)
+from keras_strategies.keras_compat.optimizers.used_variables import used_by_update
 from keras_strategies.parameter_server.server.optimizer_spec import (
     load_optimizer_spec,
 )
@@ -68,7 +73,7 @@ class OptimizerRegistry:
             Whether the placement of any variable has changed.
         """
         inner = [innermost(o) for o in optimizers if has_dynamic_scale(o)]
-        inner += [each for o in optimizers for each in keras_compat.optimizers_of(o)]
+        inner += [each for o in optimizers for each in optimizers_of(o)]
         # Wrapped optimizers are built with their wrapper.
         unbuilt = [
             o for o in optimizers if not (o.built or any(o is each for each in inner))
@@ -89,7 +94,7 @@ class OptimizerRegistry:
                 return False
             with self._scope():
                 unbuilt[0].build(trainable)
-            made = keras_compat.optimizers_of(innermost(unbuilt[0]))
+            made = optimizers_of(innermost(unbuilt[0]))
             optimizers = [
                 *optimizers,
                 *(o for o in made if not any(o is each for each in optimizers)),
@@ -110,7 +115,7 @@ class OptimizerRegistry:
             Whether the placement of its variables has changed.
         """
         optimizer = innermost(optimizer)
-        if keras_compat.optimizers_of(optimizer):
+        if optimizers_of(optimizer):
             return False
         _check(optimizer)
         registry = self._registry
@@ -119,7 +124,7 @@ class OptimizerRegistry:
             return False
         trained = {
             registry.describe(variable).number: variable
-            for variable in keras_compat.trained_variables(optimizer)
+            for variable in trained_variables(optimizer)
         }
         has_moved = self._place(optimizer, trained)
         blob, _, _, _ = self._pickler.dump(optimizer)
@@ -133,7 +138,7 @@ class OptimizerRegistry:
             elif description.kind == "scalar":
                 scalars.append(description.number)
         decays = {
-            each: keras_compat.weight_decay_applies(optimizer, variable)
+            each: weight_decay_applies(optimizer, variable)
             for each, variable in trained.items()
         }
         make = functools.partial(
@@ -187,7 +192,7 @@ class OptimizerRegistry:
         users: list[list[Any]] = [[] for _ in unplaced]
         for variable in trained.values():
             try:
-                used = keras_compat.used_by_update(optimizer, variable, unplaced)
+                used = used_by_update(optimizer, variable, unplaced)
             except Exception as error:
                 description = self._registry.describe(unplaced[0])
                 raise InvalidArgumentError(
@@ -230,7 +235,7 @@ class OptimizerRegistry:
 
     def _constraints(self, optimizer: Any) -> dict[int, Any]:
         found = {}
-        for variable in keras_compat.trained_variables(optimizer):
+        for variable in trained_variables(optimizer):
             description = self._registry.describe(variable)
             if variable.constraint is None:
                 continue

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.variables.hosted_variables import host_of
 
 
 class VariableShard:
@@ -45,7 +45,7 @@ class VariableShard:
             value: array or tensor of shape `shape`.
         """
         rows = np.broadcast_to(keras.ops.convert_to_numpy(value), self.shape)
-        host = keras_compat.host_of(self._variable)
+        host = host_of(self._variable)
         host.write_rows(self._variable, self._rows.start, rows)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
@@ -92,7 +92,7 @@ class ShardedVariable:
     def variables(self) -> list[VariableShard]:
         """list of `VariableShard`, in the order of their rows."""
         variable: Any = self
-        places = keras_compat.host_of(variable).places(variable)
+        places = host_of(variable).places(variable)
         return [
             VariableShard(variable, i, device, start, stop)
             for i, (device, start, stop) in enumerate(places)

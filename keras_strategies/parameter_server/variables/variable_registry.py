@@ -14,8 +14,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.optimizers.applying import slot_reference
+from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
+from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
+from keras_strategies.keras_compat.variables.creation import mix_in, variable_maker
+from keras_strategies.keras_compat.variables.values import declared_shape, stored_dtype
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
@@ -51,7 +55,7 @@ _MUCH_BYTES = 16 << 20
 
 
 class VariableRegistry:
-    """Numbers and places variables (`keras_compat.VariableHost`).
+    """Numbers and places variables (`VariableHost`).
 
     Args:
         servers: the parameter servers.
@@ -92,8 +96,8 @@ class VariableRegistry:
         self._begin(variable, lambda start, stop: array[start:stop], array)
 
     def create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
-        shape = keras_compat.declared_shape(variable)
-        dtype = keras_compat.stored_dtype(variable)
+        shape = declared_shape(variable)
+        dtype = stored_dtype(variable)
         description = self._register(variable, shape)
         nbytes = math.prod(shape) * bytes_per_element(dtype)
         is_constant = isinstance(initializer, CONSTANTS)
@@ -108,7 +112,7 @@ class VariableRegistry:
         with self._lock:
             number = next(self._numbers)
             kind, reference = self._kind(variable, shape)
-            dtype = keras_compat.stored_dtype(variable)
+            dtype = stored_dtype(variable)
             if kind == "local":
                 shards: tuple[ShardRange, ...] = ()
             elif kind == "scalar":
@@ -129,7 +133,7 @@ class VariableRegistry:
             )
             self._described[number] = description
             if is_sharded(description):
-                keras_compat.mix_in(variable, ShardedVariable)
+                mix_in(variable, ShardedVariable)
             self._number_of_id[id(variable)] = number
             self._variables[number] = variable
             weakref.finalize(variable, self._number_of_id.pop, id(variable), None)
@@ -138,13 +142,13 @@ class VariableRegistry:
     def _kind(self, variable: Any, shape: tuple[int, ...]) -> tuple[str, Any]:
         if variable.synchronization == "on_read":
             return "local", None
-        reference = keras_compat.slot_reference()
+        reference = slot_reference()
         if reference is not None:
             return "slot", reference
-        maker = keras_compat.variable_maker()
-        if maker is None or not keras_compat.is_optimizer(maker):
+        maker = variable_maker()
+        if maker is None or not is_optimizer(maker):
             return "weight", None
-        keras_compat.plain_optimizer(maker)
+        plain_optimizer(maker)
         # Without a reference variable; placed when the optimizer is used.
         return ("slot" if shape else "scalar"), None
 

@@ -12,7 +12,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    clip_gradients,
+    optimizers_of,
+    trained_variables,
+)
 from keras_strategies.parameter_server.engines.engine_interface import OptimizerCall
 from keras_strategies.parameter_server.wire.step_messages import ScaleReport
 from keras_strategies.parameter_server.wire.variable_description import (
@@ -55,12 +59,12 @@ def unscale(
 def split_by_optimizer(call: OptimizerCall) -> list[OptimizerCall]:
     """Splits a call of a `MultiOptimizer` into calls of its optimizers."""
     found = []
-    optimizers = keras_compat.optimizers_of(call.optimizer)
+    optimizers = optimizers_of(call.optimizer)
     if not optimizers:
         return [call]
     pairs = list(zip(call.variables, call.gradients, strict=True))
     for optimizer in optimizers:
-        own = {id(v) for v in keras_compat.trained_variables(optimizer)}
+        own = {id(v) for v in trained_variables(optimizer)}
         mine = [(v, g) for v, g in pairs if id(v) in own]
         if mine:
             variables, gradients = map(list, zip(*mine, strict=True))
@@ -84,7 +88,7 @@ def clip(
     clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
     if clips and not optimizer.gradient_accumulation_steps:
         present = [keras.ops.convert_to_tensor(g) for g in found if g is not None]
-        clipped = iter(keras_compat.clip_gradients(optimizer, present))
+        clipped = iter(clip_gradients(optimizer, present))
         found = [
             None if g is None else np.asarray(keras.ops.convert_to_numpy(next(clipped)))
             for g in found

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.optimizers.optimizer_parts import trained_variables
 from keras_strategies.parameter_server.engines.engine_interface import (
     OptimizerCall,
     StepResult,
@@ -59,7 +59,7 @@ class RunningTask:
         self._next_update += 1
         return self.task.number, self._next_update - 1
 
-    # Variables outside of programs (`keras_compat.VariableHost`)
+    # Variables outside of programs (`VariableHost`)
 
     def read(self, variable: Any) -> np.ndarray:
         description = self._variables.describe(variable)
@@ -111,7 +111,7 @@ class RunningTask:
     def apply(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
         """Runs `optimizer.apply` outside of a program."""
         if variables is None:
-            variables = keras_compat.trained_variables(optimizer)
+            variables = trained_variables(optimizer)
         arrays = [None if g is None else to_numpy(g) for g in gradients]
         scale = None
         if has_dynamic_scale(optimizer):

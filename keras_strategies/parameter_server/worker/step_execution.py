@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
+from keras_strategies.keras_compat.variables.creation import mix_in
+from keras_strategies.keras_compat.variables.hosted_variables import host_made_variable
 from keras_strategies.parameter_server.engines.engine_interface import (
     OptimizerCall,
     ParameterServerEngine,
@@ -99,9 +101,9 @@ class WorkerVariables(UnpicklingContext):
                 description.dtype,
                 description.shape,
             )
-            keras_compat.host_made_variable(made, self.host)
+            host_made_variable(made, self.host)
             if is_sharded(description):
-                keras_compat.mix_in(made, ShardedVariable)
+                mix_in(made, ShardedVariable)
             self.by_number[number] = made
             self._numbers[id(made)] = number
         self.by_number[number].trainable = description.trainable
@@ -305,7 +307,7 @@ class StepExecution:
                     continue
             for own in split_by_optimizer(call):
                 self._split_updates(own, ids, updates)
-            if keras_compat.optimizers_of(call.optimizer):
+            if optimizers_of(call.optimizer):
                 # Its inner optimizers have iterations of their own.
                 description = describe(call.optimizer.iterations)
                 one = np.ones((), description.dtype)

@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import WorkerError
+from keras_strategies.keras_compat.optimizers.applying import applying_through
 from keras_strategies.parameter_server.engines.engine_interface import (
     StepProgram,
     StepResult,
@@ -219,7 +219,7 @@ class Worker:
         args, kwargs = self._functions.arguments(running_task.task)
         self.programs.in_program = False
         strategy = self._variables.strategy()
-        with strategy.scope(), keras_compat.applying_through(running_task.apply):
+        with strategy.scope(), applying_through(running_task.apply):
             value = function(*args, **kwargs)
         return keras.tree.map_structure(portable_value, value)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from keras import ops
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.models.layers import compute_dtypes
 from keras_strategies.runtime.replica_state import has_rows, merged_value
 from keras_strategies.runtime.row_checks.layer_probes import (
     DifferentRowsError,
@@ -357,7 +357,7 @@ def difference(expected: Any, found: Any, scale: float | None = None) -> float:
 
 def tolerance_of(layer: Any) -> float:
     """Tolerance of a layer, from the lowest precision that it computes in."""
-    dtypes = keras_compat.compute_dtypes(layer)
+    dtypes = compute_dtypes(layer)
     return max(_TOLERANCES.get(dtype, _TOLERANCES["float32"]) for dtype in dtypes)
 
 

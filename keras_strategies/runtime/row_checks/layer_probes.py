@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import keras
 import numpy as np
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.engine import Communicator
 from keras_strategies.runtime.replica_state import ReplicaState, has_rows
 from keras_strategies.types import ReduceOp
@@ -194,7 +197,7 @@ def _call(
     with_inner: bool,
 ) -> ProbeOutcome:
     args, kwargs = keras.tree.pack_sequence_as(call.structure, leaves)
-    state = ReplicaState(keras_compat.raw_value)
+    state = ReplicaState(raw_value)
     scope = state.scope()
     inner: list[InnerCall] = []
 
@@ -207,7 +210,7 @@ def _call(
     with (
         scope,
         context.on_replica(replica),
-        keras_compat.layer_calls_through(route),
+        layer_calls_through(route),
         _python_numbers_restored(),
     ):
         outputs = call.call(*args, **kwargs)
@@ -272,7 +275,7 @@ class Rows:
     def tensor(self, start: int, stop: int) -> Any:
         part = self.values[start:stop]
         if self.mask is not None:
-            keras_compat.set_mask(part, self.mask[start:stop])
+            set_mask(part, self.mask[start:stop])
         return part
 
     def take(self, indices: Sequence[int]) -> Rows:
@@ -287,7 +290,7 @@ def first_rows(backend: ProbeBackend, call: LayerCall, rows: int) -> list[Any]:
     batch: list[Any] = []
     for leaf in call.leaves:
         if has_rows(leaf, call.rows):
-            mask = keras_compat.get_mask(leaf)
+            mask = get_mask(leaf)
             if mask is not None:
                 mask = backend.probe_input(mask, rows)
             batch.append(Rows(backend.probe_input(leaf, rows), mask))

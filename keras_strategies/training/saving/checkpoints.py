@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     CheckpointError,
@@ -26,6 +26,11 @@ from keras_strategies.errors import (
     DamagedCheckpointError,
     InvalidArgumentError,
 )
+from keras_strategies.keras_compat.backends.keras_on_jax import sync_jax_state
+from keras_strategies.keras_compat.models.building import build_optimizer
+from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.training.saving.atomic_files import atomic_file
 from keras_strategies.training.seeds import random_numbers, set_random_numbers
 from keras_strategies.user_warnings import warn_user
@@ -157,7 +162,7 @@ class Checkpoint:
     read = restore
 
     def _check_context(self, method: str) -> None:
-        in_trace = keras_compat.current_stateless_scope() is not None
+        in_trace = current_stateless_scope() is not None
         if context.current_replica() is not None or in_trace:
             raise ContextError(
                 f"`Checkpoint.{method}` was called inside `run` or a `ks.function`. "
@@ -167,7 +172,7 @@ class Checkpoint:
     def _strategy(self) -> Any:
         """The strategy of the objects; None without one."""
         for value in (*self._objects.values(), *self._all_variables()):
-            strategy = keras_compat.strategy_of(value)
+            strategy = strategy_of(value)
             if strategy is not None:
                 return strategy
         return None
@@ -176,12 +181,12 @@ class Checkpoint:
         """Builds optimizers, and synchronizes variables inside `fit` on JAX."""
         models = [v for v in self._objects.values() if isinstance(v, keras.Model)]
         for model in models:
-            keras_compat.build_optimizer(model)
+            build_optimizer(model)
             if keras.backend.backend() == "jax":
-                keras_compat.sync_jax_state(model)
+                sync_jax_state(model)
         layers = [v for v in self._objects.values() if isinstance(v, keras.Layer)]
         for name, value in self._objects.items():
-            if not keras_compat.is_optimizer(value) or value.built:
+            if not is_optimizer(value) or value.built:
                 continue
             has_slots = len((saved or {}).get(name, ())) > len(value.variables)
             if has_slots and len(layers) == 1 and layers[0].built:
@@ -385,7 +390,7 @@ def _variables_of(value: Any, name: str = "") -> list[Any]:
     if isinstance(value, keras.random.SeedGenerator):
         return [value.state]
     is_layer = isinstance(value, (keras.Layer, keras.metrics.Metric))
-    if not is_layer and not keras_compat.is_optimizer(value):
+    if not is_layer and not is_optimizer(value):
         raise InvalidArgumentError(
             f"{name!r} of a checkpoint must be a model, layer, optimizer, metric, "
             "seed generator or `keras.Variable`, or a dict, list or tuple of these. "

@@ -17,7 +17,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.cluster.group import WorkerGroup, current_group
 from keras_strategies.cluster.resolver import as_resolver
@@ -28,6 +27,8 @@ from keras_strategies.errors import (
     InvalidArgumentError,
     InvalidTypeError,
 )
+from keras_strategies.keras_compat.backends.keras_on_jax import sync_jax_state
+from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch, skip_steps
 from keras_strategies.training.seeds import random_numbers, set_random_numbers
 
 #: Exit code after a save, which requests a restart.
@@ -323,7 +324,7 @@ class _Saved:
         elif isinstance(self.checkpoint, keras.Model):
             if keras.backend.backend() == "jax":
                 # In `fit`, variables are empty between steps.
-                keras_compat.sync_jax_state(self.checkpoint)
+                sync_jax_state(self.checkpoint)
             self.checkpoint.save_weights(part / "model.weights.h5")
             metrics = [
                 keras.ops.convert_to_numpy(variable)
@@ -381,9 +382,9 @@ class _Callback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         if "epoch" not in self._restored:
             return
-        keras_compat.set_initial_epoch(self.model, self._restored["epoch"])
+        set_initial_epoch(self.model, self._restored["epoch"])
         if self._restored["done"]:
-            keras_compat.skip_steps(
+            skip_steps(
                 self.model,
                 self._restored["done"],
                 self._restored["logs"],

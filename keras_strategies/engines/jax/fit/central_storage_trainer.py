@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.mesh_copies import MeshCopies
 from keras_strategies.engines.jax.fit.mesh_trainer import DistributionTrainer
@@ -23,6 +22,7 @@ from keras_strategies.engines.jax.fit.partitioned_step import (
     replaced_update,
 )
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
+from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -117,7 +117,7 @@ class _CompiledStep(_CentralStep):
                 for i, position in program.updates:
                     new[i] = results[0][position]
                 groups = self._groups(new)
-                keras_compat.record_jax_state(self._model, self._kind, groups)
+                record_jax_state(self._model, self._kind, groups)
         return results[0]  # type: ignore[no-any-return]
 
     def _program(self, state: Sequence[jax.Array], batch: Any) -> PartitionedStep:

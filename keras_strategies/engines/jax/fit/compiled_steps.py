@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import keras
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
+from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
+from keras_strategies.keras_compat.models.layers import clear_losses
 
 # `step(state, batch)` returns `(outputs, state)`.
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -36,7 +37,7 @@ def keras_step(model: Any, kind: str) -> Step:
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         # Layers of Keras 3.15 hold the `id`s of losses of earlier traces, and drop a
         # new loss with one of these ids.
-        keras_compat.clear_losses(model)
+        clear_losses(model)
         return original(state, batch)
 
     return step
@@ -112,7 +113,7 @@ def compiled(
             results.extend(map(program, *zip((*state, batch), strict=True)))
         finally:
             if results:
-                keras_compat.record_jax_state(model, kind, results[0][1])
+                record_jax_state(model, kind, results[0][1])
         return results[0]
 
     return recording
@@ -176,7 +177,7 @@ def loop_function(
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
         if type(state) is not Returned:
             state = prepare(state)
-        keras_compat.record_jax_state(model, kind, state)
+        record_jax_state(model, kind, state)
         outputs, state = step(state, read(batches))
         if several == 1:
             return outputs, Returned(state)

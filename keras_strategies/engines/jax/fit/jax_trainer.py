@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.array_placement import spans_processes
 from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
 from keras_strategies.engines.jax.devices import default_device, device_of, jax_device
@@ -33,6 +32,14 @@ from keras_strategies.engines.jax.sharding.cross_worker_shards import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ModelScopeError
+from keras_strategies.keras_compat.backends.keras_on_jax import (
+    hook_jax_placement,
+    restore_jax_state,
+    sync_jax_state,
+)
+from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.engine import TrainerAdapter
 from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.runtime.run_state import is_local
@@ -53,7 +60,7 @@ class JaxTrainer(TrainerAdapter):
         super().__init__(strategy)
         self.placer = placer
         if self.placement.workers is not None:
-            keras_compat.hook_jax_placement(
+            hook_jax_placement(
                 place_variable,
                 spans_processes,
                 variable_reader(_cross_worker_shards_of),
@@ -81,7 +88,7 @@ class JaxTrainer(TrainerAdapter):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(keras_compat.batches_placed_by(self.placer))
+            stack.enter_context(batches_placed_by(self.placer))
             if default_device() != self.home:
                 stack.enter_context(jax.default_device(self.home))
             distribution = self.distribution()
@@ -92,12 +99,12 @@ class JaxTrainer(TrainerAdapter):
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
         # A callback of `fit` may call `evaluate`, and `fit` empties the variables.
-        keras_compat.sync_jax_state(model)
+        sync_jax_state(model)
         self.check_model(model)
         try:
             yield
         except BaseException:
-            keras_compat.restore_jax_state(model)
+            restore_jax_state(model)
             raise
 
     def step_function(
@@ -145,12 +152,12 @@ class JaxTrainer(TrainerAdapter):
         return ", ".join(str(device) for device in self.placement.variable_devices)
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
-        keras_compat.sync_jax_state(model)
+        sync_jax_state(model)
         with self._barriers(f"save_sharded to {str(directory)!r}"):
             return orbax_checkpoints.save(model, directory, keep)
 
     def load_sharded(self, model: Any, directory: Path) -> int:
-        keras_compat.sync_jax_state(model)
+        sync_jax_state(model)
         with self._barriers(f"load_sharded from {str(directory)!r}"):
             return orbax_checkpoints.load(model, directory, self._sharding_now)
 
@@ -169,11 +176,11 @@ class JaxTrainer(TrainerAdapter):
         workers.group.barrier(f"the end of {what}")
 
     def _sharding_now(self, variable: Any) -> jax.sharding.Sharding:
-        sharding: jax.sharding.Sharding = keras_compat.raw_value(variable).sharding
+        sharding: jax.sharding.Sharding = raw_value(variable).sharding
         return sharding
 
     def copies(self, variable: Any) -> list[VariableCopy]:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         if raw is None:
             return []
         role = "variable" if raw.is_fully_replicated else "shard"
@@ -227,7 +234,7 @@ class JaxTrainer(TrainerAdapter):
         return self._run_programs(fn, args, kwargs)
 
     def colocated_with_variable(self, variable: Any, tensor: Any) -> Any:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         if in_trace() or not isinstance(tensor, jax.Array) or raw is None:
             return tensor
         sharding = raw.sharding
@@ -263,7 +270,7 @@ class JaxTrainer(TrainerAdapter):
 
 
 def _cross_worker_shards_of(variable: Any) -> CrossWorkerShards | None:
-    strategy = keras_compat.strategy_of(variable)
+    strategy = strategy_of(variable)
     return (
         None
         if strategy is None
@@ -272,5 +279,5 @@ def _cross_worker_shards_of(variable: Any) -> CrossWorkerShards | None:
 
 
 def _device_names(variable: Any) -> str:
-    raw = keras_compat.raw_value(variable)
+    raw = raw_value(variable)
     return ", ".join(sorted(str(device_of(device)) for device in raw.devices()))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax.batch_placement import MeshPlacer
 from keras_strategies.engines.jax.fit import compiled_steps
@@ -15,6 +14,12 @@ from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 from keras_strategies.engines.jax.fit.step_cost import step_cost
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.keras_compat.backends.keras_on_jax import (
+    layout_of,
+    move_variable,
+    set_layout,
+)
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import StepCost
 
 if TYPE_CHECKING:
@@ -44,21 +49,21 @@ class DistributionTrainer(JaxTrainer):
 
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
-            if keras_compat.layout_of(variable) is None:
+            if layout_of(variable) is None:
                 layout = self._distribution.own_layout(variable)
-                keras_compat.set_layout(variable, layout)
+                set_layout(variable, layout)
 
     def is_placed(self, variable: Any) -> bool:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         if raw is None:
             return True
         # Without a layout the next assignment would move it.
-        layout = keras_compat.layout_of(variable)
+        layout = layout_of(variable)
         return layout is not None and raw.sharding.device_set == self._devices
 
     def place(self, variable: Any) -> None:
         layout = self._distribution.own_layout(variable)
-        keras_compat.move_variable(variable, layout)
+        move_variable(variable, layout)
 
 
 class MeshTrainer(DistributionTrainer):

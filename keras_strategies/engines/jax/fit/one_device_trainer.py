@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.batch_placement import DevicePlacer
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
+from keras_strategies.keras_compat.backends.keras_on_jax import move_variable
+from keras_strategies.keras_compat.variables.values import raw_value
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -37,10 +38,10 @@ class OneDeviceTrainer(JaxTrainer):
 
     def is_placed(self, variable: Any) -> bool:
         # JAX moves uncommitted arrays by itself.
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         return raw is None or not raw.committed or raw.devices() == {self.home}
 
     def place(self, variable: Any) -> None:
-        keras_compat.move_variable(variable, None)
-        raw = keras_compat.raw_value(variable)
+        move_variable(variable, None)
+        raw = raw_value(variable)
         variable.assign(jax.device_put(raw, self.home))

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.fit.compiled_steps import Step
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
+from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.runtime.placement import StepCost
 
 ShardingOfShape = Callable[[Sequence[int]], jax.sharding.Sharding]
@@ -62,6 +62,6 @@ def step_cost(
 
 
 def _abstract(variable: Any) -> jax.ShapeDtypeStruct:
-    layout = keras_compat.layout_of(variable).backend_layout
+    layout = layout_of(variable).backend_layout
     dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
     return jax.ShapeDtypeStruct(tuple(variable.shape), dtype, sharding=layout)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.engines.jax.function.call_arguments import CallArguments
 from keras_strategies.engines.jax.function.compiled_program import CompiledProgram
 from keras_strategies.engines.jax.function.program_keys import IdentityKey
@@ -23,6 +23,7 @@ from keras_strategies.engines.jax.function.trace_state import (
 )
 from keras_strategies.engines.jax.function.worker_arguments import gather_arguments
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.values import DistributedValues, PerReplica, map_structure
 
 # Programs in a cache, at most; the least recently added is dropped.
@@ -162,7 +163,7 @@ def sharding_of_program(program: ProgramState) -> ProgramSharding:
     """Shardings for the first strategy of a trace or of its variables."""
     found = dict(program.strategies)
     for ref in (*program.reads.values(), *program.written.values()):
-        strategy = keras_compat.strategy_of(ref.variable)
+        strategy = strategy_of(ref.variable)
         if strategy is not None:
             found.setdefault(id(strategy), strategy)
     for strategy in found.values():

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax import numpy as jnp
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import (
@@ -31,6 +30,12 @@ from keras_strategies.engines.jax.function.trace_state import (
     is_stacked,
 )
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.variables.deferred import (
+    deferred_variables,
+    has_deferred_variables,
+    initialize_deferred_variables,
+)
 from keras_strategies.runtime.run_state import CREATE_ONCE
 
 if TYPE_CHECKING:
@@ -113,7 +118,7 @@ class CompiledProgram:
             program = missing.state
         except Exception:
             # Layers built before the error are usable.
-            keras_compat.initialize_deferred_variables(_scope_of)
+            initialize_deferred_variables(_scope_of)
             raise
         self._extend(program)
 
@@ -123,8 +128,8 @@ class CompiledProgram:
 
     def _extend(self, program: ProgramState) -> None:
         """Adds the state that a trace read, created or assigned to the program."""
-        made = keras_compat.deferred_variables()
-        keras_compat.initialize_deferred_variables(_scope_of)
+        made = deferred_variables()
+        initialize_deferred_variables(_scope_of)
         self._check_made(made, program)
         if self._workers is not None:
             _broadcast_from_chief([ref.variable for ref in program.missing.values()])
@@ -174,7 +179,7 @@ class CompiledProgram:
         state = ProgramState(known, self._workers is not None)
         with state.scope():
             results, split_results = self._function(plain, joined)
-        if state.missing or keras_compat.has_deferred_variables():
+        if state.missing or has_deferred_variables():
             raise MissingStateError(state)
         self._last_trace = state
         written = state.written.values()
@@ -279,7 +284,7 @@ def _broadcast_from_chief(variables: Sequence[Any]) -> None:
     """Broadcasts the chief's values of variables at their first use."""
     by_strategy: dict[int, tuple[Any, list[Any]]] = {}
     for variable in {id(v): v for v in variables}.values():
-        strategy = keras_compat.strategy_of(variable)
+        strategy = strategy_of(variable)
         if strategy is not None and strategy.workers is not None:
             by_strategy.setdefault(id(strategy), (strategy, []))[1].append(variable)
     for strategy, found in by_strategy.values():
@@ -287,7 +292,7 @@ def _broadcast_from_chief(variables: Sequence[Any]) -> None:
 
 
 def _scope_of(variable: Any) -> Any:
-    strategy = keras_compat.strategy_of(variable)
+    strategy = strategy_of(variable)
     return None if strategy is None else strategy.trainer.scope()
 
 

@@ -28,7 +28,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.models.layers import layer_settings
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
 _LIBRARIES = frozenset(
@@ -151,7 +151,7 @@ class _Walk:
         reached = _reached(kind, names)
         found: list[Any] = [self._items(_chosen(_state(value), reached), reached)]
         if isinstance(value, keras.Layer):
-            found.append(keras_compat.layer_settings(value))
+            found.append(layer_settings(value))
         return found
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.array_placement import put_one
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime import run_state
 
 
@@ -45,14 +46,14 @@ class VariableRef(StateRef):
         return id(self.variable)
 
     def spec(self) -> jax.ShapeDtypeStruct | None:
-        raw = keras_compat.raw_value(self.variable)
+        raw = raw_value(self.variable)
         return None if raw is None else jax.ShapeDtypeStruct(raw.shape, raw.dtype)
 
     def get(self) -> jax.Array:
-        return keras_compat.raw_value(self.variable)
+        return raw_value(self.variable)
 
     def set(self, value: jax.Array) -> None:
-        keras_compat.set_raw_value(self.variable, value)
+        set_raw_value(self.variable, value)
 
 
 class OnReadValues:
@@ -76,7 +77,7 @@ class OnReadValues:
         reference, stack = self._stacks.get(id(variable), (None, None))
         if stack is not None and reference is not None and reference() is variable:
             return stack
-        value = keras_compat.raw_value(variable)
+        value = raw_value(variable)
         self.set(variable, put_one(self.parts(variable, value), self._split))
         return self._stacks[id(variable)][1]
 
@@ -105,7 +106,7 @@ class OnReadRef(StateRef):
         return (id(self.variable), "local")
 
     def spec(self) -> jax.ShapeDtypeStruct | None:
-        raw = keras_compat.raw_value(self.variable)
+        raw = raw_value(self.variable)
         if raw is None:
             return None
         return jax.ShapeDtypeStruct((self._stacks.count, *raw.shape), raw.dtype)
@@ -119,7 +120,7 @@ class OnReadRef(StateRef):
 
 def on_read_values_of(variable: Any) -> OnReadValues | None:
     """The store of an on-read variable's values; None for another variable."""
-    strategy = keras_compat.strategy_of(variable)
+    strategy = strategy_of(variable)
     if strategy is None or not run_state.is_local(variable):
         return None
     return strategy.trainer.on_read_values

@@ -9,7 +9,6 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.function.state_refs import (
     OnReadRef,
@@ -17,6 +16,8 @@ from keras_strategies.engines.jax.function.state_refs import (
     VariableRef,
     on_read_values_of,
 )
+from keras_strategies.keras_compat import hooks
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.runtime.run_state import RunState
 from keras_strategies.runtime.state_scope import StatePolicy, current_policy, policy_of
 
@@ -61,7 +62,7 @@ class TraceState(StatePolicy):
         outer: keras.StatelessScope | None,
         overrides: ValueOverrides | None = None,
     ):
-        keras_compat.hook_custom_loops()
+        hooks.hook_custom_loops()
         self._outer = outer
         self._overrides = overrides or ValueOverrides()
         self._values: dict[Any, Any] = {}
@@ -219,7 +220,7 @@ def check_sees_all(program: ProgramState, strategy: StrategyCore) -> None:
 
 def in_trace() -> bool:
     """Whether this thread is in a trace."""
-    scope = keras_compat.current_stateless_scope()
+    scope = current_stateless_scope()
     return scope is not None or compat.is_tracing()
 
 

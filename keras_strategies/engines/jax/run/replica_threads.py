@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax import compat
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
+from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ReplicaThread:
         self.error: BaseException | None = None
         self.is_done = False
         self._trace = compat.current_trace()
-        self._keras = keras_compat.thread_state()
+        self._keras = thread_state()
         self._thread = threading.Thread(
             target=self._run, name=f"trace-replica-{number}", daemon=True
         )
@@ -65,7 +65,7 @@ class ReplicaThread:
                 raise self._abort
             with (
                 compat.with_trace(self._trace),
-                keras_compat.with_thread_state(self._keras),
+                with_thread_state(self._keras),
             ):
                 self.result = self._task()
         except BaseException as error:  # Raised in the thread that waits.

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.optimizers.optimizer_parts import trained_variables
 
 
 def traceable_apply(optimizer: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def traceable_apply(optimizer: Any, apply: Callable[..., Any]) -> Callable[..., 
     def apply_stateless(gradients: Sequence[Any], variables: Any = None) -> Any:
         if not optimizer.built:
             optimizer.build(list(variables))
-        trained = list(variables or keras_compat.trained_variables(optimizer))
+        trained = list(variables or trained_variables(optimizer))
         slots = list(optimizer.variables)
         values = [[v.value for v in group] for group in (slots, trained)]
         new_trained, new_slots = optimizer.stateless_apply(

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.engines.jax.function.trace_state import ValueOverrides
+from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.runtime import run_state
 from keras_strategies.runtime.engine import Communicator
 from keras_strategies.runtime.run_state import RunState
@@ -84,7 +85,7 @@ class TracedReplicaState(RunState):
             return id(variable) in self._replicated or aggregated
         if self._outer is not None:
             return self._outer.is_replicated(variable)
-        return keras_compat.seed_offset(variable, 1) == 0
+        return seed_offset(variable, 1) == 0
 
     def nested(self, overrides: ValueOverrides) -> TracedReplicaState:
         """A state inside this one; `commit` assigns its updates here."""
@@ -156,7 +157,7 @@ def current_replica_state() -> TracedReplicaState:
 
 def with_seed_offset(variable: Any, value: Any, replica_id: Any) -> Any:
     """A seed's state with the replica's offset; another variable's value unchanged."""
-    step = keras_compat.seed_offset(variable, 1)
+    step = seed_offset(variable, 1)
     if value is None or not step:
         return value
     # Modulo 2^32, of which the 2^31 of `seed_offset` is a divisor.

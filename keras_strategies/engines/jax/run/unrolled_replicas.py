@@ -10,7 +10,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.state_refs import OnReadRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import TraceState
@@ -28,6 +28,8 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     merged_value,
     with_seed_offset,
 )
+from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
+from keras_strategies.keras_compat.variables.deferred import has_deferred_variables
 from keras_strategies.runtime import run_state
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import flatten, map_structure, regroup, select_replica
@@ -42,7 +44,7 @@ class UnrolledReplicas(TracedReplicas):
         self._fn = fn
 
     def __call__(self, arguments: ReplicaArguments) -> list[Any]:
-        keras_compat.has_deferred_variables()  # One list for all threads.
+        has_deferred_variables()  # One list for all threads.
         states, tasks = [], []
         for i in range(self._mesh.count):
             replica = context.ReplicaContext(self._mesh.strategy, i, self)
@@ -176,7 +178,7 @@ class UnrolledReplicas(TracedReplicas):
             with context.on_replica(replica):
                 return loss_fn(values)
 
-        state = keras_compat.thread_state()
+        state = thread_state()
 
         def merge(every: list[Any]) -> list[Any]:
             def total(all_values: list[list[Any]]) -> tuple[Any, Any]:
@@ -199,7 +201,7 @@ def _with_state(
     state: dict[str, Any], task: Callable[[list[Any]], Any], values: list[Any]
 ) -> Callable[[], Any]:
     def run() -> Any:
-        with keras_compat.with_thread_state(state):
+        with with_thread_state(state):
             return task(values)
 
     return run

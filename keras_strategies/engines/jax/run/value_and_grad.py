@@ -10,12 +10,13 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.function.trace_state import (
     TraceState,
     ValueOverrides,
 )
 from keras_strategies.engines.jax.run.traced_replica_state import TracedReplicaState
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.state_scope import policy_of
 from keras_strategies.values import map_structure
 
@@ -33,7 +34,7 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        outer = keras_compat.current_stateless_scope()
+        outer = current_stateless_scope()
         call = _Differentiated(outer, lambda: fn(*args, **kwargs), wanted, has_aux)
         loss, aux, found = call()
         gradients = [found.get(id(variable)) for variable in variables]
@@ -86,10 +87,10 @@ class _Differentiated:
             value = self._outer.get_current_value(variable)
             if value is not None:
                 return value
-        if keras_compat.raw_value(variable) is None:
+        if raw_value(variable) is None:
             # Created in this trace, which sees the initializer's value.
             return jnp.asarray(variable.value, variable.dtype)
-        return jnp.asarray(keras_compat.raw_value(variable))
+        return jnp.asarray(raw_value(variable))
 
     def _pure(self, values: list[Any]) -> Any:
         outer = policy_of(self._outer)

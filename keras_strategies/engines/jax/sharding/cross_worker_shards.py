@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.jax.array_placement import put_one, spans_processes
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import WorkerError
+from keras_strategies.keras_compat.variables.values import raw_value
 
 
 class CrossWorkerShards:
@@ -73,7 +73,7 @@ class CrossWorkerShards:
         group = self._workers.group
         try:
             for variable in variables:
-                array = keras_compat.raw_value(variable)
+                array = raw_value(variable)
                 if is_sharded_over_workers(array) and assemble(array) is None:
                     found = self._gathered(variable.path, array)
                     if group.is_chief:
@@ -91,9 +91,7 @@ class CrossWorkerShards:
         Raises:
             WorkerError: names a variable with different values.
         """
-        own = [
-            _checksums.get(keras_compat.raw_value(variable)) for variable in variables
-        ]
+        own = [_checksums.get(raw_value(variable)) for variable in variables]
         found = self._workers.group.gather_values(
             "the values of sharded variables", own
         )

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras.distribution import DeviceMesh, LayoutMap, TensorLayout
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
@@ -25,6 +25,12 @@ from keras_strategies.engines.jax.sharding.cross_worker_shards import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.backends.keras_on_jax import (
+    layout_of,
+    sync_jax_state,
+)
+from keras_strategies.keras_compat.models.building import all_variables
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.layouts import VariableMesh
 from keras_strategies.runtime.colocation import colocation_reference
 
@@ -57,7 +63,7 @@ class ModelParallelDistribution(keras.distribution.ModelParallel):
         return self._layout((self._mesh.batch_axis,) if is_split else ())
 
     def get_variable_layout(self, variable: Any) -> TensorLayout:
-        own = keras_compat.layout_of(variable)
+        own = layout_of(variable)
         if own is not None:
             return own
         reference = colocation_reference()
@@ -65,7 +71,7 @@ class ModelParallelDistribution(keras.distribution.ModelParallel):
             return self.own_layout(variable)
         # Colocated variables have equal layouts, if they have equal shapes.
         same_shape = tuple(reference.shape) == tuple(variable.shape)
-        found = keras_compat.layout_of(reference) if same_shape else None
+        found = layout_of(reference) if same_shape else None
         return self._layout(()) if found is None else found
 
     def own_layout(self, variable: Any) -> TensorLayout:
@@ -123,7 +129,7 @@ class ModelParallelTrainer(MeshTrainer):
         complete: list[Any] = []
         sharded: list[Any] = []
         for variable in variables:
-            is_sharded = is_sharded_over_workers(keras_compat.raw_value(variable))
+            is_sharded = is_sharded_over_workers(raw_value(variable))
             (sharded if is_sharded else complete).append(variable)
         super().broadcast_variables(complete, all_of_them)
         if sharded:
@@ -137,8 +143,8 @@ class ModelParallelTrainer(MeshTrainer):
         if self.cross_worker_shards is None:
             yield
             return
-        keras_compat.sync_jax_state(model)
-        with self.cross_worker_shards.reading(keras_compat.all_variables(model)):
+        sync_jax_state(model)
+        with self.cross_worker_shards.reading(all_variables(model)):
             yield
 
     @contextlib.contextmanager
@@ -227,7 +233,7 @@ class ModelParallelTrainer(MeshTrainer):
 
     def sharding_of(self, variable: Any) -> jax.NamedSharding:
         """The sharding of a variable's value."""
-        layout = keras_compat.layout_of(variable)
+        layout = layout_of(variable)
         if layout is None:
             return self.replicated
         sharding: jax.NamedSharding = layout.backend_layout

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from keras_strategies import keras_compat
 from keras_strategies.errors import BackendError, CheckpointError
+from keras_strategies.keras_compat.variables.values import raw_value
 
 _STATE, _VARIABLES = "state", "variables"
 
@@ -23,10 +23,7 @@ def save(model: Any, directory: Path, keep: int) -> int:
     ocp = _orbax()
     groups = _groups(model)
     state = {
-        group: {
-            _key(i): keras_compat.raw_value(variable)
-            for i, variable in enumerate(variables)
-        }
+        group: {_key(i): raw_value(variable) for i, variable in enumerate(variables)}
         for group, variables in groups.items()
         if variables
     }
@@ -79,7 +76,7 @@ def load(
             group: {
                 _key(i): jax.ShapeDtypeStruct(
                     tuple(variable.shape),
-                    keras_compat.raw_value(variable).dtype,
+                    raw_value(variable).dtype,
                     sharding=sharding_of(variable),
                 )
                 for i, variable in enumerate(variables)

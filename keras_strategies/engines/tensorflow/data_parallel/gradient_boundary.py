@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from keras_strategies import keras_compat
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
@@ -29,6 +28,7 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCommunicator,
 )
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel import (
     Channel,
     ReplicaResult,
@@ -248,7 +248,7 @@ class LayerCallOnReplicas:
                 if id(local) not in self.watched[replica_id]:
                     continue
                 if key not in found:
-                    raw = keras_compat.raw_value(variable)
+                    raw = raw_value(variable)
                     with tf.device(self.lead):
                         value = tf.convert_to_tensor(raw)
                         if value.dtype != local.dtype:
@@ -329,7 +329,7 @@ class LayerCallOnReplicas:
             tape.watch(inputs)
 
             def value_of(variable: Any) -> Any:
-                raw = keras_compat.raw_value(variable)
+                raw = raw_value(variable)
                 if id(variable) not in trained:
                     return raw
                 values[id(variable)] = tf.convert_to_tensor(raw)

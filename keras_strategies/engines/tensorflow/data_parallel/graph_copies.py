@@ -16,11 +16,12 @@ import keras
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCommunicator,
 )
 from keras_strategies.errors import ReplicaMismatchError
+from keras_strategies.keras_compat.models.layers import set_mask
 from keras_strategies.runtime.replica_state import ReplicaResult, ReplicaState
 
 
@@ -288,6 +289,6 @@ def _copied_result(result: ReplicaResult, copy: GraphCopy) -> ReplicaResult:
     leaves = [copy.of(leaf) for leaf in result.leaves]
     for leaf, mask in zip(leaves, result.masks, strict=True):
         if mask is not None:
-            keras_compat.set_mask(leaf, copy.of(mask))
+            set_mask(leaf, copy.of(mask))
     outputs = keras.tree.pack_sequence_as(result.outputs, leaves)
     return ReplicaResult(outputs, state, [copy.of(loss) for loss in result.losses])

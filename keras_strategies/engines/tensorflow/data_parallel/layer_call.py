@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
@@ -37,6 +37,13 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
+    holds_tf_variables,
+)
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel import (
     Channel,
     DataParallelCall,
@@ -88,7 +95,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
                 "normalization outside of the loop to run it on all replicas."
             )
             self._not_by_rows.add(layer)
-        with keras_compat.layer_calls_through(None):
+        with layer_calls_through(None):
             return call(*args, **kwargs)
 
     def sizes(
@@ -144,7 +151,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         """Whether a layer computes with variables that are not Keras's."""
         known = self._foreign.get(layer)
         if known is None:
-            known = self._foreign[layer] = keras_compat.holds_tf_variables(layer)
+            known = self._foreign[layer] = holds_tf_variables(layer)
             if known:
                 warn_user(
                     f"Layer {layer.name!r} contains variables or modules of "
@@ -196,7 +203,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         )
 
     def copy_variable(self, replica_id: int, variable: Any) -> Any:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         if raw is None:
             return None
         job = self._on_replicas
@@ -244,13 +251,13 @@ class TensorFlowDataParallelCall(DataParallelCall):
         value = self._on_replicas.read(raw) if own is None else own.read_value()
         with tf.device(device):
             everywhere = self._on_replicas.row_split.replica_set.first + replica_id
-            offset = keras_compat.seed_offset(variable, everywhere)
+            offset = seed_offset(variable, everywhere)
             if offset:
                 return value + tf.constant([offset, 0], dtype=value.dtype)
             return tf.identity(tf.stop_gradient(value))
 
     def assigned_value(self, variable: Any, read: Callable[[], Any], value: Any) -> Any:
-        if not self._is_trained(variable, keras_compat.raw_value(variable)):
+        if not self._is_trained(variable, raw_value(variable)):
             return tf.stop_gradient(value)
         return assigned_value(read(), value)
 
@@ -342,5 +349,5 @@ def _cannot_take_no_rows(layer: Any) -> bool:
     Without rows, its convolutions for CPUs have the channels of their input, and the
     gradient of max pooling ends the process.
     """
-    names = (type(sub).__name__ for sub in keras_compat.sublayers(layer))
+    names = (type(sub).__name__ for sub in sublayers(layer))
     return any("Conv" in name or "MaxPool" in name for name in names)

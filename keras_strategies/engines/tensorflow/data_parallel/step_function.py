@@ -11,9 +11,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
+from keras_strategies.keras_compat.models.building import (
+    build_optimizer,
+    creates_metrics,
+    is_built,
+    symbolic_build,
+)
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -54,7 +60,7 @@ class StepFunction:
 
         def routed(data: Any) -> Any:
             with (
-                keras_compat.layer_calls_through(call),
+                layer_calls_through(call),
                 call.tracing(data, self._batch),
             ):
                 return step(data)
@@ -148,19 +154,19 @@ class StepFunction:
         Where they cannot be made from the shapes of a batch, because the model has
         its own way to call its layers, the first step on one device makes them.
         """
-        if keras_compat.is_built(self._model):
+        if is_built(self._model):
             if not self._is_step_of_keras(batch):
                 return True
-            if not keras_compat.creates_metrics(self._model):
-                keras_compat.build_optimizer(self._model)
+            if not creates_metrics(self._model):
+                build_optimizer(self._model)
                 return True
         if self._kind == "predict":
             return False
         try:
-            keras_compat.symbolic_build(self._model, batch)
+            symbolic_build(self._model, batch)
         except Exception:
             # The step itself shows what is wrong, if anything is.
-            return keras_compat.is_built(self._model)
+            return is_built(self._model)
         return True
 
     def _is_step_of_keras(self, batch: Any) -> bool:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from keras_strategies import keras_compat
+from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 
 _NEEDING_A_ROW = (
     layers.Conv1D,
@@ -42,7 +42,7 @@ _NEEDING_A_ROW = (
 def call_with_a_row(
     layer: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Stands in for `layer(*args, **kwargs)`; see `keras_compat.layer_calls_through`.
+    """Stands in for `layer(*args, **kwargs)`; see `layer_calls_through`.
 
     Args:
         layer: the layer.
@@ -59,12 +59,12 @@ def call_with_a_row(
     if rows:
         return call(*args, **kwargs)
     batched = [t for t in tensors if t.shape.rank and t.shape[0] == rows]
-    masks = [keras_compat.get_mask(tensor) for tensor in batched]
+    masks = [get_mask(tensor) for tensor in batched]
     filled = iter(_with_a_row([*batched, *(m for m in masks if m is not None)], rows))
     instead = {id(tensor): next(filled) for tensor in batched}
     for tensor, mask in zip(batched, masks, strict=True):
         if mask is not None:
-            keras_compat.set_mask(instead[id(tensor)], next(filled))
+            set_mask(instead[id(tensor)], next(filled))
     packed = keras.tree.pack_sequence_as(
         (args, kwargs), [instead.get(id(leaf), leaf) for leaf in leaves]
     )
@@ -99,7 +99,7 @@ def _cut(output: Any, count: Any) -> Any:
     if not isinstance(output, tf.Tensor) or not output.shape.rank:
         return output
     cut = output[:count]
-    mask = keras_compat.get_mask(output)
+    mask = get_mask(output)
     if mask is not None:
-        keras_compat.set_mask(cut, mask[:count])
+        set_mask(cut, mask[:count])
     return cut

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
@@ -27,6 +27,7 @@ from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
+from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.runtime.engine import Communicator
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
@@ -56,11 +57,11 @@ class ReplicaEngine:
         An exception in one of them stops the others and is raised.
         """
         results: list[Any] = [None] * len(tasks)
-        state = keras_compat.thread_state()
+        state = thread_state()
 
         def replica() -> None:
             replica_id = _replica_id()
-            with keras_compat.with_thread_state(state):
+            with with_thread_state(state):
                 results[replica_id] = tasks[replica_id]()
 
         communicator.begin()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.compiled_function import (
@@ -42,6 +42,10 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
 )
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.worker_collectives import workers_of
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import run_state
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.run_state import CreatedVariables, LocalValues, RunState
@@ -86,7 +90,7 @@ class TensorFlowLocalValues(LocalValues):
         return self._variables[key]
 
     def _make(self, variable: Any) -> list[tf.Variable]:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         with tf.init_scope():
             parts = self._parts(variable, raw.read_value())
         made = []
@@ -109,7 +113,7 @@ class TensorFlowLocalValues(LocalValues):
     def commit(self, variable: Any, values: Sequence[Any]) -> None:
         for own, value in zip(self._all(variable), values, strict=True):
             own.assign(value)
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         with tf.device(raw.device):
             [everywhere] = self._replica_set.all_values([values])
             raw.assign(run_state.cross_replica_value(variable, everywhere))
@@ -117,7 +121,7 @@ class TensorFlowLocalValues(LocalValues):
     def assigned(self, variable: Any, value: Any) -> None:
         if id(variable) not in self._variables:
             return
-        whole = tf.cast(value, keras_compat.raw_value(variable).dtype)
+        whole = tf.cast(value, raw_value(variable).dtype)
         parts = self._parts(variable, whole)
         for own, part in zip(self._variables[id(variable)], parts, strict=True):
             own.assign(part)
@@ -220,7 +224,7 @@ class TensorFlowRun:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
         def copy(variable: Any) -> Any:
-            raw = keras_compat.raw_value(variable)
+            raw = raw_value(variable)
             if raw is None or raw.trainable:
                 # Read as it is, which tapes see. Keras computes regularization losses
                 # from the value that the state gives.
@@ -229,9 +233,7 @@ class TensorFlowRun:
             base = graph.as_default() if graph else contextlib.nullcontext()
             with base, tf.device(device):
                 value = tf.stop_gradient(raw.read_value())
-                offset = keras_compat.seed_offset(
-                    variable, self.replica_set.first + replica_id
-                )
+                offset = seed_offset(variable, self.replica_set.first + replica_id)
                 if offset:
                     value += tf.constant([offset, 0], dtype=value.dtype)
                 return value
@@ -256,18 +258,18 @@ class TensorFlowRun:
                         own = [
                             state.updates[key][1]
                             if key in state.updates
-                            else keras_compat.raw_value(variable).read_value()
+                            else raw_value(variable).read_value()
                             for state in states
                         ]
                         [values] = self.replica_set.all_values([own])
                     merged = run_state.merged(variable, values)
-                    keras_compat.raw_value(variable).assign(merged)
+                    raw_value(variable).assign(merged)
             for state in states:
                 state.forget([variable])
 
 
 def _assigned(variable: Any, value: Any) -> Any:
-    raw = keras_compat.raw_value(variable)
+    raw = raw_value(variable)
     if raw is None or not raw.trainable or not raw.dtype.is_floating:
         return value
     return assigned_value(raw.read_value(), value)
@@ -288,7 +290,7 @@ def _task(
             context.on_replica(replica),
             state.scope(),
             reading_copies_on(device),
-            keras_compat.layer_calls_through(guard),
+            layer_calls_through(guard),
         ):
             return fn(*args, **kwargs)
 
@@ -314,7 +316,7 @@ class _RunCommunicator(LockstepCommunicator):
         kwargs: dict[str, Any],
     ) -> Any:
         def merged(strategy: StrategyCore, *args: Any, **kwargs: Any) -> Any:
-            with keras_compat.outside_stateless_scopes(), compat.default_strategy():
+            with outside_stateless_scopes(), compat.default_strategy():
                 self._run.commit(self.states)
                 try:
                     return merge_fn(strategy, *args, **kwargs)

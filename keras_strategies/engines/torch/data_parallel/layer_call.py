@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.compat import is_graph_retained
 from keras_strategies.engines.torch.data_parallel.call_cost import CallCost, measure
@@ -34,6 +34,10 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
 from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import wraps_torch_modules
+from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel import (
     Channel,
     DataParallelCall,
@@ -106,7 +110,7 @@ class TorchDataParallelCall(DataParallelCall):
         if is_small:
             torch.set_num_threads(1)
         try:
-            with keras_compat.layer_calls_through(self):
+            with layer_calls_through(self):
                 yield lambda: bool(self._were_small) and all(self._were_small)
         finally:
             if is_small:
@@ -170,7 +174,7 @@ class TorchDataParallelCall(DataParallelCall):
         """Whether a layer contains torch modules."""
         known = self._foreign.get(layer)
         if known is None:
-            known = self._foreign[layer] = keras_compat.wraps_torch_modules(layer)
+            known = self._foreign[layer] = wraps_torch_modules(layer)
             if known:
                 warn_user(
                     f"Layer {layer.name!r} contains torch modules. Their parameters "
@@ -292,7 +296,7 @@ def _sources(
         for key, (variable, local) in result.state.reads.items():
             if local.requires_grad:
                 if key not in found:
-                    raw = keras_compat.raw_value(variable)
+                    raw = raw_value(variable)
                     found[key] = GradientTarget(
                         raw, [None] * len(results), by_rows=False
                     )
@@ -325,7 +329,7 @@ class _Job:
         self.lead = call._lead
         assert call._layer_call is not None
         self.layer_call = call._layer_call
-        self.state = keras_compat.thread_state()
+        self.state = thread_state()
         self.versions = [source.tensor._version for source in sources]
 
     def combine(self) -> list[torch.Tensor]:
@@ -406,8 +410,8 @@ class _Job:
                     "of a variable of the layer. Compute second-order gradients "
                     "before the optimizer's step."
                 )
-        with keras_compat.with_thread_state(self.state):
-            found = self.call.recompute(self.layer_call, keras_compat.raw_value)
+        with with_thread_state(self.state):
+            found = self.call.recompute(self.layer_call, raw_value)
         pairs = [
             (output, gradient)
             for output, gradient in zip(found, gradients, strict=True)

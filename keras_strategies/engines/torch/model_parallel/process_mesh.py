@@ -11,9 +11,10 @@ import torch
 from keras.distribution import DeviceMesh, TensorLayout
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
+from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
+from keras_strategies.keras_compat.backends.keras_on_torch import distribution_class
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.runtime.colocation import colocation_reference
 from keras_strategies.runtime.placement import itemsize
@@ -40,7 +41,7 @@ def start_default_group(workers: TorchWorkers | None) -> None:
     workers.start_default_group()
 
 
-_Distribution: Any = keras_compat.distribution_class()
+_Distribution: Any = distribution_class()
 
 
 class ShardedDistribution(_Distribution):  # type: ignore[misc]
@@ -78,7 +79,7 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         return TensorLayout([None] * len(data_shape), self.device_mesh)
 
     def get_variable_layout(self, variable: Any) -> Any:
-        own = keras_compat.layout_of(variable)
+        own = layout_of(variable)
         if own is not None:
             return own
         reference = colocation_reference()
@@ -86,7 +87,7 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
             return self.own_layout(variable)
         # On the same devices: sharded equally where the shapes are equal.
         if tuple(reference.shape) == tuple(variable.shape):
-            found = keras_compat.layout_of(reference)
+            found = layout_of(reference)
             if found is not None:
                 return found
         return TensorLayout([None] * len(variable.shape), self.device_mesh)
@@ -112,7 +113,7 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
 
 def axes_of(mesh: VariableMesh, variable: Any) -> Axes:
     """The mesh axes that a variable is sharded along."""
-    layout = keras_compat.layout_of(variable)
+    layout = layout_of(variable)
     if layout is None:
         return ()
     if isinstance(layout, TensorLayout):

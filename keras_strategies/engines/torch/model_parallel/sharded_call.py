@@ -18,7 +18,6 @@ import keras
 import torch
 from torch.distributed.tensor import DTensor
 
-from keras_strategies import keras_compat
 from keras_strategies.engines.torch.devices import device_of, torch_device
 from keras_strategies.engines.torch.model_parallel.process_mesh import (
     Placements,
@@ -32,6 +31,14 @@ from keras_strategies.engines.torch.model_parallel.unsharded_ops import Unsharde
 from keras_strategies.engines.torch.trainer import check_steps, keras_function
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
+from keras_strategies.keras_compat.backends.keras_on_torch import hook_torch_dtensors
+from keras_strategies.keras_compat.models.building import all_variables, is_built
+from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.layouts import Axes
 from keras_strategies.runtime.engine import TrainerAdapter
 from keras_strategies.runtime.placement import StepCost, VariableCopy, itemsize
@@ -59,7 +66,7 @@ class _GatheredVariables(StatePolicy):
     def read(self, variable: Any) -> Any:
         value = self._values.get(id(variable))
         if value is None:
-            raw = keras_compat.raw_value(variable)
+            raw = raw_value(variable)
             if raw is None:
                 return None
             # Cached, so that a variable that is used twice is gathered once.
@@ -68,8 +75,8 @@ class _GatheredVariables(StatePolicy):
 
     def assign(self, variable: Any, value: Any) -> None:
         self._values.pop(id(variable), None)
-        with keras_compat.outside_stateless_scopes(), torch.no_grad():
-            if not isinstance(keras_compat.raw_value(variable), DTensor):
+        with outside_stateless_scopes(), torch.no_grad():
+            if not isinstance(raw_value(variable), DTensor):
                 value = gather_shards(value)
             variable.assign(value)
 
@@ -90,10 +97,10 @@ class ShardedCall:
         kwargs: dict[str, Any],
     ) -> Any:
         leaves = keras.tree.flatten((args, kwargs))
-        with keras_compat.layer_calls_through(None):
+        with layer_calls_through(None):
             if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
                 return call(*args, **kwargs)
-            if not keras_compat.is_built(layer):
+            if not is_built(layer):
                 return keras.tree.map_structure(gather_shards, call(*args, **kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             by_rows = bool(tensors) and all(
@@ -105,7 +112,7 @@ class ShardedCall:
             scope = _GatheredVariables(self._placements).scope()
             with scope, self._cutting_outputs(by_rows):
                 outputs = call(*args, **kwargs)
-            keras_compat.clear_losses(layer)
+            clear_losses(layer)
             if scope.losses:
                 # Functional models refuse `add_loss` on themselves.
                 losses = [gather_shards(loss) for loss in scope.losses]
@@ -125,18 +132,18 @@ class ShardedCall:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         spread = self._placements.spread(leaf, by_rows and leaf.ndim > 0)
-        mask = keras_compat.get_mask(leaf)
+        mask = get_mask(leaf)
         if mask is not None:
-            keras_compat.set_mask(spread, self._placements.spread(mask, by_rows))
+            set_mask(spread, self._placements.spread(mask, by_rows))
         return spread
 
     def _gathered(self, leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
         gathered = gather_shards(leaf)
-        mask = keras_compat.get_mask(leaf)
+        mask = get_mask(leaf)
         if mask is not None:
-            keras_compat.set_mask(gathered, gather_shards(mask))
+            set_mask(gathered, gather_shards(mask))
         return gathered
 
 
@@ -156,7 +163,7 @@ class ShardedTrainer(TrainerAdapter):
         placements = Placements(self._distribution.device_mesh.backend_mesh)
         self._call = ShardedCall(placements, self._distribution)
         self._unsharded_ops = UnshardedOps()
-        keras_compat.hook_torch_dtensors(gather_shards, match_placements, _read)
+        hook_torch_dtensors(gather_shards, match_placements, _read)
 
     def distribution(self) -> ShardedDistribution:
         return self._distribution
@@ -164,7 +171,7 @@ class ShardedTrainer(TrainerAdapter):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         with (
-            keras_compat.batches_placed_by(None),
+            batches_placed_by(None),
             keras.device(str(self._device)),
             self._distribution.scope(),
             self._unsharded_ops.entered(),
@@ -195,16 +202,14 @@ class ShardedTrainer(TrainerAdapter):
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
-            with keras_compat.layer_calls_through(self._call):
+            with layer_calls_through(self._call):
                 return function(data)
 
         setattr(model, name, step)
 
     def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
         # Shards receive the chief's values when they are initialized.
-        values = [
-            v for v in variables if not isinstance(keras_compat.raw_value(v), DTensor)
-        ]
+        values = [v for v in variables if not isinstance(raw_value(v), DTensor)]
         super().broadcast_variables(values, all_of_them)
 
     @contextlib.contextmanager
@@ -212,8 +217,8 @@ class ShardedTrainer(TrainerAdapter):
         workers = self.placement.workers
         try:
             with self.scope(), torch.no_grad():
-                for variable in keras_compat.all_variables(model):
-                    raw = keras_compat.raw_value(variable)
+                for variable in all_variables(model):
+                    raw = raw_value(variable)
                     if isinstance(raw, DTensor):
                         found = keras.ops.convert_to_numpy(raw)
                         if workers is None or workers.group.is_chief:
@@ -236,7 +241,7 @@ class ShardedTrainer(TrainerAdapter):
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
             layout = self._distribution.own_layout(variable)
-            keras_compat.set_layout(variable, layout)
+            set_layout(variable, layout)
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         gathered = reduced = 0
@@ -262,7 +267,7 @@ class ShardedTrainer(TrainerAdapter):
         return StepCost(None, sent, source)
 
     def copies(self, variable: Any) -> list[VariableCopy]:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         cut = isinstance(raw, DTensor)
         local = raw.to_local() if cut else raw
         nbytes = local.numel() * local.element_size()

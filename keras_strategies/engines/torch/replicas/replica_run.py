@@ -10,7 +10,7 @@ import keras
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from keras_strategies import context, keras_compat
+from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.data_parallel.gradient_sums import widened
 from keras_strategies.engines.torch.devices import torch_device
@@ -22,6 +22,8 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
 )
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import run_state
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.run_state import (
@@ -45,7 +47,7 @@ class TorchLocalValues(LocalValues):
         self._values = WeakTensorKeyDictionary()
 
     def _all(self, variable: Any) -> list[torch.Tensor]:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         if raw not in self._values:
             self._distribute(variable, raw.detach().clone())
         return self._values[raw]
@@ -54,7 +56,7 @@ class TorchLocalValues(LocalValues):
         first = self._replica_set.first
         parts = run_state.parts(variable, value, self._replica_set.total)
         parts = parts[first : first + len(self._devices)]
-        self._values[keras_compat.raw_value(variable)] = [
+        self._values[raw_value(variable)] = [
             part.to(device) for part, device in zip(parts, self._devices, strict=True)
         ]
 
@@ -62,7 +64,7 @@ class TorchLocalValues(LocalValues):
         return self._all(variable)[replica_id - self._replica_set.first]
 
     def commit(self, variable: Any, values: Sequence[torch.Tensor]) -> None:
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         kept = [value.detach() for value in values]
         [lead] = self._replica_set.all_values(
             [[value.to(raw.device) for value in kept]]
@@ -72,10 +74,8 @@ class TorchLocalValues(LocalValues):
         self._values[raw] = kept
 
     def assigned(self, variable: Any, value: Any) -> None:
-        if keras_compat.raw_value(variable) in self._values:
-            self._distribute(
-                variable, keras_compat.raw_value(variable).detach().clone()
-            )
+        if raw_value(variable) in self._values:
+            self._distribute(variable, raw_value(variable).detach().clone())
 
 
 class TorchRun:
@@ -163,7 +163,7 @@ class TorchRun:
                     variable, [state.read(variable) for state in states]
                 )
             else:
-                raw = keras_compat.raw_value(variable)
+                raw = raw_value(variable)
                 found = [state.updates[key][1] for state in having]
                 if self.replica_set.workers is not None:
                     # All of them, as the other workers' are.
@@ -179,7 +179,7 @@ class TorchRun:
 def _assigned(variable: Any, value: torch.Tensor) -> torch.Tensor:
     """A leaf of the autograd graph: assignments have no gradient."""
     leaf = value.detach()
-    if keras_compat.raw_value(variable).requires_grad and torch.is_grad_enabled():
+    if raw_value(variable).requires_grad and torch.is_grad_enabled():
         # A copy: the value may be another variable's memory.
         leaf = leaf.clone().requires_grad_()
     return leaf
@@ -238,7 +238,7 @@ class _RunCommunicator(ThreadCommunicator):
         self._has_merged = True
         placement = self._run.placement
         lead = str(torch_device(placement.variables))
-        with keras_compat.outside_stateless_scopes(), keras.device(lead):
+        with outside_stateless_scopes(), keras.device(lead):
             self._run.commit(self.states)
             before = {id(v): v for state in self.states for v in state.variables_read()}
             versions = {key: _version(v) for key, v in before.items()}
@@ -251,7 +251,7 @@ class _RunCommunicator(ThreadCommunicator):
 
 
 def _version(variable: Any) -> tuple[int, int]:
-    raw = keras_compat.raw_value(variable)
+    raw = raw_value(variable)
     return id(raw), raw._version
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.replicas.replica_random import ReplicaRandom
+from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 
 if TYPE_CHECKING:
     from keras_strategies.engines.torch.replicas.thread_collectives import (
@@ -111,7 +111,7 @@ class ReplicaThreads:
         The first exception stops the other replicas where they wait for it, and
         is raised when all have ended; so is an interrupt of this thread.
         """
-        state = keras_compat.thread_state()
+        state = thread_state()
         grad = torch.is_grad_enabled()
 
         def replica(task: Callable[[], Any], replica_id: int) -> Any:
@@ -120,7 +120,7 @@ class ReplicaThreads:
             try:
                 communicator.start(replica_id)
                 with (
-                    keras_compat.with_thread_state(own),
+                    with_thread_state(own),
                     torch.set_grad_enabled(grad),
                     random.numbers(communicator.replica_set.first + replica_id),
                 ):

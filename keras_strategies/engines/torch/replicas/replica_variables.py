@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from keras_strategies import keras_compat
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
 
 
@@ -28,7 +29,7 @@ class ReplicaVariables:
 
     def copy(self, replica_id: int, variable: Any) -> torch.Tensor | None:
         """The value of a variable for one replica; a leaf of its own graph."""
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         if raw is None:
             return None
         device = self._devices[replica_id]
@@ -39,7 +40,7 @@ class ReplicaVariables:
         else:
             local = raw.detach().to(device, non_blocking=True)
         first = self._placement.share.first
-        offset = keras_compat.seed_offset(variable, first + replica_id)
+        offset = seed_offset(variable, first + replica_id)
         if offset:
             local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
         if raw.requires_grad and torch.is_grad_enabled():
@@ -49,7 +50,7 @@ class ReplicaVariables:
 
     def mirrors(self, variable: Any) -> list[tuple[Device, torch.Tensor]]:
         """The persistent copies on devices other than the variable's."""
-        raw = keras_compat.raw_value(variable)
+        raw = raw_value(variable)
         found = []
         if self._placement.mirrored:
             for device in self._placement.replicas:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.input import thread_input
+from keras_strategies.keras_compat.models.input_adapters import thread_input
 
 # What each kind of loop carries from step to step, in the order of its state.
 _STATE_NAMES = {

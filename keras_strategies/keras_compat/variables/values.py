@@ -1,4 +1,4 @@
-"""Variables: their values behind scopes, guards, and their seeds."""
+"""Values of variables behind scopes and autocast, and guards of them."""
 
 from __future__ import annotations
 
@@ -91,19 +91,6 @@ def _guarded(kind: Any, check: Callable[[Any], None]) -> Any:
     Guarded.__name__ = kind.__name__
     Guarded.__qualname__ = kind.__qualname__
     return Guarded
-
-
-def seed_offset(variable: Any, replica_id: int) -> int:
-    """What to add to the first element of a seed state on one replica.
-
-    The states of `keras.random.SeedGenerator` are `[seed, count]`, named
-    `seed_generator_state`; Torch seeds with their sum, so the offsets of replicas
-    lie far apart (multiples of 2^31 / the golden ratio), not side by side.
-    Any other variable has the offset 0.
-    """
-    if variable.name != "seed_generator_state":
-        return 0
-    return (replica_id * 1_327_217_885) % 2**31
 
 
 def set_raw_value(variable: Any, value: Any) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from keras_strategies.keras_compat.models import STRATEGY_ATTRIBUTE
-from keras_strategies.keras_compat.parameter_server import (
-    is_optimizer,
-    optimizer_kind,
-)
+from keras_strategies.keras_compat.optimizers.optimizer_classes import optimizer_kind
+from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
+from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 
 # What is left out of the state of models and layers that go to another process:
 # programs, and what TensorFlow notes of its own.

@@ -1,57 +1,8 @@
-"""Layers: whose calls a thread routes, and what a call depends on."""
+"""Layers: what a call depends on, masks and losses."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
-
-from keras_strategies.keras_compat import patching
-
-
-class _Route(threading.local):
-    # The function that outermost layer calls of this thread go through.
-    call: Callable[..., Any] | None = None
-
-
-thread_route = _Route()
-
-
-@contextlib.contextmanager
-def layer_calls_through(
-    route: Callable[..., Any] | None,
-) -> Iterator[None]:
-    """Sends this thread's outermost layer calls to `route`.
-
-    `route(layer, call, args, kwargs)` stands in for `layer(*args, **kwargs)`;
-    `call` is the original. None lets calls through again.
-    """
-    if route is not None:
-        patching.install("routes")
-        patching.install("replicas")
-    previous = thread_route.call
-    thread_route.call = route
-    try:
-        yield
-    finally:
-        thread_route.call = previous
-
-
-def routed_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    route = thread_route.call
-    if route is None:
-        return original(self, *args, **kwargs)
-    return route(self, functools.partial(original, self), args, kwargs)
-
-
-def trained_variables(optimizer: Any) -> Any:
-    """The variables that an optimizer was built for.
-
-    Keras 3.15: `BaseOptimizer._trainable_variables`.
-    """
-    return optimizer._trainable_variables
 
 
 def sublayers(layer: Any) -> list[Any]:

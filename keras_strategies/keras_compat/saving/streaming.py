@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.hosted import is_streamed
+from keras_strategies.keras_compat.variables.hosted_variables import is_streamed
 
 _PIECE_BYTES = 32 << 20
 

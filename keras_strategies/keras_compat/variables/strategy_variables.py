@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from keras_strategies.keras_compat import jax, tensorflow
+from keras_strategies.keras_compat.backends import keras_on_jax, keras_on_tensorflow
 from keras_strategies.keras_compat.hooks import installed_hooks
-from keras_strategies.keras_compat.models import STRATEGY_ATTRIBUTE
-from keras_strategies.keras_compat.state import current_stateless_scope
+from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
 class StrategyVariable:
     """A variable of a strategy. It stands before the variable's own class."""
 
     def _initialize(self, value: Any) -> None:
-        tensorflow.initialize(self, super()._initialize, value)  # type: ignore[misc]
+        keras_on_tensorflow.initialize(self, super()._initialize, value)  # type: ignore[misc]
 
     def assign(self, value: Any) -> Any:
         result = super().assign(value)  # type: ignore[misc]
@@ -24,7 +24,7 @@ class StrategyVariable:
         return result
 
     def __array__(self, dtype: Any = None) -> Any:
-        return jax.variable_array(self, super().__array__, dtype)  # type: ignore[misc]
+        return keras_on_jax.variable_array(self, super().__array__, dtype)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return installed_hooks().representation(self, super().__repr__())

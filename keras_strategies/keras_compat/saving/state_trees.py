@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from keras_strategies.keras_compat.models import build_optimizer
+from keras_strategies.keras_compat.models.building import build_optimizer
 
 _NUMBER = re.compile(r"(.*?)(?:_(\d+))?$")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 #: Packages whose code keeps nothing from one call to the next that a graph would miss.
 _KNOWN = ("keras", "torch", "builtins", "numpy")
+
 _CONTAINERS = (list, tuple, set, frozenset)
 
 

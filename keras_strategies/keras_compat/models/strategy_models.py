@@ -13,19 +13,25 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.backends.keras_on_jax import record_read_jax_state
+from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
+    is_trained_on_several_devices,
+)
 from keras_strategies.keras_compat.hooks import installed_hooks
-from keras_strategies.keras_compat.jax import record_read_jax_state
-from keras_strategies.keras_compat.models import (
-    STRATEGY_ATTRIBUTE,
+from keras_strategies.keras_compat.models.building import (
     base_trainer,
     first_batch,
     is_unbuilt,
+)
+from keras_strategies.keras_compat.optimizers.optimizer_classes import (
     portable_optimizer,
 )
-from keras_strategies.keras_compat.state_trees import tree_of_model
-from keras_strategies.keras_compat.strategy_variables import set_variable_strategy
-from keras_strategies.keras_compat.streaming import streamed_files
-from keras_strategies.keras_compat.tensorflow import is_trained_on_several_devices
+from keras_strategies.keras_compat.saving.state_trees import tree_of_model
+from keras_strategies.keras_compat.saving.streaming import streamed_files
+from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
+from keras_strategies.keras_compat.variables.strategy_variables import (
+    set_variable_strategy,
+)
 
 
 def set_strategy(made: Any, strategy: Any) -> None:

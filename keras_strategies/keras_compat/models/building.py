@@ -1,0 +1,98 @@
+"""How a model is built: from the shapes of a batch, before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_strategies.keras_compat.variables.values import raw_value
+
+
+def base_trainer() -> Any:
+    """`Trainer` of Keras 3.15, which 3.16 calls `BaseTrainer`."""
+    from keras.src.trainers import trainer
+
+    return getattr(trainer, "BaseTrainer", None) or trainer.Trainer
+
+
+def is_built(layer: Any) -> bool:
+    """Whether a layer and all its sublayers have their variables.
+
+    Keras 3.15: `Layer._flatten_layers`, as `Trainer._symbolic_build` uses it.
+    """
+    return all(sublayer.built for sublayer in layer._flatten_layers())
+
+
+def compiled_parts(model: Any) -> tuple[Any, Any]:
+    """The metrics and the loss that `compile` has made; None where it was not called.
+
+    Keras 3.15: `Trainer._compile_metrics`, `_compile_loss`.
+    """
+    names = ("_compile_metrics", "_compile_loss")
+    metrics, loss = (getattr(model, name, None) for name in names)
+    return metrics, loss
+
+
+def is_unbuilt(model: Any) -> bool:
+    """Whether `Trainer._symbolic_build` of Keras 3.15 will look at a batch."""
+    parts = compiled_parts(model)
+    unbuilt = [part for part in parts if part is not None and not part.built]
+    return bool(unbuilt) or not is_built(model)
+
+
+def creates_metrics(model: Any) -> bool:
+    """Whether the first step of a compiled model makes variables of metrics.
+
+    Keras 3.15: `CompileLoss` has a metric for each of several losses, none for one.
+    """
+    metrics, loss = model._compile_metrics, model._compile_loss
+    is_new = metrics is not None and not metrics.built
+    if loss is None or loss.built:
+        return is_new
+    outputs = getattr(model, "outputs", None) or [None]
+    is_one = len(outputs) == 1 and not isinstance(loss._user_loss, (list, tuple, dict))
+    return is_new or not is_one
+
+
+def first_batch(iterator: Any) -> Any:
+    """The first batch of an epoch iterator, which Keras resets after building."""
+    for _, _, batches in iterator:
+        return batches[0] if isinstance(batches, (list, tuple)) else next(batches)
+    return None
+
+
+def element_spec(adapter: Any) -> Any:
+    """The `element_spec` of the tf.data dataset behind an adapter, None without one.
+
+    Keras 3.15: `TFDatasetAdapter._dataset`.
+    """
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+    if isinstance(adapter, TFDatasetAdapter):
+        return adapter._dataset.element_spec
+    return None
+
+
+def symbolic_build(model: Any, batch: Any) -> None:
+    """Builds model, losses, metrics and optimizer from the shapes of a batch.
+
+    Keras 3.15: `Trainer._symbolic_build(data_batch=...)`, which reads `shape` and
+    `dtype` of the leaves only.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+def all_variables(model: Any) -> list[Any]:
+    """The variables of a model, its optimizer and its metrics, each once."""
+    found = list(model.variables)
+    if getattr(model, "optimizer", None) is not None:
+        found += model.optimizer.variables
+    found += getattr(model, "metrics_variables", [])
+    unique = {id(variable): variable for variable in found}
+    return [v for v in unique.values() if raw_value(v) is not None]
+
+
+def build_optimizer(model: Any) -> None:
+    """Makes the optimizer's variables of a built model, which `fit` does at once."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and model.built and not optimizer.built:
+        optimizer.build(model.trainable_variables)

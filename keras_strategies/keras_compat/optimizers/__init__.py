@@ -1,0 +1,1 @@
+"""Optimizers: their updates as pure functions, and which variables these use."""

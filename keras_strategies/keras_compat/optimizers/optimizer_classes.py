@@ -1,0 +1,89 @@
+"""Classes of optimizers without what binds them to one backend."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
+
+
+def plain_optimizer(optimizer: Any) -> None:
+    """Takes from an optimizer what binds it to `tf.Variable`s.
+
+    Keras 3.15 on TensorFlow: `TFOptimizer` reads the `tf.Variable` of each variable
+    and updates through `tf.distribute`. With the methods of `BaseOptimizer` it works
+    in a `StatelessScope`, as on the other backends.
+    """
+    kind: Any = type(optimizer)
+    plain = _plain(kind)
+    if plain is not kind:
+        object.__setattr__(optimizer, "__class__", plain)
+
+
+@functools.cache
+def _plain(kind: Any) -> Any:
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    backend_kinds = [k for k in kind.__mro__ if k.__name__ == "TFOptimizer"]
+    if not backend_kinds:
+        return kind
+    names = {
+        name
+        for name, value in vars(backend_kinds[0]).items()
+        if callable(value) and name != "__init__" and hasattr(BaseOptimizer, name)
+    }
+    methods = {name: _of(BaseOptimizer, name) for name in names}
+    # Next to the backend's class, so that an optimizer's own methods come before it.
+    stands_before = type("PlainOptimizer", (backend_kinds[0],), methods)
+    return type(kind.__name__, (kind, stands_before), {"__module__": kind.__module__})
+
+
+def _of(kind: Any, name: str) -> Callable[..., Any]:
+    """A method that is a class's at the time of the call: hooks come and go."""
+
+    @functools.wraps(getattr(kind, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(kind, name)(self, *args, **kwargs)
+
+    return method
+
+
+def optimizer_kind(optimizer: Any) -> Any:
+    """The class that an optimizer had before `plain_optimizer`."""
+    kind = type(optimizer)
+    return kind.__mro__[1] if _plain(kind.__mro__[1]) is kind else kind
+
+
+@contextlib.contextmanager
+def portable_optimizer(model: Any) -> Iterator[None]:
+    """Saves a model's optimizer as one that every backend has.
+
+    Keras 3.15 on Torch: an optimizer is of a class in `keras.src.backend.torch`, and a
+    file that says so makes an optimizer for Torch tensors on any backend.
+    """
+    optimizers = [getattr(model, "optimizer", None)]
+    changed = []
+    while optimizers:
+        optimizer = optimizers.pop()
+        kind = type(optimizer)
+        if kind.__module__.startswith("keras.src.backend."):
+            public = next(
+                c
+                for c in kind.__mro__
+                if c.__module__.startswith("keras.src.optimizers.")
+            )
+            object.__setattr__(optimizer, "__class__", public)
+            changed.append((optimizer, kind))
+        optimizers += optimizers_of(optimizer)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            optimizers.append(optimizer.inner_optimizer)
+    try:
+        yield
+    finally:
+        for optimizer, kind in changed:
+            object.__setattr__(optimizer, "__class__", kind)

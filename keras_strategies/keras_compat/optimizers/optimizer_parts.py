@@ -1,0 +1,68 @@
+"""Parts of optimizers: inner ones, variables, clipping and weight decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+def optimizers_of(optimizer: Any) -> list[Any]:
+    """Those that a `MultiOptimizer` (Keras 3.15) gives its variables to.
+
+    Args:
+        optimizer: a Keras optimizer.
+
+    Returns:
+        list of optimizers, empty for one that updates variables itself.
+    """
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return list(optimizer.optimizers)
+    return []
+
+
+def trained_variables(optimizer: Any) -> Any:
+    """The variables that an optimizer was built for.
+
+    Keras 3.15: `BaseOptimizer._trainable_variables`.
+    """
+    return optimizer._trainable_variables
+
+
+def is_optimizer(made: Any) -> bool:
+    """Whether something is an optimizer (`BaseOptimizer` of Keras 3.15)."""
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    return isinstance(made, BaseOptimizer)
+
+
+def weight_decay_applies(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer decays a variable (`_use_weight_decay` of Keras 3.15)."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def set_weight_decay(optimizer: Any, applies: dict[int, bool]) -> None:
+    """Says by the `id` of variables which of them an optimizer decays."""
+
+    def is_decayed(variable: Any) -> bool:
+        return applies.get(id(variable), True)
+
+    decay = optimizer._apply_weight_decay
+
+    def apply(variables: Any) -> None:
+        # Of a list without any, Keras 3.15 on Torch makes an error.
+        if any(map(is_decayed, variables)):
+            decay(variables)
+
+    optimizer._use_weight_decay = is_decayed
+    optimizer._apply_weight_decay = apply
+
+
+def clip_gradients(optimizer: Any, gradients: list[Any]) -> list[Any]:
+    """An optimizer's clipping, by norms of whole gradients (`_clip_gradients`)."""
+    return list(optimizer._clip_gradients(gradients))
+
+
+def stop_clipping(optimizer: Any) -> None:
+    """Lets an optimizer take gradients as they are."""
+    optimizer._clip_gradients = lambda gradients: gradients

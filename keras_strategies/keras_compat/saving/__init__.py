@@ -1,0 +1,1 @@
+"""Files and messages: what Keras saves, loads and pickles."""

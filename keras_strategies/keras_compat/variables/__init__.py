@@ -1,0 +1,1 @@
+"""Variables: their values, creation and subclasses."""

@@ -1,0 +1,67 @@
+"""How variables are made: by which object, with which path, shape and class."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+
+
+def variable_maker() -> Any:
+    """The layer, metric or optimizer that is making a variable now, or None.
+
+    Keras 3.15: the global attribute "name_scope_stack", whose entries have the
+    `caller` that `name_scope` was given.
+    """
+    from keras.src.backend.common import global_state
+
+    stack = global_state.get_global_attribute("name_scope_stack")
+    return stack[-1].caller if stack else None
+
+
+class OpenShape(tuple[int, ...]):
+    """A shape that is equal to every shape with as many axes.
+
+    Keras 3.15: `StatelessScope` compares `Variable.shape` with a value's. In a step of
+    a worker, a table has the value of its touched rows.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple) and len(other) == len(self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(len(self))
+
+
+def set_variable_shape(variable: Any, shape: tuple[int | None, ...]) -> None:
+    """Lets a variable stand for values of another shape (`KerasVariable._shape`)."""
+    variable._shape = shape
+
+
+def make_variable(path: str, trainable: bool, dtype: str, value: Any) -> Any:
+    """A variable with a path of its own, outside of every scope."""
+    import keras
+
+    with outside_stateless_scopes():
+        name = path.rsplit("/", 1)[-1]
+        made = keras.Variable(value, dtype=dtype, trainable=trainable, name=name)
+    made._path = path
+    return made
+
+
+def mix_in(variable: Any, mixin: Any) -> None:
+    """Lets a variable also be of another class, whose names come first."""
+    if not isinstance(variable, mixin):
+        kind: Any = type(variable)
+        variable.__class__ = _mixed(kind, mixin)
+
+
+@functools.cache
+def _mixed(kind: Any, mixin: Any) -> Any:
+    return type(mixin.__name__, (mixin, kind), {"__module__": mixin.__module__})
