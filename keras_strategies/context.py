@@ -28,7 +28,8 @@ from keras_strategies.errors import (
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.engine import Communicator, StrategyCore
+    from keras_strategies.runtime.communicator import Communicator
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ def cross_replica(strategy: StrategyCore) -> Iterator[StrategyCore]:
 @contextlib.contextmanager
 def entered(strategy: StrategyCore) -> Iterator[StrategyCore]:
     """`strategy.scope()` without its check of models that were made outside of it."""
-    with cross_replica(strategy), strategy.trainer.scope():
+    with cross_replica(strategy), strategy.drivers.fit.scope():
         yield strategy
 
 

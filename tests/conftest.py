@@ -14,13 +14,14 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import keras
 import pytest
-from harness import backend_tables, fork_server, leaks, references
-from harness.fake_backend import FakeBackend, installed
+from harness import backend_tables, fork_server, leaks, numpy_engine, references
 from harness.strategies import STRATEGIES, StrategyCase
 
 import keras_strategies as ks
 
 keras.config.disable_traceback_filtering()
+if keras.backend.backend() == "numpy":
+    numpy_engine.install()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So do shells begin what they run in the background; tests press Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,10 +93,3 @@ def strategy(strategy_case):
 def mirrored():
     """Two replicas, for tests that would say the same of every strategy."""
     return STRATEGIES["mirrored_2"].make()
-
-
-@pytest.fixture
-def fake() -> FakeBackend:
-    """Strategies made in this test run on NumPy and pretend devices."""
-    with installed(FakeBackend(cpus=4)) as backend:
-        yield backend

@@ -131,9 +131,9 @@ MUTANTS = [
     Mutant(
         "clipped_before_the_sum",
         "training/model_hooks.py",
-        "        return replica.strategy.trainer.apply_gradients(",
+        "        replica.strategy.drivers.run.apply_gradients(",
         "        grads = optimizer._clip_gradients(list(grads))\n"
-        "        return replica.strategy.trainer.apply_gradients(",
+        "        replica.strategy.drivers.run.apply_gradients(",
         _everywhere("tests/custom_loops/test_optimizers.py -k before_they_are_clipped"),
     ),
     # Rows, weights, losses.

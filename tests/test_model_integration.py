@@ -121,7 +121,7 @@ def test_compile_outside_of_the_scope_and_fit_again(strategy_case) -> None:
         assert_trained(model, fit(model), epoch)
     homes = set(strategy.extended.parameter_devices)
     for variable in model.optimizer.variables:
-        devices = {copy.device for copy in strategy.trainer.copies(variable)}
+        devices = {copy.device for copy in strategy.drivers.fit.copies(variable)}
         assert devices <= homes
     assert_describe_adds_up(strategy, model)
 
@@ -138,7 +138,7 @@ def assert_describe_adds_up(strategy, model: keras.Model) -> None:
         *model.metrics_variables,
     ]
     for variable in {id(v): v for v in variables}.values():
-        for copy in strategy.trainer.copies(variable):
+        for copy in strategy.drivers.fit.copies(variable):
             expected[copy.device] = expected.get(copy.device, 0) + copy.nbytes
     assert table.totals == expected
 
@@ -159,7 +159,7 @@ def test_central_storage_keeps_one_copy_of_everything() -> None:
     variables = [*model.variables, *model.optimizer.variables]
     assert len(model.optimizer.variables) > len(model.trainable_variables)
     for variable in variables:
-        (copy,) = strategy.trainer.copies(variable)
+        (copy,) = strategy.drivers.fit.copies(variable)
         assert copy.device == "cpu:0", variable.path
         assert (
             copy.nbytes == int(np.prod(variable.shape)) * 4 or "int" in variable.dtype

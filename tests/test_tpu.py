@@ -64,7 +64,7 @@ def test_spmd_partitioning_cuts_variables_over_the_cores_of_a_replica(expected):
     model, found = train(strategy)
     assert_same(expected, found, ADAM_TOLERANCE, f"{strategy!r}")
     kernel = model.layers[0].kernel
-    copies = strategy.trainer.copies(kernel)
+    copies = strategy.drivers.fit.copies(kernel)
     assert {copy.nbytes for copy in copies} == {64 * 512 * 4 // 2}
 
 

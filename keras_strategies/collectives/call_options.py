@@ -20,7 +20,7 @@ from keras_strategies.values import flatten, map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.devices import Device
-    from keras_strategies.runtime.engine import Communicator
+    from keras_strategies.runtime.communicator import Communicator
     from keras_strategies.runtime.workers import Workers
 
 _AT_CONSTRUCTION = (

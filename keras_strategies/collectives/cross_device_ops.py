@@ -222,7 +222,7 @@ class CrossDeviceOps:
             A tensor for one destination, `Mirrored` with a tensor for each of several.
         """
         devices = [parse_device(name) for name in destinations]
-        return _result(self.engine.broadcast(tensor, devices))
+        return _result([self.engine.to_device(tensor, device) for device in devices])
 
     # What the classes of this package do.
 

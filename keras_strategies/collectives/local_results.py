@@ -9,6 +9,7 @@ import keras
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.run_state import is_local
 from keras_strategies.values import DistributedValues, flatten, map_structure
 
 if TYPE_CHECKING:
@@ -45,7 +46,14 @@ def _of_variable(strategy: StrategyCore, variable: Any) -> tuple[Any, ...]:
         raise InvalidArgumentError(
             f"Variable {variable.path!r} has no value yet. Build its model first."
         )
-    return tuple(strategy.trainer.local_values(variable))
+    if is_local(variable):
+        return tuple(strategy.drivers.run.local_values(variable))
+    value = raw_value(variable)
+    moved = [
+        strategy.engine.to_device(value, device)
+        for device in strategy.placement.replicas
+    ]
+    return tuple(keras.ops.copy(keras.ops.stop_gradient(tensor)) for tensor in moved)
 
 
 def check_equal_shapes(

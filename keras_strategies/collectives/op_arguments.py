@@ -51,7 +51,7 @@ def _destinations(destinations: Any, engine: Engine) -> tuple[Device, ...]:
         return (parse_device(destinations),)
     if isinstance(destinations, (list, tuple)) and destinations:
         return tuple(parse_device(name) for name in destinations)
-    if engine.is_tensor(destinations):
+    if keras.ops.is_tensor(destinations):
         return (engine.device_of(destinations),)
     raise InvalidArgumentError(
         "`destinations` must be a device name or object, a list of them, or a value "

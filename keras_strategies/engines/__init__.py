@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime.engine import Engine
 
-_BACKENDS = ("jax", "torch", "tensorflow")
+#: The module and class of the engine of each Keras backend.
+ENGINES = {
+    "jax": "keras_strategies.engines.jax.engine:JaxEngine",
+    "torch": "keras_strategies.engines.torch.engine:TorchEngine",
+    "tensorflow": "keras_strategies.engines.tensorflow.engine:TensorFlowEngine",
+}
 
 
 def backend_name() -> str:
@@ -18,25 +24,17 @@ def backend_name() -> str:
 
 
 def get_engine() -> Engine:
-    """The engine that belongs to Keras's backend, imported when first asked for."""
+    """The engine of Keras's backend, imported at its first use."""
     return _load(backend_name())
 
 
 @functools.cache
 def _load(name: str) -> Engine:
-    if name == "jax":
-        from keras_strategies.engines.jax.engine import JaxEngine
-
-        return JaxEngine()
-    if name == "torch":
-        from keras_strategies.engines.torch.engine import TorchEngine
-
-        return TorchEngine()
-    if name == "tensorflow":
-        from keras_strategies.engines.tensorflow.engine import TensorFlowEngine
-
-        return TensorFlowEngine()
-    raise unknown_backend(name)
+    if name not in ENGINES:
+        raise unknown_backend(name)
+    module, _, kind = ENGINES[name].partition(":")
+    engine: Engine = getattr(importlib.import_module(module), kind)()
+    return engine
 
 
 def unknown_backend(name: str) -> InvalidArgumentError:
@@ -44,5 +42,5 @@ def unknown_backend(name: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"Keras uses the backend {name!r}, which keras_strategies does not support. "
         "Set the environment variable KERAS_BACKEND to one of "
-        f"{', '.join(_BACKENDS)} before Keras is imported."
+        f"{', '.join(ENGINES)} before Keras is imported."
     )

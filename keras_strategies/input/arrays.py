@@ -55,6 +55,12 @@ class ArrayDataset:
         default_factory=itertools.count, init=False, repr=False, compare=False
     )
 
+    def as_tf_data(self) -> Any:
+        """A `tf.data.Dataset` of the rows."""
+        import tensorflow as tf
+
+        return tf.data.Dataset.from_tensor_slices(self.arrays)
+
     def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
         """Batches of so many rows; the last one may have fewer."""
         if not isinstance(batch_size, (int, np.integer)) or batch_size < 1:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
+
 from keras_strategies.devices import Device
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.feeds import Feed
 from keras_strategies.input.prefetch import Prefetcher
-from keras_strategies.runtime.engine import Engine
+from keras_strategies.runtime.compiled_functions import ProgramIterable
+from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.types import InputOptions
 from keras_strategies.values import PerReplica, map_structure, regroup
 
 
-class DistributedDataset:
+class DistributedDataset(ProgramIterable):
     """Batches with a component for each replica, on the replica's device.
 
     It is made by `strategy.experimental_distribute_dataset` and
@@ -45,8 +48,6 @@ class DistributedDataset:
         self._devices = tuple(devices)
         self._feed = feed
         self._options = options
-        engine.loops_over(DistributedDataset, iter)
-        engine.loops_over(DistributedIterator, DistributedIterator.in_program)
 
     @property
     def feed(self) -> Feed:
@@ -85,7 +86,7 @@ class DistributedDataset:
 
     def __iter__(self) -> Any:
         if self._engine.in_program():
-            return self.in_program(self.on_host, move=True)
+            return self.iterator_in_program()
         return DistributedIterator(self, self._batches())
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
@@ -110,11 +111,16 @@ class DistributedDataset:
 
     def on_host(self) -> Iterator[Any]:
         """An iteration over batches on the host."""
-        for parts in self._feed.steps(self._engine.is_tensor, copy=False):
+        for parts in self._feed.steps(keras.ops.is_tensor, copy=False):
             yield regroup(parts)
+
+    def iterator_in_program(self) -> Any:
+        """The iterator of the program that is being traced."""
+        return self.in_program(self.on_host, move=True)
 
     def in_program(self, start: Callable[[], Iterator[Any]], move: bool) -> Any:
         """An iterator in the program that is being traced; see `Engine`."""
+        require(self._engine, Feature.DATASETS_IN_PROGRAMS)
         where = self._where() if move else None
         return self._engine.program_iterator(start, lambda: self.element_spec, where)
 
@@ -158,11 +164,11 @@ class _Placing:
         self._ahead = ahead
 
     def __call__(self) -> Iterator[Callable[[], list[Any]]]:
-        for parts in self._feed.steps(self._engine.is_tensor, self._ahead):
+        for parts in self._feed.steps(keras.ops.is_tensor, self._ahead):
             yield self._engine.transfer(parts, self._devices)
 
 
-class DistributedIterator:
+class DistributedIterator(ProgramIterable):
     """An iterator over the batches of a `DistributedDataset`.
 
     Batches are moved to the devices ahead of their use by a thread, which ends with
@@ -185,13 +191,13 @@ class DistributedIterator:
         state = "ended, " if self._is_done else ""
         return f"<{type(self).__name__}, {state}over {self._dataset!r}>"
 
-    def in_program(self) -> Any:
+    def iterator_in_program(self) -> Any:
         """The same iterator, for the program that is being traced."""
         return self._dataset.in_program(lambda: self, move=False)
 
     def __next__(self) -> Any:
         if self._dataset._engine.in_program():
-            return self.in_program().get_next()
+            return self.iterator_in_program().get_next()
         if self._is_done:
             raise StopIteration
         try:
@@ -211,7 +217,7 @@ class DistributedIterator:
         try:
             return next(self)
         except StopIteration:
-            raise self._dataset._engine.out_of_range(
+            raise self._dataset._engine.out_of_range_error(
                 "The iterator has no more batches. Create a new one with "
                 "`iter(dataset)`, or use a `for` loop or `get_next_as_optional`."
             ) from None
@@ -230,7 +236,7 @@ class DistributedIterator:
         ...     optional = iterator.get_next_as_optional()
         """
         if self._dataset._engine.in_program():
-            return self.in_program().get_next_as_optional()
+            return self.iterator_in_program().get_next_as_optional()
         try:
             return OptionalBatch([next(self)])
         except StopIteration:

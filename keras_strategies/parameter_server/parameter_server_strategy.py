@@ -35,6 +35,7 @@ from keras_strategies.parameter_server.variables.variable_registry import (
 )
 from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
 from keras_strategies.parameter_server.wire.variable_description import server_device
+from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.extended import StrategyExtended
@@ -192,9 +193,10 @@ class ParameterServerStrategy(Strategy):
         self._functions = RemoteFunctions(
             self, scheduler, self._registry, self._cluster.servers, lazy_rows
         )
-        self._trainer = ParameterServerTrainer(
-            self, self._registry, ModelTraining(self._functions, scheduler)
+        driver = ParameterServerTrainer(
+            self.placement, self._registry, ModelTraining(self._functions, scheduler)
         )
+        self._drivers = Drivers(driver, self._drivers.run, servers=driver)
 
     @property
     def cluster(self) -> ProcessCluster:

@@ -9,6 +9,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
+from keras_strategies.runtime.placement import check_layouts
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -94,31 +95,39 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
             f"Model {model.name!r} has no variables yet. Build it first, with "
             "`model.build(input_shape)` or a first `fit`."
         )
-    strategy.trainer.check_layouts(model)
+    check_layouts(strategy.placement, model)
     mesh = strategy.placement.mesh
     rows = []
     totals: dict[str, int] = {}
     for variable in variables:
-        copies = strategy.trainer.copies(variable)
+        copies = strategy.drivers.fit.copies(variable)
         for copy in copies:
             totals[copy.device] = totals.get(copy.device, 0) + copy.nbytes
         sizes = {readable_bytes(copy.nbytes) for copy in copies}
         shape = "x".join(str(n) for n in variable.shape) or "scalar"
         where = ", ".join(copy.device for copy in copies)
         if mesh is not None:
-            where = layout_text(strategy.trainer.axes(variable), len(variable.shape))
+            where = layout_text(axes_of(strategy, variable), len(variable.shape))
         rows.append(
             (variable.path, shape, variable.dtype, where, " / ".join(sorted(sizes)))
         )
     layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
     if mesh is not None:
         layouts = tuple(
-            (v.path, tuple(v.shape), strategy.trainer.axes(v)) for v in model.variables
+            (v.path, tuple(v.shape), axes_of(strategy, v)) for v in model.variables
         )
     homes = set(totals)
     visited = [str(d) for d in strategy.placement.replicas if str(d) not in homes]
     title = title_of(strategy, model)
     return Description(title, tuple(rows), totals, tuple(visited), mesh, layouts)
+
+
+def axes_of(strategy: StrategyCore, variable: Any) -> Axes:
+    """The mesh axes that a variable is sharded along; `()` without a mesh."""
+    sharding = strategy.drivers.sharding
+    if sharding is None or strategy.placement.mesh is None:
+        return ()
+    return sharding.axes(variable)
 
 
 def title_of(strategy: StrategyCore, model: Any) -> str:

@@ -19,12 +19,13 @@ from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.describe import (
     MESH_HEADER,
     NUMBERS,
+    axes_of,
     layout_text,
     title_of,
 )
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
-from keras_strategies.runtime.placement import StepCost, itemsize
+from keras_strategies.runtime.placement import StepCost, check_layouts, itemsize
 from keras_strategies.runtime.state_scope import ShapesOnly
 
 if TYPE_CHECKING:
@@ -184,8 +185,8 @@ def plan(
                 f"returned: {model!r}"
             )
         _build(strategy, model, batch)
-        strategy.trainer.check_layouts(model)
-        cost = strategy.trainer.step_cost(model, batch)
+        check_layouts(strategy.placement, model)
+        cost = strategy.drivers.fit.step_cost(model, batch)
         variables = _variables(strategy, model)
         count = model.count_params()
     title = f"{title_of(strategy, model)}, {counted(count, 'parameter')}"
@@ -197,7 +198,8 @@ def _build(strategy: StrategyCore, model: Any, batch: Any) -> None:
     optimizer, model.optimizer = model.optimizer, None
     symbolic_build(model, batch)
     model.optimizer = optimizer
-    strategy.trainer.set_layouts(model.variables)
+    if strategy.drivers.sharding is not None:
+        strategy.drivers.sharding.set_layouts(model.variables)
     build_optimizer_without_values(optimizer, model.trainable_variables)
 
 
@@ -226,11 +228,11 @@ def _variables(strategy: StrategyCore, model: Any) -> tuple[PlannedVariable, ...
     kinds["metric"] = model.metrics_variables
     found: dict[int, PlannedVariable] = {}
     for kind, variables in kinds.items():
-        devices = strategy.trainer.planned_devices(kind == "weight")
+        devices = strategy.drivers.fit.planned_devices(kind == "weight")
         for variable in variables:
             if id(variable) in found:
                 continue
-            axes = strategy.trainer.axes(variable)
+            axes = axes_of(strategy, variable)
             shape = tuple(variable.shape)
             mesh = strategy.placement.mesh
             part = mesh.shard_shape(shape, axes) if mesh else shape

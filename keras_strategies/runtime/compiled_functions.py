@@ -1,7 +1,8 @@
-"""The Python function of each compiled function."""
+"""Compiled functions: their Python functions, and loops of their programs."""
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,3 +28,11 @@ def original_function(fn: Any) -> Any:
         return found
     # A `tf.function`.
     return getattr(fn, "python_function", fn)
+
+
+class ProgramIterable(abc.ABC):
+    """An iterable whose `for` loops in a compiled function are loops of the program."""
+
+    @abc.abstractmethod
+    def iterator_in_program(self) -> Any:
+        """The iterator of the program that is being traced."""

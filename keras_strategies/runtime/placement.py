@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keras_strategies.devices import Device
 from keras_strategies.input.worker_shares import Share
+from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.layouts import VariableMesh
 from keras_strategies.runtime.workers import Workers
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,13 @@ class StepCost:
     peak: int | None
     sent: dict[str, tuple[int, int]]
     source: str
+
+
+def check_layouts(placement: Placement, model: Any) -> None:
+    """Raises `LayoutError` if a layout map has patterns that match nothing."""
+    mesh = placement.mesh
+    if mesh is not None and is_built(model):
+        mesh.rule.check_matches()
 
 
 def nbytes_of(variable: Any) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies import context
-from keras_strategies.runtime.engine import Communicator
+from keras_strategies.runtime.communicator import Communicator
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import map_structure
 

@@ -21,6 +21,10 @@ class StatePolicy(abc.ABC):
     def assign(self, variable: Any, value: Any) -> None:
         """Assigns a variable in the scope."""
 
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        """Equivalent arguments of a `keras.Variable` that is made in the scope."""
+        return value, shape, dtype
+
     def scope(self) -> StateScope:
         """A new scope with this policy."""
         return StateScope(self)
@@ -57,6 +61,11 @@ class ShapesOnly(StatePolicy):
 
     def assign(self, variable: Any, value: Any) -> None:
         self._assigned[id(variable)] = value
+
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        tensor = keras.ops.convert_to_tensor(value, dtype)
+        name = keras.backend.standardize_dtype(tensor.dtype)
+        return (lambda shape, dtype=None: tensor), tensor.shape, name
 
 
 def policy_of(scope: Any) -> StatePolicy | None:

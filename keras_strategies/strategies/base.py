@@ -20,6 +20,7 @@ from keras_strategies.collectives.cross_device_ops import (
 from keras_strategies.context import check_results, check_returns
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
+    BackendError,
     ContextError,
     InvalidArgumentError,
     ModelScopeError,
@@ -31,7 +32,8 @@ from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.building import build_optimizer
 from keras_strategies.reports.describe import Description, describe
 from keras_strategies.reports.plan import Plan, plan
-from keras_strategies.runtime.engine import StrategyCore
+from keras_strategies.runtime.drivers import CheckpointDriver
+from keras_strategies.runtime.engine import Feature, StrategyCore, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.extended import StrategyExtended
 from keras_strategies.training.model_hooks import install_hooks
@@ -60,13 +62,14 @@ _INTERNAL = frozenset(
         "engine",
         "created",
         "default_replica_context",
+        "drivers",
         "input_context",
         "input_share",
         "other_workers",
         "owns",
         "placement",
         "replicas_here",
-        "trainer",
+        "synced_variables",
         "workers",
     }
 )
@@ -112,7 +115,10 @@ class Strategy(StrategyCore):
         install_hooks()
         engine = get_engine()
         custom = None if is_built_in(cross_device_ops) else cross_device_ops
-        engine.check_options(placement, custom, sync_batch_norm)
+        if custom is not None:
+            require(engine, Feature.CUSTOM_REDUCTIONS)
+        if not sync_batch_norm and placement.share.total > 1:
+            require(engine, Feature.SEPARATE_BATCH_NORM)
         super().__init__(
             engine, placement, cross_device_ops, sync_batch_norm, always_split
         )
@@ -130,7 +136,8 @@ class Strategy(StrategyCore):
     @property
     def distribution(self) -> Any:
         """The `keras.distribution.Distribution` underneath; None without one."""
-        return self._trainer.distribution()
+        sharding = self._drivers.sharding
+        return None if sharding is None else sharding.distribution
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -206,7 +213,7 @@ class Strategy(StrategyCore):
         if not checked.experimental_enable_dynamic_batch_size:
             local_results.check_equal_shapes(self, own_args, own_kwargs)
         with context.entered(self), replacements_named():
-            results = self._engine.run_replicas(self, fn, own_args, own_kwargs)
+            results = self._drivers.run.run(fn, own_args, own_kwargs)
         check_results(results)
         check_no_tensorflow_results(results)
         return regroup(results)
@@ -408,7 +415,8 @@ class Strategy(StrategyCore):
                 "`session` is for TensorFlow 1 and not supported. Omit it. "
                 f"Received: {session!r}"
             )
-        return self._engine.row_dataset(from_arrays(numpy_input))
+        rows = from_arrays(numpy_input)
+        return rows.as_tf_data() if self._engine.name == "tensorflow" else rows
 
     def _check_outside_replicas(self, method: str) -> None:
         if context.current_replica() is not None:
@@ -499,7 +507,7 @@ class Strategy(StrategyCore):
             )
         self._check_owns(model, "save")
         with context.entered(self):
-            return self._trainer.save_sharded(model, Path(directory), keep)
+            return self._checkpoints.save_sharded(model, Path(directory), keep)
 
     def load_sharded(self, model: Any, directory: str | os.PathLike[str]) -> int:
         """Loads the latest checkpoint that `save_sharded` has finished.
@@ -521,7 +529,18 @@ class Strategy(StrategyCore):
         self._check_owns(model, "load")
         with context.entered(self):
             build_optimizer(model)
-            return self._trainer.load_sharded(model, Path(directory))
+            return self._checkpoints.load_sharded(model, Path(directory))
+
+    @property
+    def _checkpoints(self) -> CheckpointDriver:
+        require(self._engine, Feature.SHARDED_CHECKPOINTS)
+        driver = self._drivers.checkpoints
+        if driver is None:
+            raise BackendError(
+                f"{self!r} has no sharded checkpoints: its variables are in other "
+                "processes. Use `model.save` and `keras.models.load_model`."
+            )
+        return driver
 
     def _check_owns(self, model: Any, what: str) -> None:
         if not self.owns(model):

@@ -37,7 +37,7 @@ class DefaultStrategy(Strategy):
         return cls._singletons.setdefault(get_engine(), super().__new__(cls))
 
     def __init__(self) -> None:
-        if hasattr(self, "_trainer"):
+        if hasattr(self, "_drivers"):
             return
         device = default_devices(get_engine())[0]
         super().__init__(Placement((device,), device, mirrored=False))

@@ -43,9 +43,7 @@ class StrategyExtended:
 
         On Torch all virtual CPUs have one memory, which is named once.
         """
-        devices = self._strategy.engine.memories(
-            self._strategy.placement.variable_devices
-        )
+        devices = self._strategy.drivers.fit.planned_devices(is_weight=True)
         return tuple(str(device) for device in devices)
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -191,12 +189,12 @@ class StrategyExtended:
                 "cross-replica context: outside of `run`, or in a `merge_call`."
             )
 
-        trainer = self._strategy.trainer
+        driver = self._strategy.drivers.run
 
         def first(leaf: Any) -> Any:
             if not isinstance(leaf, DistributedValues):
                 return leaf
-            return trainer.colocated_with_variable(var, leaf.values[0])
+            return driver.colocated_with_variable(var, leaf.values[0])
 
         own_args, own_kwargs = map_structure(first, (list(args), kwargs or {}))
         result = fn(var, *own_args, **own_kwargs)

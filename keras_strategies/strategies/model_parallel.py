@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from keras_strategies.cluster import ClusterResolver
 from keras_strategies.collectives.call_options import check_implementation
 from keras_strategies.devices import Device, as_devices, parse_device
 from keras_strategies.engines import get_engine
-from keras_strategies.errors import InvalidArgumentError, LayoutError
+from keras_strategies.errors import BackendError, InvalidArgumentError, LayoutError
 from keras_strategies.layouts import (
     BATCH_AXIS,
     MIN_SHARD_BYTES,
@@ -25,7 +26,7 @@ from keras_strategies.layouts import (
     VariableMesh,
     mesh_shape,
 )
-from keras_strategies.runtime.engine import Engine
+from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base import Strategy
@@ -109,7 +110,7 @@ class ModelParallelStrategy(Strategy):
         allow_unmatched: bool = False,
     ):
         engine = get_engine()
-        engine.check_model_parallel()
+        require(engine, Feature.SHARDED_VARIABLES)
         layout_map = "auto" if layout_map is None else layout_map
         smallest = _smallest_shard(min_shard_bytes, layout_map)
         check_flag("allow_unmatched", allow_unmatched)
@@ -131,7 +132,8 @@ class ModelParallelStrategy(Strategy):
         self._cluster_resolver = resolver
         given = getattr(layout_map, "device_mesh", None)
         own = _devices(engine, devices, None if workers is not None else given)
-        own = engine.mesh_devices(own, devices is not None)
+        if engine.has_process_per_mesh_device:
+            own = _one_device(engine, own, is_chosen=devices is not None)
         check_implementation(options, engine.name, own)
         every = [own] if workers is None else _of_all_workers(workers, own)
         found = tuple(device for each in every for device in each)
@@ -225,6 +227,33 @@ def _grid(
             "`model_parallel` to use the mesh's shape."
         )
     return shape, tuple(given.axis_names)
+
+
+def _one_device(
+    engine: Engine, devices: tuple[Device, ...], is_chosen: bool
+) -> tuple[Device, ...]:
+    """The only device of this process in the mesh.
+
+    Args:
+        engine: the engine.
+        devices: those that were named, or all there are.
+        is_chosen: bool, whether they were named.
+    """
+    rank = os.environ.get("LOCAL_RANK", "")
+    if not is_chosen and devices[0].kind != "cpu" and rank.isdigit():
+        # Torchrun's number of this process on its machine.
+        devices = devices[int(rank) :][:1] or devices
+    if len(devices) == 1:
+        return devices
+    raise BackendError(
+        f"ks.ModelParallelStrategy with KERAS_BACKEND={engine.name!r} needs a process "
+        f"for each device of the mesh (torch.distributed with Keras "
+        f"{keras.version()}). This process has {len(devices)}: "
+        f"{', '.join(map(str, devices))}. Start one process for each with "
+        f"`keras-strategies launch --workers {len(devices)} --devices-per-worker "
+        "1 script.py` or torchrun, and omit `devices` or name one; or set "
+        "KERAS_BACKEND=jax, where one process uses all devices."
+    )
 
 
 def _devices(

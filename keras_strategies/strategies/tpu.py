@@ -17,7 +17,7 @@ from keras_strategies.layouts import (
     AutoLayouts,
     VariableMesh,
 )
-from keras_strategies.runtime.engine import Engine
+from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices
@@ -129,7 +129,7 @@ class TPUStrategy(Strategy):
         replicas = tuple(row[0] for row in rows)
         mesh = None
         if is_cut:
-            engine.check_model_parallel()
+            require(engine, Feature.SHARDED_VARIABLES)
             shape = (len(rows), len(rows[0]))
             rule = AutoLayouts(MODEL_AXIS, shape[1], MIN_SHARD_BYTES)
             cores = tuple(core for row in rows for core in row)

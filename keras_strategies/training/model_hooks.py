@@ -20,8 +20,9 @@ from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.seeds import seed_states
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
 from keras_strategies.runtime import run_state
+from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.run_state import RunState
-from keras_strategies.runtime.state_scope import ShapesOnly, current_policy
+from keras_strategies.runtime.state_scope import current_policy
 from keras_strategies.training import worker_training
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.model_input import model_arguments
@@ -59,7 +60,8 @@ class StrategyHooks:
         strategy = context.current_strategy()
         if strategy is not None:
             set_strategy(variable, strategy)
-            strategy.trainer.making(variable)
+            if strategy.drivers.servers is not None:
+                strategy.drivers.servers.making(variable)
 
     def creating(self) -> contextlib.AbstractContextManager[Any]:
         replica = context.current_replica()
@@ -68,7 +70,7 @@ class StrategyHooks:
             return contextlib.nullcontext()
         if state.made is not None:
             state.made.begin()
-        return replica.strategy.trainer.creating_variable()
+        return replica.strategy.drivers.run.creating_variable()
 
     def check_strategy(self, model: Any, name: str) -> None:
         current = context.current_strategy()
@@ -92,7 +94,7 @@ class StrategyHooks:
         with (
             context.entered(strategy),
             contextlib.nullcontext() if is_short else patching.installed_while("scope"),
-            strategy.trainer.method(model, name),
+            strategy.drivers.fit.method(model, name),
             worker_training.method(strategy, model, name),
         ):
             yield
@@ -122,13 +124,11 @@ class StrategyHooks:
         )
 
     def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
-        return _writing(strategy_of(model), model, path)
+        return _writing(model, path)
 
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        exporting: contextlib.AbstractContextManager[None] = strategy_of(
-            model
-        ).trainer.exporting(model)
-        return exporting
+        servers = _drivers_of(model).servers
+        return contextlib.nullcontext() if servers is None else servers.exporting(model)
 
     def loaded(self, model: Any, source: Any) -> None:
         read_seeds(source, seed_states(model))
@@ -137,25 +137,25 @@ class StrategyHooks:
         strategy = strategy_of(model)
         if strategy.workers is None or strategy.workers.group.is_chief:
             return True
-        with strategy.trainer.reading(model):
+        with _reading(model):
             return False
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
-        trainer = strategy_of(model).trainer
-        return trainer.call(model, name, original, bound)
+        servers = _drivers_of(model).servers
+        if servers is None:
+            return original(*bound.args, **bound.kwargs)
+        return servers.call(model, name, original, bound)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> Any:
-        trainer = strategy_of(model).trainer
-        return trainer.step_function(model, kind, make, force)
+    ) -> None:
+        _drivers_of(model).fit.step_function(model, kind, make, force)
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-        if isinstance(current_policy(), ShapesOnly):
-            tensor = keras.ops.convert_to_tensor(value, dtype)
-            name = keras.backend.standardize_dtype(tensor.dtype)
-            return (lambda shape, dtype=None: tensor), tensor.shape, name
-        return get_engine().initial_value(value, shape, dtype)
+        policy = current_policy()
+        if policy is None:
+            return value, shape, dtype
+        return policy.initial_value(value, shape, dtype)
 
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
@@ -169,14 +169,19 @@ class StrategyHooks:
                 args=(tuple(variables),),
             )
         original = get_engine().optimizer_apply(optimizer, original)
-        return replica.strategy.trainer.apply_gradients(
-            optimizer, original, grads, variables, aggregate=not _are_aggregated()
+        replica.strategy.drivers.run.apply_gradients(
+            original, grads, variables, aggregate=not _are_aggregated()
         )
+        return optimizer.iterations
 
     def variable_assigned(self, variable: Any, value: Any) -> None:
         strategy = strategy_of(variable)
-        if strategy is not None and run_state.is_local(variable):
-            strategy.trainer.variable_assigned(variable, value)
+        if (
+            strategy is not None
+            and run_state.is_local(variable)
+            and strategy.drivers.servers is None
+        ):
+            strategy.drivers.run.variable_assigned(variable, value)
 
     def variable_added(
         self, variable: Any, original: Callable[..., Any], delta: Any
@@ -190,7 +195,7 @@ class StrategyHooks:
         strategy = strategy_of(variable)
         if strategy is None or raw_value(variable) is None:
             return text
-        copies = strategy.trainer.copies(variable)
+        copies = strategy.drivers.fit.copies(variable)
         places = ", ".join(dict.fromkeys(copy.device for copy in copies))
         if run_state.is_local(variable) and strategy.num_replicas_in_sync > 1:
             kind = f"each replica's own, read as {variable.aggregation} on"
@@ -220,6 +225,17 @@ def _made_in_run(variable: Any) -> None:
         state.made.add(variable, replica.replica_id_in_sync_group)
 
 
+def _drivers_of(model: Any) -> Drivers:
+    drivers: Drivers = strategy_of(model).drivers
+    return drivers
+
+
+def _reading(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Entered on all workers while the chief saves a model."""
+    sharding = _drivers_of(model).sharding
+    return contextlib.nullcontext() if sharding is None else sharding.reading(model)
+
+
 def _check_read_on_replica(variable: Any) -> None:
     if context.current_replica() is None:
         raise InvalidArgumentError(
@@ -235,9 +251,9 @@ class _Aggregation(threading.local):
 
 
 @contextlib.contextmanager
-def _writing(strategy: Any, model: Any, path: Any) -> Iterator[Any]:
+def _writing(model: Any, path: Any) -> Iterator[Any]:
     with (
-        strategy.trainer.reading(model),
+        _reading(model),
         atomic_save(path, seed_states(model)) as target,
     ):
         yield target

@@ -35,7 +35,7 @@ def random_numbers(engine: Engine) -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": state,
-        "backend": base64.b64encode(engine.random_state()).decode(),
+        "backend": base64.b64encode(engine.random_state).decode(),
     }
 
 
@@ -47,4 +47,4 @@ def set_random_numbers(engine: Engine, state: dict[str, Any]) -> None:
     key = np.asarray(numpy["state"]["key"], np.uint32)
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     if state["backend"]:
-        engine.set_random_state(base64.b64decode(state["backend"]))
+        engine.random_state = base64.b64decode(state["backend"])

@@ -15,6 +15,7 @@ from keras_strategies.keras_compat.models.fit_loop import (
     set_initial_epoch,
 )
 from keras_strategies.keras_compat.models.input_adapters import is_adapter
+from keras_strategies.runtime.variable_sync import sync_model
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 from keras_strategies.training.seeds import sync_random_numbers
@@ -49,7 +50,7 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
             group.check()
             if name in _LOOPS:
                 sync_random_numbers(strategy.engine, group)
-            strategy.trainer.sync_variables(model, all_of_them=name == "fit")
+            sync_model(strategy, model, all_of_them=name == "fit")
             yield
         except WorkerError:
             raise
@@ -182,7 +183,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
             0
         ]
         set_initial_epoch(self.model, epoch)
-        self._strategy.trainer.sync_variables(self.model, all_of_them=True)
+        sync_model(self._strategy, self.model, all_of_them=True)
         self._decide("the beginning of training")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -23,6 +23,7 @@ LAYERS = (
     ("processes",),
     ("runtime.workers",),
     ("runtime.placement",),
+    ("runtime.drivers", "runtime.communicator"),
     ("runtime.engine",),
     (
         "context",

@@ -354,9 +354,9 @@ def test_compile_outside_with_objects_from_outside(name):
     optimizer = keras.optimizers.Adam(0.01)
     model.compile(optimizer, "mse", metrics=[keras.metrics.MeanAbsoluteError()])
     model.train_on_batch(x, y)
-    places = {copy.device for copy in strategy.trainer.copies(model.variables[0])}
+    places = {copy.device for copy in strategy.drivers.fit.copies(model.variables[0])}
     for variable in (*optimizer.variables, *model.metrics_variables):
-        found = {copy.device for copy in strategy.trainer.copies(variable)}
+        found = {copy.device for copy in strategy.drivers.fit.copies(variable)}
         assert found == places
 
 
@@ -368,7 +368,7 @@ def test_one_device_keeps_everything_on_it():
     elsewhere = jax.device_put(x, jax.devices()[2])
     model.fit(elsewhere, y, batch_size=8, verbose=0)
     for variable in (*model.variables, *model.optimizer.variables):
-        (copy,) = strategy.trainer.copies(variable)
+        (copy,) = strategy.drivers.fit.copies(variable)
         assert copy.device == "cpu:1"
 
 
@@ -432,7 +432,7 @@ def test_saved_files_have_no_strategy(name, tmp_path):
         again = keras.saving.load_model(tmp_path / "model.keras")
     again.fit(x, y, batch_size=8, verbose=0)
     assert all(
-        {c.device for c in strategy.trainer.copies(v)}
-        == {c.device for c in strategy.trainer.copies(model.variables[0])}
+        {c.device for c in strategy.drivers.fit.copies(v)}
+        == {c.device for c in strategy.drivers.fit.copies(model.variables[0])}
         for v in (*again.variables, *again.optimizer.variables)
     )

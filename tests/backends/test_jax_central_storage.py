@@ -37,7 +37,7 @@ def test_central_storage_keeps_one_copy(name):
     class Look(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             for variable in (*self.model.variables, *self.model.optimizer.variables):
-                (copy,) = strategy.trainer.copies(variable)
+                (copy,) = strategy.drivers.fit.copies(variable)
                 seen.append((copy.device, copy.role))
 
     model.fit(x, y, batch_size=8, verbose=0, callbacks=[Look()])

@@ -941,7 +941,7 @@ def test_central_storage_keeps_every_variable_on_the_parameter_device():
         model = small_model("adam")
     model.train_on_batch(*rows(8)[:2])
     variables = [*model.variables, *model.optimizer.variables]
-    devices = {copy.device for v in variables for copy in strategy.trainer.copies(v)}
+    devices = {c.device for v in variables for c in strategy.drivers.fit.copies(v)}
     assert devices == {"cpu:0"}
     assert "cpu:1, cpu:2" in str(strategy.describe(model))
 

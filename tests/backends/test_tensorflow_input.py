@@ -28,8 +28,8 @@ DEVICE = "/device:CPU:1"
 def on_cpu_1(ahead: bool):
     """OneDeviceStrategy, with the placer that it has on an accelerator, or without."""
     strategy = ks.OneDeviceStrategy("cpu:1")
-    assert strategy.trainer.placer is None
-    strategy.trainer.placer = AheadPlacer(DEVICE) if ahead else None
+    assert strategy.drivers.fit.placer is None
+    strategy.drivers.fit.placer = AheadPlacer(DEVICE) if ahead else None
     return strategy
 
 
@@ -107,13 +107,13 @@ def test_fit_on_a_gpu_gets_its_batches_there():
     results = []
     for ahead in (False, True):
         strategy = ks.OneDeviceStrategy("gpu:0")
-        assert isinstance(strategy.trainer.placer, AheadPlacer)
+        assert isinstance(strategy.drivers.fit.placer, AheadPlacer)
         if ahead:
             dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
-            for x, _ in strategy.trainer.placer.dataset(dataset):
+            for x, _ in strategy.drivers.fit.placer.dataset(dataset):
                 assert "GPU:0" in x.device
         else:
-            strategy.trainer.placer = None
+            strategy.drivers.fit.placer = None
         model = model_of(strategy)
         model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0)
         results.append(model.get_weights())

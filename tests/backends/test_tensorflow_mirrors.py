@@ -41,10 +41,10 @@ def variable(strategy):
 def copies_of(variable) -> dict[str, np.ndarray]:
     """What lies on each device, read there."""
     strategy = variable.__dict__["_keras_strategies_strategy"]
-    found = {c.device: c.value.numpy() for c in strategy.trainer.copies(variable)}
+    found = {c.device: c.value.numpy() for c in strategy.drivers.fit.copies(variable)}
     assert all(
         f"CPU:{c.device[-1]}" in c.value.device
-        for c in strategy.trainer.copies(variable)
+        for c in strategy.drivers.fit.copies(variable)
     )
     return found
 
@@ -532,7 +532,7 @@ def poison(variable, device: str) -> None:
     """Gives the copy on one device, and it alone, other values."""
     (place,) = (
         c.value
-        for c in variable.__dict__["_keras_strategies_strategy"].trainer.copies(
+        for c in variable.__dict__["_keras_strategies_strategy"].drivers.fit.copies(
             variable
         )
         if c.device == device
@@ -662,7 +662,7 @@ def test_central_storage_and_one_device_keep_one_copy():
         with strategy.scope():
             kernel = keras.Variable(START)
         kernel.assign_add(ONES)
-        assert len(strategy.trainer.copies(kernel)) == 1
+        assert len(strategy.drivers.fit.copies(kernel)) == 1
         assert type(kernel.value).__name__ == "ResourceVariable"
 
 

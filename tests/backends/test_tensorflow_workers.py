@@ -136,7 +136,7 @@ def graph_of_a_step(model, strategy, x, y):
     """The operations of `train_step` on a batch, by type."""
     from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 
-    call = strategy.trainer._call
+    call = strategy.drivers.fit._call
 
     def step(data):
         with layer_calls_through(call):

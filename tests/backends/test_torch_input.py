@@ -46,9 +46,9 @@ def noting(events):
 
 def test_fit_evaluate_and_predict_move_their_batches_one_ahead():
     plain, ahead = ks.OneDeviceStrategy("cpu:0"), ks.OneDeviceStrategy("cpu:0")
-    assert plain.trainer.placer is None
+    assert plain.drivers.fit.placer is None
     events: list[str] = []
-    ahead.trainer.placer = CudaPrefetcher(noting(events))
+    ahead.drivers.fit.placer = CudaPrefetcher(noting(events))
     results = []
     for strategy in (plain, ahead):
         model = model_of(strategy)
@@ -86,7 +86,7 @@ def test_fit_evaluate_and_predict_move_their_batches_one_ahead():
 
 def test_a_generator_that_fails_has_its_batches_trained_on_first():
     strategy = ks.OneDeviceStrategy("cpu:0")
-    strategy.trainer.placer = CudaPrefetcher(noting([]))
+    strategy.drivers.fit.placer = CudaPrefetcher(noting([]))
 
     def batches():
         for _ in range(3):
@@ -125,9 +125,9 @@ def test_fit_on_a_gpu_gets_its_batches_there():
     results = []
     for place in (False, True):
         strategy = ks.OneDeviceStrategy("gpu:0")
-        assert isinstance(strategy.trainer.placer, CudaPrefetcher)
+        assert isinstance(strategy.drivers.fit.placer, CudaPrefetcher)
         if not place:
-            strategy.trainer.placer = None
+            strategy.drivers.fit.placer = None
         keras.utils.set_random_seed(0)
         with strategy.scope():
             model = keras.Sequential([Noting(), keras.layers.Dense(1)])

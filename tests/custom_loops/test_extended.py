@@ -128,7 +128,7 @@ def test_parameter_devices_hold_the_variables(mirrored):
         model.compile("sgd", "mse")
     model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     for variable in model.trainable_variables:
-        copies = mirrored.trainer.copies(variable)
+        copies = mirrored.drivers.fit.copies(variable)
         assert tuple(copy.device for copy in copies) == devices
         assert repr(variable).endswith(f"on {', '.join(devices)}>")
 
@@ -142,7 +142,7 @@ def test_placement_with_another_variable(mirrored):
         with mirrored.extended.colocate_vars_with(other):
             made = keras.Variable([3.0, 4.0])
         places = [
-            [copy.device for copy in mirrored.trainer.copies(variable)]
+            [copy.device for copy in mirrored.drivers.fit.copies(variable)]
             for variable in (made, other)
         ]
         assert places[0] == places[1]
@@ -164,9 +164,9 @@ def test_placement_with_a_sharded_variable():
     with strategy.extended.colocate_vars_with(kernel):
         alike = keras.Variable(np.ones((4, 2), "float32"), name="other")
         vector = keras.Variable(np.ones((2,), "float32"), name="vector")
-    shapes = [[c.value.shape for c in strategy.trainer.copies(v)] for v in (alike,)]
+    shapes = [[c.value.shape for c in strategy.drivers.fit.copies(v)] for v in (alike,)]
     assert shapes == [[(4, 1), (4, 1)]]
-    assert [c.value.shape for c in strategy.trainer.copies(vector)] == [(2,), (2,)]
+    assert [c.value.shape for c in strategy.drivers.fit.copies(vector)] == [(2,), (2,)]
 
 
 def test_options_of_run(mirrored):

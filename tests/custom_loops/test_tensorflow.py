@@ -136,7 +136,7 @@ def test_variables_made_in_a_run_are_mirrored_as_all_are(mirrored):
     assert len(model.variables) == 4
     for variable in model.variables:
         assert isinstance(variable.value, tf.Variable)
-        first, second = mirrored.trainer.copies(variable)
+        first, second = mirrored.drivers.fit.copies(variable)
         assert (first.device, second.device) == ("cpu:0", "cpu:1")
         np.testing.assert_array_equal(first.value, second.value)
 

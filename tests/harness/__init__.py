@@ -1,1 +1,1 @@
-"""What the tests share: data, models, strategies, leak police, a fake backend."""
+"""What the tests share: data, models, strategies, leak police."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -30,11 +31,18 @@ from keras_strategies.engines.tensorflow.program_iteration import (
     ProgramIterator,
     loop_over,
 )
+from keras_strategies.engines.tensorflow.replicas.replica_run import TensorFlowRun
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.engines.tensorflow.worker_collectives import TensorFlowWorkers
-from keras_strategies.errors import BackendError, OutOfRangeError
-from keras_strategies.runtime.engine import Engine, TrainerAdapter
+from keras_strategies.errors import OutOfRangeError
+from keras_strategies.runtime.compiled_functions import ProgramIterable
+from keras_strategies.runtime.drivers import Drivers
+from keras_strategies.runtime.engine import (
+    WITHOUT_SHARDED_CHECKPOINTS,
+    Engine,
+    Feature,
+)
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -53,6 +61,21 @@ class TensorFlowEngine(Engine):
     """TensorFlow on CPU and GPU devices."""
 
     name = "tensorflow"
+    lacks = MappingProxyType(
+        {
+            Feature.SHARDED_VARIABLES: "Keras shards variables over devices on JAX "
+            "only: on TensorFlow a layer's kernel is one `tf.Variable`, on one device. "
+            "Set KERAS_BACKEND=jax; a model that is saved there opens here. What works "
+            "on TensorFlow: ks.MirroredStrategy, with all variables on every device, "
+            "and ks.CentralStorageStrategy, which keeps them, and the optimizer's "
+            "slots, on one device that may be larger than the others, such as 'cpu:0'.",
+            Feature.SHARDED_CHECKPOINTS: WITHOUT_SHARDED_CHECKPOINTS,
+        }
+    )
+    out_of_range_error = TensorFlowOutOfRangeError
+
+    def __init__(self) -> None:
+        loop_over(ProgramIterable, lambda given: given.iterator_in_program())
 
     def local_devices(self) -> tuple[Device, ...]:
         return local_devices()
@@ -63,24 +86,12 @@ class TensorFlowEngine(Engine):
     def cpu_device_count(self) -> int:
         return cpu_count()
 
-    def is_tensor(self, value: Any) -> bool:
-        return bool(tf.is_tensor(value))
-
-    def to_numpy(self, tensor: Any) -> Any:
-        return keras.ops.convert_to_numpy(tensor)
-
     def to_device(self, value: Any, device: Device) -> Any:
         with tf.device(tf_device(device)):
             return tf.identity(keras.ops.convert_to_tensor(value))
 
-    def row_dataset(self, rows: Any) -> Any:
-        return tf.data.Dataset.from_tensor_slices(rows.arrays)
-
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
         return tf.TensorSpec(shape, dtype)
-
-    def out_of_range(self, message: str) -> Exception:
-        return TensorFlowOutOfRangeError(message)
 
     def device_of(self, tensor: Any) -> Device:
         return device_of(tensor)
@@ -102,39 +113,21 @@ class TensorFlowEngine(Engine):
             found = spec()
         return ProgramIterator(start, found, where)
 
-    def loops_over(self, iterable: type, in_program: Callable[[Any], Any]) -> None:
-        loop_over(iterable, in_program)
-
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
         with tf.device(tf_device(device_of(tensors[0]))):
             reduced = PRIMITIVES.reduce(op, tensors)
-        return self.broadcast(reduced, [device_of(tensor) for tensor in tensors])
-
-    def all_gather(self, tensors: Sequence[Any], axis: int) -> list[Any]:
-        with tf.device(tf_device(device_of(tensors[0]))):
-            gathered = tf.concat(list(tensors), axis)
-        return self.broadcast(gathered, [device_of(tensor) for tensor in tensors])
-
-    def broadcast(self, tensor: Any, devices: Sequence[Device]) -> list[Any]:
-        return [self.to_device(tensor, device) for device in devices]
+        return [self.to_device(reduced, device_of(tensor)) for tensor in tensors]
 
     def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
         return TensorFlowWorkers(group, options)
 
+    @property
     def random_state(self) -> bytes:
         return random_state()
 
-    def set_random_state(self, state: bytes) -> None:
+    @random_state.setter
+    def random_state(self, state: bytes) -> None:
         set_random_state(state)
-
-    def run_replicas(
-        self,
-        strategy: StrategyCore,
-        fn: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-    ) -> list[Any]:
-        return strategy.trainer.run(fn, args, kwargs)  # type: ignore[attr-defined]
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
@@ -146,16 +139,6 @@ class TensorFlowEngine(Engine):
     ) -> Callable[..., Any]:
         return function(fn, jit_compile)
 
-    def check_model_parallel(self) -> None:
-        raise BackendError(
-            "ks.ModelParallelStrategy was made with KERAS_BACKEND='tensorflow'. Keras "
-            "cuts variables over devices on JAX only: on TensorFlow a layer's kernel "
-            "is one `tf.Variable`, on one device. Set KERAS_BACKEND=jax; a model that "
-            "is saved there opens here. What works on TensorFlow: "
-            "ks.MirroredStrategy, with all variables on every device, and "
-            "ks.CentralStorageStrategy, which keeps them, and the optimizer's slots, "
-            "on one device that may be larger than the others, such as 'cpu:0'."
-        )
-
-    def trainer(self, strategy: StrategyCore) -> TrainerAdapter:
-        return TensorFlowTrainer(strategy)
+    def drivers(self, strategy: StrategyCore) -> Drivers:
+        fit = TensorFlowTrainer(strategy)
+        return Drivers(fit, TensorFlowRun(strategy, fit.engine))

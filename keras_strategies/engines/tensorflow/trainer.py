@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -12,10 +12,6 @@ import tensorflow as tf
 from keras_strategies import context
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow import compat
-from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import (
-    in_dtype_of,
-    sums_over_workers,
-)
 from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
     TensorFlowDataParallelCall,
 )
@@ -32,35 +28,31 @@ from keras_strategies.engines.tensorflow.replicas.plain_variables import (
     warning_of_plain_variables,
 )
 from keras_strategies.engines.tensorflow.replicas.replica_run import (
-    TensorFlowRun,
     creating_variables,
-    sum_gradients,
 )
 from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     hook_tensorflow,
     is_in_optimizer,
 )
-from keras_strategies.keras_compat.models.building import is_built
+from keras_strategies.keras_compat.models.building import build_optimizer, is_built
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.colocation import colocation_reference
-from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.runtime.run_state import is_local
-from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-class TensorFlowTrainer(TrainerAdapter):
+class TensorFlowTrainer(FitDriver):
     """Steps on the device of the variables; layers on all replicas."""
 
     def __init__(self, strategy: StrategyCore):
-        super().__init__(strategy)
+        super().__init__(strategy.placement)
         workers = workers_of(self.placement)
         if workers is not None:
             workers.use_device(tf_device(self.placement.variables))
@@ -80,7 +72,6 @@ class TensorFlowTrainer(TrainerAdapter):
                 compat.default_strategy,
                 context.has_strategy,
             )
-        self.run = TensorFlowRun(strategy, self.engine)
         home = self.placement.variables
         # Several replicas get their rows from the step, each its own.
         self.placer = (
@@ -151,67 +142,19 @@ class TensorFlowTrainer(TrainerAdapter):
             original(value)
         else:
             # A layer is built while a program is traced: it has its variables before.
-            with creating_variables(self.run.lead):
+            with creating_variables(tf_device(self.placement.variables)):
                 original(value)
         raw = raw_value(variable)
         if compat.is_resource_variable(raw):
             mirror(raw, self._others, creating_variables)
 
-    def local_values(self, variable: Any) -> list[Any]:
-        if not is_local(variable):
-            return super().local_values(variable)
-        own, first = self.run.local_values, self.placement.share.first
-        replicas = range(len(self.placement.replicas))
-        return [own.get(variable, first + i) for i in replicas]
-
-    def sync_variables(self, model: Any, all_of_them: bool) -> None:
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
         # Keras builds optimizers in the first step on TensorFlow. One that has
         # restored a backup is built, and would have variables that others lack.
-        optimizer = getattr(model, "optimizer", None)
-        if (
-            self.placement.workers is not None
-            and optimizer is not None
-            and not optimizer.built
-            and is_built(model)
-        ):
-            optimizer.build(model.trainable_variables)
-        super().sync_variables(model, all_of_them)
-
-    @contextlib.contextmanager
-    def creating_variable(self) -> Iterator[None]:
-        # The first replica makes what all of them use, before the others have begun.
-        with (
-            outside_stateless_scopes(),
-            creating_variables(self.run.lead),
-        ):
-            yield
-
-    def variable_assigned(self, variable: Any, value: Any) -> None:
-        self.run.local_values.assigned(variable, value)
-
-    def apply_gradients(
-        self,
-        optimizer: Any,
-        apply: Callable[..., Any],
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
-        aggregate: bool,
-    ) -> Any:
-        replica = context.current_replica()
-        assert replica is not None
-
-        def update(strategy: StrategyCore, gradients: Sequence[Any]) -> None:
-            if aggregate:
-                count = len(self.placement.replicas)
-                own = sum_gradients(gradients, count, self.run.reduction)
-                total = sums_over_workers(own, self.placement.workers)
-                total = list(map(in_dtype_of, total, gradients))
-            else:
-                total = [select_replica(0, gradient) for gradient in gradients]
-            apply(total, variables)
-
-        replica.merge_call(update, args=(list(gradients),))
-        return optimizer.iterations
+        if self.placement.workers is not None and name != "compile" and is_built(model):
+            build_optimizer(model)
+        yield
 
 
 def _wants_copies() -> bool:
@@ -239,4 +182,4 @@ def _initialize(variable: Any, original: Callable[[Any], None], value: Any) -> N
         if strategy is None:
             original(value)
         else:
-            strategy.trainer.initialize(variable, original, value)
+            strategy.drivers.fit.initialize(variable, original, value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from keras_strategies.devices import Device
@@ -31,3 +33,9 @@ def accelerators() -> list[Device]:
     if hasattr(torch, "xpu") and torch.xpu.is_available():
         found += [Device("xpu", i) for i in range(torch.xpu.device_count())]
     return found
+
+
+def memories(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices with separate memory: all virtual CPUs are torch's one CPU."""
+    first = {torch_device(device): device for device in reversed(devices)}
+    return tuple(device for device in devices if device in first.values())

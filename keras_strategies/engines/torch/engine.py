@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -19,11 +18,16 @@ from keras_strategies.engines.torch.devices import (
     torch_device,
 )
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
+from keras_strategies.engines.torch.replicas.replica_run import TorchRun
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.trainer import TorchTrainer
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
-from keras_strategies.errors import BackendError
-from keras_strategies.runtime.engine import Engine, TrainerAdapter
+from keras_strategies.runtime.drivers import Drivers
+from keras_strategies.runtime.engine import (
+    WITHOUT_SHARDED_CHECKPOINTS,
+    Engine,
+    Feature,
+)
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -35,8 +39,10 @@ class TorchEngine(Engine):
     """Torch on CPU, CUDA, MPS and XPU devices."""
 
     name = "torch"
+    has_process_per_mesh_device = True
 
     def __init__(self) -> None:
+        self.lacks = _lacks()
         self._virtual_cpus = 1
 
     def local_devices(self) -> tuple[Device, ...]:
@@ -46,17 +52,6 @@ class TorchEngine(Engine):
     def set_virtual_cpu_devices(self, count: int) -> None:
         # Nothing of torch's is fixed by this: all of them are its one CPU.
         self._virtual_cpus = count
-
-    def memories(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        # All virtual CPUs are torch's one CPU.
-        first = {torch_device(device): device for device in reversed(devices)}
-        return tuple(device for device in devices if device in first.values())
-
-    def is_tensor(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor)
-
-    def to_numpy(self, tensor: Any) -> Any:
-        return keras.ops.convert_to_numpy(tensor)
 
     def to_device(self, value: Any, device: Device) -> torch.Tensor:
         with keras.device(str(torch_device(device))):
@@ -80,34 +75,16 @@ class TorchEngine(Engine):
         reduced = PRIMITIVES.reduce(op, [t.to(tensors[0].device) for t in tensors])
         return [reduced.to(t.device) for t in tensors]
 
-    def all_gather(
-        self, tensors: Sequence[torch.Tensor], axis: int
-    ) -> list[torch.Tensor]:
-        gathered = torch.cat([t.to(tensors[0].device) for t in tensors], dim=axis)
-        return [gathered.to(t.device) for t in tensors]
-
-    def broadcast(
-        self, tensor: torch.Tensor, devices: Sequence[Device]
-    ) -> list[torch.Tensor]:
-        return [tensor.to(torch_device(device)) for device in devices]
-
     def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
         return TorchWorkers(group, options)
 
+    @property
     def random_state(self) -> bytes:
         return bytes(torch.get_rng_state().numpy())
 
-    def set_random_state(self, state: bytes) -> None:
+    @random_state.setter
+    def random_state(self, state: bytes) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-    def run_replicas(
-        self,
-        strategy: StrategyCore,
-        fn: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-    ) -> list[Any]:
-        return strategy.trainer.run(fn, args, kwargs)  # type: ignore[attr-defined]
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
@@ -134,43 +111,32 @@ class TorchEngine(Engine):
     ) -> Callable[..., Any]:
         return torch.compile(fn) if jit_compile else fn
 
-    def check_model_parallel(self) -> None:
-        version = keras.version()
-        if tuple(int(part) for part in version.split(".")[:2]) < (3, 16):
-            raise BackendError(
-                "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', "
-                "where sharded variables (DTensors) need Keras 3.16 or newer; Keras "
-                f"{version} is installed. Update Keras, or set KERAS_BACKEND=jax; a "
-                "model that is saved there loads here. This version supports "
-                "ks.MirroredStrategy and, for optimizer slots too large for the "
-                "accelerators, ks.CentralStorageStrategy."
-            )
-
-    def mesh_devices(
-        self, devices: tuple[Device, ...], is_chosen: bool
-    ) -> tuple[Device, ...]:
-        rank = os.environ.get("LOCAL_RANK", "")
-        if not is_chosen and devices[0].kind != "cpu" and rank.isdigit():
-            # Torchrun's number of this process on its machine.
-            devices = devices[int(rank) :][:1] or devices
-        if len(devices) == 1:
-            return devices
-        raise BackendError(
-            "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch', where "
-            "each device of the mesh needs its own process (torch.distributed with "
-            f"Keras {keras.version()}). This process has {len(devices)}: "
-            f"{', '.join(map(str, devices))}. Start one process for each with "
-            f"`keras-strategies launch --workers {len(devices)} --devices-per-worker "
-            "1 script.py` or torchrun, and omit `devices` or name one; or set "
-            "KERAS_BACKEND=jax, where one process uses all devices."
-        )
-
-    def trainer(self, strategy: StrategyCore) -> TrainerAdapter:
+    def drivers(self, strategy: StrategyCore) -> Drivers:
         if strategy.placement.mesh is not None:
             # torch.distributed.tensor takes a second to import.
             from keras_strategies.engines.torch.model_parallel.sharded_call import (
+                ShardedRun,
                 ShardedTrainer,
             )
 
-            return ShardedTrainer(strategy)
-        return TorchTrainer(strategy)
+            sharded = ShardedTrainer(strategy)
+            return Drivers(sharded, ShardedRun(strategy), sharded)
+        fit = TorchTrainer(strategy)
+        return Drivers(fit, TorchRun(strategy, fit.threads, fit.variables))
+
+
+def _lacks() -> Mapping[Feature, str]:
+    lacks = {
+        Feature.DATASETS_IN_PROGRAMS: "Iterate outside of it.",
+        Feature.SHARDED_CHECKPOINTS: WITHOUT_SHARDED_CHECKPOINTS,
+    }
+    version = keras.version()
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 16):
+        lacks[Feature.SHARDED_VARIABLES] = (
+            f"Sharded variables (DTensors) need Keras 3.16 or newer; Keras {version} "
+            "is installed. Update Keras, or set KERAS_BACKEND=jax; a model that is "
+            "saved there loads here. This version supports ks.MirroredStrategy and, "
+            "for optimizer slots too large for the accelerators, "
+            "ks.CentralStorageStrategy."
+        )
+    return lacks

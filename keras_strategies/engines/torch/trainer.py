@@ -3,51 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
 
-from keras_strategies import context
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.cuda_batches import CudaMover, CudaPrefetcher
-from keras_strategies.engines.torch.data_parallel.gradient_sums import in_dtype_of
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchDataParallelCall,
 )
-from keras_strategies.engines.torch.devices import device_of, torch_device
-from keras_strategies.engines.torch.replicas.replica_run import TorchRun, sum_gradients
+from keras_strategies.engines.torch.devices import (
+    device_of,
+    memories,
+    torch_device,
+)
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
-from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import VariableCopy
-from keras_strategies.runtime.run_state import is_local
 from keras_strategies.runtime.workers import Workers
-from keras_strategies.types import ReduceOp
-from keras_strategies.values import select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-class TorchTrainer(TrainerAdapter):
+class TorchTrainer(FitDriver):
     """Trainer: steps on the device of the variables, layer calls on all replicas."""
 
     def __init__(self, strategy: StrategyCore):
-        super().__init__(strategy)
+        super().__init__(strategy.placement)
         self.threads = ReplicaThreads(self.placement.replicas)
-        self._variables = ReplicaVariables(self.placement)
+        self.variables = ReplicaVariables(self.placement)
         self._call = (
             None
             if self.placement.is_single
-            else TorchDataParallelCall(strategy, self.threads, self._variables)
+            else TorchDataParallelCall(strategy, self.threads, self.variables)
         )
-        self.run = TorchRun(strategy, self.threads, self._variables)
         home = torch_device(self.placement.variables)
         # Several replicas take their rows from the host.
         self.placer = (
@@ -95,14 +91,7 @@ class TorchTrainer(TrainerAdapter):
         # Mirrored is what replicas read.
         if not is_weight:
             return (self.placement.variables,)
-        return self.strategy.engine.memories(self.placement.variable_devices)
-
-    def local_values(self, variable: Any) -> list[torch.Tensor]:
-        if is_local(variable):
-            own, first = self.run.local_values, self.placement.share.first
-            replicas = range(len(self.placement.replicas))
-            return [own.get(variable, first + i).clone() for i in replicas]
-        return [value.detach().clone() for value in super().local_values(variable)]
+        return memories(self.placement.variable_devices)
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = raw_value(variable)
@@ -111,53 +100,9 @@ class TorchTrainer(TrainerAdapter):
         found = [VariableCopy(str(_named(raw, lead)), nbytes, "variable", raw)]
         found += [
             VariableCopy(str(device), nbytes, "variable", mirror)
-            for device, mirror in self._variables.mirrors(variable)
+            for device, mirror in self.variables.mirrors(variable)
         ]
         return found
-
-    @contextlib.contextmanager
-    def creating_variable(self) -> Iterator[None]:
-        with outside_stateless_scopes(), self.scope():
-            yield
-
-    def variable_assigned(self, variable: Any, value: Any) -> None:
-        self.run.local_values.assigned(variable, value)
-
-    def apply_gradients(
-        self,
-        optimizer: Any,
-        apply: Callable[..., Any],
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
-        aggregate: bool,
-    ) -> Any:
-        replica = context.current_replica()
-        assert replica is not None
-        lead = torch_device(self.placement.variables)
-
-        def update(strategy: StrategyCore, gradients: Sequence[Any]) -> None:
-            if aggregate:
-                count, reduction = len(self.placement.replicas), self.run.reduction
-                found = sum_gradients(gradients, lead, count, reduction)
-                total = self._over_workers(found)
-                total = list(map(in_dtype_of, total, gradients))
-            else:
-                total = [select_replica(0, gradient) for gradient in gradients]
-            with torch.no_grad():
-                apply(total, variables)
-
-        replica.merge_call(update, args=(list(gradients),))
-        return optimizer.iterations
-
-    def _over_workers(self, gradients: list[Any]) -> list[Any]:
-        """The sums over workers; None is None on all of them."""
-        workers = self.placement.workers
-        if workers is None:
-            return gradients
-        # The last layers have their gradients first.
-        present = [gradient for gradient in reversed(gradients) if gradient is not None]
-        found = iter(reversed(workers.all_reduce(ReduceOp.SUM, present)))
-        return [None if gradient is None else next(found) for gradient in gradients]
 
 
 def _named(tensor: torch.Tensor, expected: Device) -> Device:

@@ -18,26 +18,26 @@ from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
     is_sharded,
 )
-from keras_strategies.runtime.engine import StrategyCore, TrainerAdapter
-from keras_strategies.runtime.placement import VariableCopy
+from keras_strategies.runtime.drivers import FitDriver, ParameterServerDriver
+from keras_strategies.runtime.placement import Placement, VariableCopy
 
 
-class ParameterServerTrainer(TrainerAdapter):
-    """Trainer adapter of the coordinator: variables on servers, steps on workers.
+class ParameterServerTrainer(FitDriver, ParameterServerDriver):
+    """Driver of models on the coordinator: variables on servers, steps on workers.
 
     Args:
-        strategy: the strategy.
-        registry: its variables.
+        placement: the placement of the strategy.
+        registry: the variables of the strategy.
         training: the methods of models.
     """
 
     def __init__(
         self,
-        strategy: StrategyCore,
+        placement: Placement,
         registry: VariableRegistry,
         training: ModelTraining,
     ):
-        super().__init__(strategy)
+        super().__init__(placement)
         self._registry = registry
         self._training = training
 

@@ -44,8 +44,9 @@ class _LeaveOut:
     ) -> ModuleSpec | None:
         if name not in _UNUSED:
             return None
-        # Asked now: a script may choose its backend itself.
-        if name == "jax" and os.environ.get("KERAS_BACKEND") == "jax":
+        # Asked now: a script may choose its backend itself. The NumPy one takes FFTs
+        # from JAX.
+        if name == "jax" and os.environ.get("KERAS_BACKEND") in ("jax", "numpy"):
             return None
         keras = getattr(sys.modules.get("keras"), "__spec__", None)
         # Set by Python's import system until the module has been run to its end.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,7 @@ from keras_strategies.engines.jax.array_placement import spans_processes
 from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
 from keras_strategies.engines.jax.devices import default_device, device_of, jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
-from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
-from keras_strategies.engines.jax.function.state_refs import OnReadValues
-from keras_strategies.engines.jax.function.trace_state import in_trace
-from keras_strategies.engines.jax.run.replica_program import (
-    ReplicaProgram,
-    run_single_replica,
-)
-from keras_strategies.engines.jax.run.run_programs import RunPrograms
-from keras_strategies.engines.jax.run.traced_replica_state import current_replica_state
+from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 from keras_strategies.engines.jax.sharding import orbax_checkpoints
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     CrossWorkerShards,
@@ -40,15 +31,14 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.engine import TrainerAdapter
+from keras_strategies.runtime.drivers import CheckpointDriver, FitDriver
 from keras_strategies.runtime.placement import VariableCopy
-from keras_strategies.runtime.run_state import is_local
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-class JaxTrainer(TrainerAdapter):
+class JaxTrainer(FitDriver, CheckpointDriver):
     """Base of the trainers of one device and of a mesh.
 
     Args:
@@ -57,7 +47,8 @@ class JaxTrainer(TrainerAdapter):
     """
 
     def __init__(self, strategy: StrategyCore, placer: JaxBatchPlacer):
-        super().__init__(strategy)
+        super().__init__(strategy.placement)
+        self.strategy = strategy
         self.placer = placer
         if self.placement.workers is not None:
             hook_jax_placement(
@@ -68,6 +59,11 @@ class JaxTrainer(TrainerAdapter):
         self.home = jax_device(self.placement.variables)
         #: The devices of all replicas, those of other workers too.
         self.devices = [jax_device(device) for device in self.placement.replicas]
+
+    @property
+    def distribution(self) -> StrategyDistribution | None:
+        """The layouts of batches and variables; None on one device."""
+        return None
 
     @abc.abstractmethod
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
@@ -91,16 +87,15 @@ class JaxTrainer(TrainerAdapter):
             stack.enter_context(batches_placed_by(self.placer))
             if default_device() != self.home:
                 stack.enter_context(jax.default_device(self.home))
-            distribution = self.distribution()
-            if distribution is not None:
-                stack.enter_context(distribution.scope())
+            if self.distribution is not None:
+                stack.enter_context(self.distribution.scope())
             yield
 
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
         # A callback of `fit` may call `evaluate`, and `fit` empties the variables.
         sync_jax_state(model)
-        self.check_model(model)
+        self._check_model(model)
         try:
             yield
         except BaseException:
@@ -137,7 +132,8 @@ class JaxTrainer(TrainerAdapter):
         # Keras 3.15 does not place the input of `predict_on_batch`.
         return lambda state, batch: step(state, self.placer.place(batch))
 
-    def check_model(self, model: Any) -> None:
+    def _check_model(self, model: Any) -> None:
+        """Raises `ModelScopeError` if variables are on other devices."""
         for variable in (*model.trainable_variables, *model.non_trainable_variables):
             if not self.is_placed(variable):
                 raise ModelScopeError(
@@ -191,90 +187,13 @@ class JaxTrainer(TrainerAdapter):
             for shard in raw.addressable_shards
         ]
 
-    @functools.cached_property
-    def replica_program(self) -> ReplicaProgram | None:
-        """The trace of replicas; None for a strategy of one device."""
-        return (
-            None
-            if self.placement.is_single
-            else ReplicaProgram(self.strategy, self.devices)
-        )
-
-    @functools.cached_property
-    def _run_programs(self) -> RunPrograms:
-        return RunPrograms(self.strategy)
-
-    @property
-    def program_sharding(self) -> ProgramSharding:
-        """Shardings of programs that use this strategy's variables."""
-        if self.replica_program is None:
-            return ProgramSharding(jax.sharding.SingleDeviceSharding(self.home))
-        return self.replica_program.sharding
-
-    @property
-    def on_read_values(self) -> OnReadValues | None:
-        """The replica values of on-read variables; None with one replica."""
-        return (
-            None
-            if self.replica_program is None
-            else self.replica_program.on_read_values
-        )
-
-    def run_replicas(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-    ) -> list[Any]:
-        """See `Engine.run_replicas`."""
-        if self.replica_program is None:
-            return [run_single_replica(self.strategy, fn, args[0], kwargs[0])]
-        if in_trace():
-            return self.replica_program(fn, args, kwargs)
-        return self._run_programs(fn, args, kwargs)
-
-    def colocated_with_variable(self, variable: Any, tensor: Any) -> Any:
-        raw = raw_value(variable)
-        if in_trace() or not isinstance(tensor, jax.Array) or raw is None:
-            return tensor
-        sharding = raw.sharding
-        if isinstance(sharding, jax.NamedSharding):
-            sharding = jax.NamedSharding(sharding.mesh, jax.P())
-        return jax.device_put(tensor, sharding)
-
-    def local_values(self, variable: Any) -> list[Any]:
-        if self.on_read_values is None or not is_local(variable):
-            return super().local_values(variable)
-        # Each of several devices of a replica has its value.
-        shards = self.on_read_values.get(variable).addressable_shards
-        parts = {shard.index[0].start or 0: shard.data[0] for shard in shards}
-        return [parts[i] for i in sorted(parts)]
-
-    def variable_assigned(self, variable: Any, value: Any) -> None:
-        if self.on_read_values is not None:
-            self.on_read_values.drop(variable)
-
-    def apply_gradients(
-        self,
-        optimizer: Any,
-        apply: Callable[..., Any],
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
-        aggregate: bool,
-    ) -> Any:
-        replicas = current_replica_state().replicas
-        replicas.apply(
-            list(gradients), aggregate, lambda summed: apply(summed, variables)
-        )
-        return optimizer.iterations
-
 
 def _cross_worker_shards_of(variable: Any) -> CrossWorkerShards | None:
     strategy = strategy_of(variable)
     return (
         None
         if strategy is None
-        else getattr(strategy.trainer, "cross_worker_shards", None)
+        else getattr(strategy.drivers.fit, "cross_worker_shards", None)
     )
 
 

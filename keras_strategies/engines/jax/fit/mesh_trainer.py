@@ -20,13 +20,14 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     set_layout,
 )
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.drivers import ShardingDriver
 from keras_strategies.runtime.placement import StepCost
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-class DistributionTrainer(JaxTrainer):
+class DistributionTrainer(JaxTrainer, ShardingDriver):
     """Batches sharded over a mesh, variables with the layouts of a distribution.
 
     Args:
@@ -44,6 +45,7 @@ class DistributionTrainer(JaxTrainer):
         self._distribution = distribution
         self._devices = distribution.own_layout(None).backend_layout.device_set
 
+    @property
     def distribution(self) -> StrategyDistribution:
         return self._distribution
 

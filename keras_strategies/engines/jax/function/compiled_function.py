@@ -167,7 +167,7 @@ def sharding_of_program(program: ProgramState) -> ProgramSharding:
         if strategy is not None:
             found.setdefault(id(strategy), strategy)
     for strategy in found.values():
-        return strategy.trainer.program_sharding  # type: ignore[attr-defined]
+        return strategy.drivers.run.program_sharding  # type: ignore[attr-defined]
     return ProgramSharding()
 
 

@@ -37,6 +37,7 @@ from keras_strategies.keras_compat.variables.deferred import (
     initialize_deferred_variables,
 )
 from keras_strategies.runtime.run_state import CREATE_ONCE
+from keras_strategies.runtime.variable_sync import sync_variables
 
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
@@ -288,12 +289,12 @@ def _broadcast_from_chief(variables: Sequence[Any]) -> None:
         if strategy is not None and strategy.workers is not None:
             by_strategy.setdefault(id(strategy), (strategy, []))[1].append(variable)
     for strategy, found in by_strategy.values():
-        strategy.trainer.broadcast_variables(found, all_of_them=False)
+        sync_variables(strategy, found)
 
 
 def _scope_of(variable: Any) -> Any:
     strategy = strategy_of(variable)
-    return None if strategy is None else strategy.trainer.scope()
+    return None if strategy is None else strategy.drivers.fit.scope()
 
 
 def _shape(array: Any) -> jax.ShapeDtypeStruct:

@@ -123,4 +123,4 @@ def on_read_values_of(variable: Any) -> OnReadValues | None:
     strategy = strategy_of(variable)
     if strategy is None or not run_state.is_local(variable):
         return None
-    return strategy.trainer.on_read_values
+    return strategy.drivers.run.on_read_values

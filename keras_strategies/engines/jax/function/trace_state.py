@@ -18,7 +18,6 @@ from keras_strategies.engines.jax.function.state_refs import (
 )
 from keras_strategies.keras_compat import hooks
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
-from keras_strategies.runtime.run_state import RunState
 from keras_strategies.runtime.state_scope import StatePolicy, current_policy, policy_of
 
 if TYPE_CHECKING:
@@ -82,6 +81,9 @@ class TraceState(StatePolicy):
         stacks = on_read_values_of(variable)
         if stacks is not None:
             self.write_ref(OnReadRef(variable, stacks), stacks.parts(variable, value))
+
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        return as_initializer(value, shape, dtype)
 
     def read_ref(self, ref: StateRef) -> Any:
         """The value of a ref; None if its variable has none yet."""
@@ -233,14 +235,12 @@ def sees_all_replicas(strategy: StrategyCore) -> bool:
     return True
 
 
-def initial_value(value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """The initial value of a variable; in a trace, as an initializer.
+def as_initializer(value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """The initial value of a variable that is made in a trace, as an initializer.
 
     Keras accepts no values in a trace, after which variables are initialized. Traced
     values are errors of Keras.
     """
-    if not isinstance(current_policy(), (TraceState, RunState)):
-        return value, shape, dtype
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         return value, shape, dtype
     found = jax.eval_shape(lambda: keras.ops.convert_to_tensor(value, dtype))

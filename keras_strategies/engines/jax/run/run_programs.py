@@ -13,6 +13,7 @@ from keras_strategies.engines.jax.function.compiled_function import (
     CompiledFunction,
 )
 from keras_strategies.engines.jax.function.program_keys import code_of, function_key
+from keras_strategies.engines.jax.run.replica_program import ReplicaProgram
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.values import regroup, select_replica
 
@@ -28,10 +29,12 @@ class RunPrograms:
 
     Args:
         strategy: the strategy.
+        replica_program: the trace of its replicas.
     """
 
-    def __init__(self, strategy: StrategyCore):
+    def __init__(self, strategy: StrategyCore, replica_program: ReplicaProgram):
         self._strategy = strategy
+        self._replica_program = replica_program
         self._made: collections.Counter[Any] = collections.Counter()
         self._compiled: collections.OrderedDict[Any, CompiledFunction] = (
             collections.OrderedDict()
@@ -74,7 +77,7 @@ class RunPrograms:
             )
 
     def _traced(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        replica_program = self._strategy.trainer.replica_program  # type: ignore[attr-defined]
+        replica_program = self._replica_program
         replicas = range(self._strategy.num_replicas_in_sync)
 
         def traced(*args: Any, kwargs: dict[str, Any]) -> Any:

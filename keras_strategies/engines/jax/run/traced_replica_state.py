@@ -10,10 +10,13 @@ import numpy as np
 from jax import numpy as jnp
 
 from keras_strategies import context
-from keras_strategies.engines.jax.function.trace_state import ValueOverrides
+from keras_strategies.engines.jax.function.trace_state import (
+    ValueOverrides,
+    as_initializer,
+)
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.runtime import run_state
-from keras_strategies.runtime.engine import Communicator
+from keras_strategies.runtime.communicator import Communicator
 from keras_strategies.runtime.run_state import RunState
 from keras_strategies.runtime.state_scope import StatePolicy, current_policy
 
@@ -97,6 +100,9 @@ class TracedReplicaState(RunState):
         return TracedReplicaState(
             self.replica, copy, lambda v, _: self.read(v), self.replicas, self
         )
+
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        return as_initializer(value, shape, dtype)
 
     def updated_values(self) -> list[Any]:
         """The new values, in the order of their first assignment."""

@@ -18,13 +18,11 @@ from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
 from keras_strategies.engines.jax.keras_distribution import splits
-from keras_strategies.engines.jax.run.replica_program import ReplicaProgram
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     CrossWorkerShards,
     is_sharded_over_workers,
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
-from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     layout_of,
     sync_jax_state,
@@ -33,6 +31,7 @@ from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.layouts import VariableMesh
 from keras_strategies.runtime.colocation import colocation_reference
+from keras_strategies.runtime.placement import check_layouts
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -123,20 +122,16 @@ class ModelParallelTrainer(MeshTrainer):
             None if workers is None else CrossWorkerShards(workers)
         )
 
-    def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
-        if not all_of_them:
-            variables = [v for v in variables if v not in self._shared]
+    def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         complete: list[Any] = []
         sharded: list[Any] = []
         for variable in variables:
             is_sharded = is_sharded_over_workers(raw_value(variable))
             (sharded if is_sharded else complete).append(variable)
-        super().broadcast_variables(complete, all_of_them)
         if sharded:
             assert self.cross_worker_shards is not None
             self.cross_worker_shards.check(sharded)
-            for variable in sharded:
-                self._shared.add(variable)
+        return complete
 
     @contextlib.contextmanager
     def reading(self, model: Any) -> Iterator[None]:
@@ -153,12 +148,12 @@ class ModelParallelTrainer(MeshTrainer):
             yield
         # Models built from their first batch in `predict`.
         if name != "compile":
-            self.check_layouts(model)
+            check_layouts(self.placement, model)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
     ) -> None:
-        self.check_layouts(model)
+        check_layouts(self.placement, model)
         super().step_function(model, kind, make, force)
 
     def state_sharding(self, group: Sequence[jax.Array]) -> Any:
@@ -185,7 +180,7 @@ class ModelParallelTrainer(MeshTrainer):
         return self._traced(gathering_step)
 
     def _traced(self, step: compiled_steps.Step) -> compiled_steps.Step:
-        distribution = self.distribution()
+        distribution = self.distribution
         count = self._mesh.shape[0]
 
         def sharded_step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -209,27 +204,6 @@ class ModelParallelTrainer(MeshTrainer):
             return None
         spec = jax.P(*(None if axis == batch else axis for axis in own.spec))
         return _Gather(own, jax.NamedSharding(own.mesh, spec))
-
-    def run_replicas(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-    ) -> list[Any]:
-        workers = self.strategy.workers
-        if workers is not None and workers.is_spanned:
-            raise ContextError(
-                f"`run` was called under {self.strategy!r}, each of whose replicas "
-                "takes the devices of several workers; a replica function runs on one "
-                "worker. Use `fit` with a custom `train_step`, or a "
-                "`model_parallel` that divides the devices of a worker."
-            )
-        return super().run_replicas(fn, args, kwargs)
-
-    @functools.cached_property
-    def replica_program(self) -> ReplicaProgram:
-        mesh = self.distribution().device_mesh.backend_mesh
-        return ReplicaProgram(self.strategy, self.devices, mesh, self.sharding_of)
 
     def sharding_of(self, variable: Any) -> jax.NamedSharding:
         """The sharding of a variable's value."""

@@ -28,7 +28,7 @@ from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
-from keras_strategies.runtime.engine import Communicator
+from keras_strategies.runtime.communicator import Communicator
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import regroup, select_replica

@@ -30,7 +30,11 @@ from keras_strategies.engines.tensorflow.compiled_function import (
 from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
 )
-from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import sums_of
+from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import (
+    in_dtype_of,
+    sums_of,
+    sums_over_workers,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import call_with_a_row
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
@@ -47,9 +51,10 @@ from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import run_state
+from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.run_state import CreatedVariables, LocalValues, RunState
-from keras_strategies.values import DistributedValues
+from keras_strategies.values import DistributedValues, select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -127,7 +132,7 @@ class TensorFlowLocalValues(LocalValues):
             own.assign(part)
 
 
-class TensorFlowRun:
+class TensorFlowRun(RunDriver):
     """Runs functions on the replicas of one strategy."""
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
@@ -142,13 +147,13 @@ class TensorFlowRun:
         counts = (share.count,) if workers is None else workers.replicas
         self.replica_set = ReplicaSet(PRIMITIVES, workers, counts, share.first)
         self.reduction = LocalReduction.of(strategy)
-        self.local_values = TensorFlowLocalValues(self._devices, self.replica_set)
+        self.on_read_values = TensorFlowLocalValues(self._devices, self.replica_set)
         # Functions that are `tf.function`s themselves, as programs of all replicas.
         self._programs: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()
         )
 
-    def __call__(
+    def run(
         self,
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
@@ -182,7 +187,7 @@ class TensorFlowRun:
             python_function = fn.python_function
 
             def program(args: list[Any], kwargs: list[Any]) -> list[Any]:
-                return self(python_function, args, kwargs)
+                return self.run(python_function, args, kwargs)
 
             # A partial function has no code object, by which retracing is counted.
             own = functools.partial(program)
@@ -203,7 +208,7 @@ class TensorFlowRun:
                 self.strategy, self.replica_set.first + i, communicator
             )
             state = RunState(
-                replica, self._copier(i), self.local_values.get, made, _assigned
+                replica, self._copier(i), self.on_read_values.get, made, _assigned
             )
             communicator.states.append(state)
             device = self._devices[i]
@@ -218,6 +223,42 @@ class TensorFlowRun:
             results = self._engine.run(tasks, communicator)
         self.commit(communicator.states)
         return results
+
+    def apply_gradients(
+        self,
+        apply: Callable[[Sequence[Any], Sequence[Any] | None], Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> None:
+        replica = context.current_replica()
+        assert replica is not None
+
+        def update(strategy: StrategyCore, gradients: Sequence[Any]) -> None:
+            if aggregate:
+                count = len(self.placement.replicas)
+                own = sum_gradients(gradients, count, self.reduction)
+                total = sums_over_workers(own, self.placement.workers)
+                total = list(map(in_dtype_of, total, gradients))
+            else:
+                total = [select_replica(0, gradient) for gradient in gradients]
+            apply(total, variables)
+
+        replica.merge_call(update, args=(list(gradients),))
+
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        first = self.placement.share.first
+        replicas = range(len(self.placement.replicas))
+        return [self.on_read_values.get(variable, first + i) for i in replicas]
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        self.on_read_values.assigned(variable, value)
+
+    @contextlib.contextmanager
+    def creating_variable(self) -> Iterator[None]:
+        # The first replica makes what all of them use, before the others have begun.
+        with outside_stateless_scopes(), creating_variables(self.lead):
+            yield
 
     def _copier(self, replica_id: int) -> Callable[[Any], Any]:
         device = self._devices[replica_id]
@@ -247,7 +288,7 @@ class TensorFlowRun:
             having = [state for state in states if key in state.updates]
             variable = having[0].updates[key][0]
             if run_state.is_local(variable):
-                self.local_values.commit(
+                self.on_read_values.commit(
                     variable, [state.read(variable) for state in states]
                 )
             else:

@@ -40,8 +40,13 @@ from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, 
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.layouts import Axes
-from keras_strategies.runtime.engine import TrainerAdapter
-from keras_strategies.runtime.placement import StepCost, VariableCopy, itemsize
+from keras_strategies.runtime.drivers import FitDriver, RunDriver, ShardingDriver
+from keras_strategies.runtime.placement import (
+    StepCost,
+    VariableCopy,
+    check_layouts,
+    itemsize,
+)
 from keras_strategies.runtime.state_scope import StatePolicy
 
 if TYPE_CHECKING:
@@ -147,11 +152,11 @@ class ShardedCall:
         return gathered
 
 
-class ShardedTrainer(TrainerAdapter):
+class ShardedTrainer(FitDriver, ShardingDriver):
     """Variables sharded over processes, batches split along the first mesh axis."""
 
     def __init__(self, strategy: StrategyCore):
-        super().__init__(strategy)
+        super().__init__(strategy.placement)
         mesh = self.placement.mesh
         assert mesh is not None
         self._mesh = mesh
@@ -165,6 +170,7 @@ class ShardedTrainer(TrainerAdapter):
         self._unsharded_ops = UnshardedOps()
         hook_torch_dtensors(gather_shards, match_placements, _read)
 
+    @property
     def distribution(self) -> ShardedDistribution:
         return self._distribution
 
@@ -188,12 +194,12 @@ class ShardedTrainer(TrainerAdapter):
             yield
         # Models that are built from their first batch in `predict`.
         if name != "compile":
-            self.check_layouts(model)
+            check_layouts(self.placement, model)
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
     ) -> None:
-        self.check_layouts(model)
+        check_layouts(self.placement, model)
         name = f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
@@ -207,10 +213,9 @@ class ShardedTrainer(TrainerAdapter):
 
         setattr(model, name, step)
 
-    def broadcast_variables(self, variables: Sequence[Any], all_of_them: bool) -> None:
+    def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         # Shards receive the chief's values when they are initialized.
-        values = [v for v in variables if not isinstance(raw_value(v), DTensor)]
-        super().broadcast_variables(values, all_of_them)
+        return [v for v in variables if not isinstance(raw_value(v), DTensor)]
 
     @contextlib.contextmanager
     def reading(self, model: Any) -> Iterator[None]:
@@ -226,14 +231,6 @@ class ShardedTrainer(TrainerAdapter):
             yield
         finally:
             _gathered.clear()
-
-    def run(self, *args: Any) -> list[Any]:
-        raise ContextError(
-            f"`run` was called under {self.strategy!r}, which shards variables over "
-            "processes. With KERAS_BACKEND='torch' it supports only `fit`, "
-            "`evaluate`, `predict` and `*_on_batch`. Use `fit` with a custom "
-            "`train_step`, or KERAS_BACKEND=jax."
-        )
 
     def axes(self, variable: Any) -> Axes:
         return axes_of(self._mesh, variable)
@@ -277,3 +274,27 @@ class ShardedTrainer(TrainerAdapter):
         return [
             VariableCopy(str(device), nbytes, "shard" if cut else "variable", local)
         ]
+
+
+class ShardedRun(RunDriver):
+    """Refuses functions on replicas."""
+
+    def __init__(self, strategy: StrategyCore):
+        self._strategy = strategy
+
+    def run(self, *args: Any) -> list[Any]:
+        raise ContextError(
+            f"`run` was called under {self._strategy!r}, which shards variables over "
+            "processes. With KERAS_BACKEND='torch' it supports only `fit`, "
+            "`evaluate`, `predict` and `*_on_batch`. Use `fit` with a custom "
+            "`train_step`, or KERAS_BACKEND=jax."
+        )
+
+    def apply_gradients(self, *args: Any) -> None:
+        """Not called without `run`."""
+
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        return [raw_value(variable)]
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        """Does nothing: the variable is the only replica's."""

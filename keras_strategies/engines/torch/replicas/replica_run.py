@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -12,7 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.engines.torch.data_parallel.gradient_sums import widened
+from keras_strategies.engines.torch.data_parallel.gradient_sums import (
+    in_dtype_of,
+    widened,
+)
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
@@ -25,6 +29,7 @@ from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import run_state
+from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.run_state import (
     CreatedVariables,
@@ -32,7 +37,8 @@ from keras_strategies.runtime.run_state import (
     RunState,
     SequentialRunNeededError,
 )
-from keras_strategies.values import DistributedValues
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import DistributedValues, select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -78,8 +84,14 @@ class TorchLocalValues(LocalValues):
             self._distribute(variable, raw_value(variable).detach().clone())
 
 
-class TorchRun:
-    """Runs functions on the replicas of one strategy."""
+class TorchRun(RunDriver):
+    """Runs functions on the replicas of one strategy.
+
+    Args:
+        strategy: the strategy.
+        threads: the threads of the replicas.
+        variables: the replicas' copies of variables.
+    """
 
     def __init__(
         self,
@@ -96,13 +108,13 @@ class TorchRun:
         counts = (share.count,) if workers is None else workers.replicas
         self.replica_set = ReplicaSet(PRIMITIVES, workers, counts, share.first)
         self.reduction = LocalReduction.of(strategy)
-        self.local_values = TorchLocalValues(self._devices, self.replica_set)
+        self.on_read_values = TorchLocalValues(self._devices, self.replica_set)
         self._random_calls = RandomCalls()
         self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
 
     # Dynamo cannot follow threads: a compiled step runs around this call.
     @torch.compiler.disable
-    def __call__(
+    def run(
         self,
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
@@ -139,7 +151,7 @@ class TorchRun:
                 self.strategy, self.replica_set.first + i, communicator
             )
             state = RunState(
-                replica, self._copier(i), self.local_values.get, made, _assigned
+                replica, self._copier(i), self.on_read_values.get, made, _assigned
             )
             states.append(state)
             tasks.append(_task(fn, args[i], kwargs[i], replica, state))
@@ -148,6 +160,56 @@ class TorchRun:
             results = self._threads.run(tasks, communicator, random)
         self.commit(states)
         return results
+
+    def apply_gradients(
+        self,
+        apply: Callable[[Sequence[Any], Sequence[Any] | None], Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> None:
+        replica = context.current_replica()
+        assert replica is not None
+        lead = torch_device(self.placement.variables)
+
+        def update(strategy: StrategyCore, gradients: Sequence[Any]) -> None:
+            if aggregate:
+                count = len(self.placement.replicas)
+                found = sum_gradients(gradients, lead, count, self.reduction)
+                total = self._over_workers(found)
+                total = list(map(in_dtype_of, total, gradients))
+            else:
+                total = [select_replica(0, gradient) for gradient in gradients]
+            with torch.no_grad():
+                apply(total, variables)
+
+        replica.merge_call(update, args=(list(gradients),))
+
+    def _over_workers(self, gradients: list[Any]) -> list[Any]:
+        """The sums over workers; None is None on all of them."""
+        workers = self.placement.workers
+        if workers is None:
+            return gradients
+        # The last layers have their gradients first.
+        present = [gradient for gradient in reversed(gradients) if gradient is not None]
+        found = iter(reversed(workers.all_reduce(ReduceOp.SUM, present)))
+        return [None if gradient is None else next(found) for gradient in gradients]
+
+    def local_values(self, variable: Any) -> Sequence[torch.Tensor]:
+        first = self.placement.share.first
+        replicas = range(len(self.placement.replicas))
+        return [self.on_read_values.get(variable, first + i).clone() for i in replicas]
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        self.on_read_values.assigned(variable, value)
+
+    @contextlib.contextmanager
+    def creating_variable(self) -> Iterator[None]:
+        with (
+            outside_stateless_scopes(),
+            self.strategy.drivers.fit.scope(),
+        ):
+            yield
 
     def _copier(self, replica_id: int) -> Callable[[Any], Any]:
         return lambda variable: self._variables.copy(replica_id, variable)
@@ -159,7 +221,7 @@ class TorchRun:
             having = [state for state in states if key in state.updates]
             variable = having[0].updates[key][0]
             if run_state.is_local(variable):
-                self.local_values.commit(
+                self.on_read_values.commit(
                     variable, [state.read(variable) for state in states]
                 )
             else:

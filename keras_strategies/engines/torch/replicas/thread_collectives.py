@@ -19,7 +19,7 @@ from keras_strategies.errors import (
     ReplicaAbortedError,
     ReplicaMismatchError,
 )
-from keras_strategies.runtime.engine import Communicator
+from keras_strategies.runtime.communicator import Communicator
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import regroup, select_replica

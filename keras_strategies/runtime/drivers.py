@@ -1,0 +1,219 @@
+"""Interfaces of drivers: what an engine does for one strategy.
+
+`FitDriver` and `RunDriver` are required. The others are for strategies that shard
+variables, write sharded checkpoints or train on parameter servers.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keras_strategies.devices import Device
+from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
+from keras_strategies.layouts import Axes
+from keras_strategies.runtime.placement import (
+    Placement,
+    StepCost,
+    VariableCopy,
+    nbytes_of,
+)
+
+
+class FitDriver(abc.ABC):
+    """Training of Keras models: `fit`, `evaluate` and `predict`.
+
+    Args:
+        placement: the devices of replicas and variables.
+    """
+
+    def __init__(self, placement: Placement):
+        self.placement = placement
+
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Context manager around the creation and the methods of models."""
+
+    @abc.abstractmethod
+    def step_function(
+        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    ) -> None:
+        """Sets `model.{kind}_function` for `kind` "train", "test" or "predict".
+
+        `make(force)` is Keras's own `make_{kind}_function`.
+        """
+
+    @abc.abstractmethod
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        """The memory of a `keras.Variable` on each device."""
+
+    def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[None]:
+        """Entered around `fit`, `evaluate`, ... and `compile`, inside the scope."""
+        return contextlib.nullcontext()
+
+    def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
+        """The devices that will hold a weight, or a slot, metric or counter."""
+        return self.placement.variable_devices
+
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        """Cost of a training step of a model whose variables have no values.
+
+        Args:
+            model: a model that has been compiled and built.
+            batch: structure of `keras.KerasTensor`, `(x, y)` or `(x, y, weights)`.
+        """
+        lead = self.placement.variables
+        others = sum(device != lead for device in self.placement.replicas)
+        trained = sum(nbytes_of(v) for v in model.trainable_variables)
+        fixed = sum(nbytes_of(v) for v in model.non_trainable_variables)
+        sent = {}
+        if others:
+            sent["weights to replicas"] = (others, others * (trained + fixed))
+            sent["gradients from replicas"] = (others, others * trained)
+        return StepCost(None, sent, "estimated from the sizes of the variables")
+
+
+class RunDriver(abc.ABC):
+    """Functions on replicas: `Strategy.run` and what Keras calls in it."""
+
+    @abc.abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        """Runs `fn` once per replica, in replica context; the results in order.
+
+        An exception in one replica stops the others and is raised as it is.
+        """
+
+    @abc.abstractmethod
+    def apply_gradients(
+        self,
+        apply: Callable[[Sequence[Any], Sequence[Any] | None], Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> None:
+        """`optimizer.apply` in replica context: sums over replicas, applies once.
+
+        Args:
+            apply: the original, a callable of gradients and variables.
+            gradients: those of the replica that calls.
+            variables: what they are gradients of; None for the optimizer's own.
+            aggregate: bool; False where gradients are the same on all replicas.
+        """
+
+    @abc.abstractmethod
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        """An on-read variable's value on each local replica, on that device."""
+
+    @abc.abstractmethod
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        """An on-read variable was assigned in cross-replica context."""
+
+    def creating_variable(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the creation of a variable in replica context."""
+        return contextlib.nullcontext()
+
+    def colocated_with_variable(self, variable: Any, tensor: Any) -> Any:
+        """The tensor on the devices of a variable."""
+        return tensor
+
+    @property
+    def sees_all_replicas(self) -> bool:
+        """Whether a program of the replicas of all workers is being traced.
+
+        Values have a component for each of these replicas in it, and workers
+        exchange nothing outside of it.
+        """
+        return False
+
+
+class ShardingDriver(abc.ABC):
+    """Variables with layouts of a `keras.distribution.Distribution`."""
+
+    @property
+    @abc.abstractmethod
+    def distribution(self) -> Any:
+        """The `keras.distribution.Distribution`."""
+
+    @abc.abstractmethod
+    def set_layouts(self, variables: Sequence[Any]) -> None:
+        """Assigns layouts to variables without values."""
+
+    def axes(self, variable: Any) -> Axes:
+        """The mesh axes that a variable is sharded along; `()` if it is replicated."""
+        layout = layout_of(variable)
+        return () if layout is None else tuple(layout.axes)
+
+    def unsharded(self, variables: Sequence[Any]) -> list[Any]:
+        """The variables that one process holds in full.
+
+        Raises:
+            WorkerError: if workers have other values of a sharded one.
+        """
+        return list(variables)
+
+    def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Entered on all workers while the chief saves a model."""
+        return contextlib.nullcontext()
+
+
+class CheckpointDriver(abc.ABC):
+    """Checkpoints whose shards each process writes and reads by itself."""
+
+    @abc.abstractmethod
+    def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
+        """See `Strategy.save_sharded`."""
+
+    @abc.abstractmethod
+    def load_sharded(self, model: Any, directory: Path) -> int:
+        """See `Strategy.load_sharded`."""
+
+
+class ParameterServerDriver(abc.ABC):
+    """Models whose variables and steps are in other processes."""
+
+    @abc.abstractmethod
+    def making(self, variable: Any) -> None:
+        """Called before a `keras.Variable` is created in the scope."""
+
+    @abc.abstractmethod
+    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
+        """Runs `fit`, `evaluate`, ... or `compile`.
+
+        Args:
+            model: the model.
+            name: str, the method.
+            original: Keras's own.
+            bound: `inspect.BoundArguments`, the model among them.
+        """
+
+    @abc.abstractmethod
+    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Entered around `model.export`."""
+
+
+@dataclass(frozen=True)
+class Drivers:
+    """The drivers of one strategy; None for an optional one that it does not need.
+
+    Args:
+        fit: training of Keras models.
+        run: functions on replicas.
+        sharding: variables with layouts.
+        checkpoints: sharded checkpoints.
+        servers: models on parameter servers.
+    """
+
+    fit: FitDriver
+    run: RunDriver
+    sharding: ShardingDriver | None = None
+    checkpoints: CheckpointDriver | None = None
+    servers: ParameterServerDriver | None = None
