@@ -23,9 +23,9 @@ from harness.numpy_replicas import NumpyPrimitives
 from keras_strategies import context, engines
 from keras_strategies.devices import Device
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
-from keras_strategies.keras_compat import thread_state as keras_thread_state
 from keras_strategies.keras_compat.thread_state import (
     outside_stateless_scopes,
+    thread_state,
     with_thread_state,
 )
 from keras_strategies.keras_compat.variables.seeds import seed_offset
@@ -177,13 +177,13 @@ class NumpyRun(RunDriver):
             replica = context.ReplicaContext(self.strategy, i, communicator)
             state = RunState(replica, self._copier(i), self.on_read_values.get, made)
             communicator.states.append(state)
-        thread_state = keras_thread_state.thread_state()
+        around = thread_state()
 
         def on_replica(i: int) -> Any:
             state = communicator.states[i]
             with (
                 communicator.turns(i),
-                with_thread_state(thread_state),
+                with_thread_state(around),
                 context.on_replica(state.replica),
                 state.scope(),
             ):
