@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "metric_by_mean",
-        "runtime/run_state.py",
+        "runtime/state/run_state.py",
         "        return sum(values[1:], start=values[0])\n"
         '    if variable.aggregation == "mean":',
         "        return sum(values[1:], start=values[0]) / len(values)\n"

@@ -9,7 +9,7 @@ import keras
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.run_state import is_local
+from keras_strategies.runtime.state.run_state import is_local
 from keras_strategies.values import DistributedValues, flatten, map_structure
 
 if TYPE_CHECKING:

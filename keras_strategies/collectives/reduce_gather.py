@@ -13,7 +13,7 @@ from keras import ops
 from keras_strategies.collectives.call_options import call_options
 from keras_strategies.collectives.cross_device_ops import ReductionToOneDevice
 from keras_strategies.errors import GatherError, InvalidArgumentError
-from keras_strategies.runtime.replica_state import HALF
+from keras_strategies.runtime.state.replica_state import HALF
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import DistributedValues, PerReplica, map_structure
 

@@ -26,7 +26,7 @@ from keras_strategies.reports.describe import (
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
 from keras_strategies.runtime.placement import StepCost, check_layouts, itemsize
-from keras_strategies.runtime.state_scope import ShapesOnly
+from keras_strategies.runtime.state.state_scope import ShapesOnly
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

@@ -32,14 +32,14 @@ from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.replica_state import (
+from keras_strategies.runtime.row_checks.layer_checks import RowChecks
+from keras_strategies.runtime.row_checks.layer_probes import LayerCall, Randomness
+from keras_strategies.runtime.state.replica_state import (
     ReplicaResult,
     ReplicaState,
     has_rows,
     merged_value,
 )
-from keras_strategies.runtime.row_checks.layer_checks import RowChecks
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall, Randomness
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:

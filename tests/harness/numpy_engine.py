@@ -30,15 +30,19 @@ from keras_strategies.keras_compat.thread_state import (
 )
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime import run_state
 from keras_strategies.runtime.communicator import Communicator
 from keras_strategies.runtime.drivers import Drivers, FitDriver, RunDriver
 from keras_strategies.runtime.engine import Engine, Feature, StrategyCore
 from keras_strategies.runtime.placement import VariableCopy, nbytes_of
 from keras_strategies.runtime.replica_set import ReplicaSet
-from keras_strategies.runtime.replica_state import ReplicaState
-from keras_strategies.runtime.run_state import CreatedVariables, LocalValues, RunState
-from keras_strategies.runtime.state_scope import current_policy
+from keras_strategies.runtime.state import run_state
+from keras_strategies.runtime.state.replica_state import ReplicaState
+from keras_strategies.runtime.state.run_state import (
+    CreatedVariables,
+    LocalValues,
+    RunState,
+)
+from keras_strategies.runtime.state.state_scope import current_policy
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import flatten, map_structure, regroup, select_replica
 

@@ -42,7 +42,7 @@ from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.colocation import colocation_reference
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import VariableCopy
-from keras_strategies.runtime.run_state import is_local
+from keras_strategies.runtime.state.run_state import is_local
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

@@ -21,7 +21,6 @@ import numpy as np
 from keras import ops
 
 from keras_strategies.keras_compat.models.layers import compute_dtypes
-from keras_strategies.runtime.replica_state import has_rows, merged_value
 from keras_strategies.runtime.row_checks.layer_probes import (
     DifferentRowsError,
     LayerCall,
@@ -35,6 +34,7 @@ from keras_strategies.runtime.row_checks.layer_probes import (
     run_unsplit,
     taken,
 )
+from keras_strategies.runtime.state.replica_state import has_rows, merged_value
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup

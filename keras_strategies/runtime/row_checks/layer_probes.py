@@ -22,7 +22,7 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.communicator import Communicator
-from keras_strategies.runtime.replica_state import ReplicaState, has_rows
+from keras_strategies.runtime.state.replica_state import ReplicaState, has_rows
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from keras_strategies.keras_compat.variables.deferred import (
     has_deferred_variables,
     initialize_deferred_variables,
 )
-from keras_strategies.runtime.run_state import CREATE_ONCE
+from keras_strategies.runtime.state.run_state import CREATE_ONCE
 from keras_strategies.runtime.variable_sync import sync_variables
 
 if TYPE_CHECKING:

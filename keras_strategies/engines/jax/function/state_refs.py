@@ -12,7 +12,7 @@ from jax import numpy as jnp
 from keras_strategies.engines.jax.array_placement import put_one
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
-from keras_strategies.runtime import run_state
+from keras_strategies.runtime.state import run_state
 
 
 class StateRef(abc.ABC):

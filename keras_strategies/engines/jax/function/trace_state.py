@@ -18,7 +18,11 @@ from keras_strategies.engines.jax.function.state_refs import (
 )
 from keras_strategies.keras_compat import hooks
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
-from keras_strategies.runtime.state_scope import StatePolicy, current_policy, policy_of
+from keras_strategies.runtime.state.state_scope import (
+    StatePolicy,
+    current_policy,
+    policy_of,
+)
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

@@ -37,7 +37,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     merged_value,
     with_seed_offset,
 )
-from keras_strategies.runtime import run_state
+from keras_strategies.runtime.state import run_state
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import PerReplica, map_structure
 

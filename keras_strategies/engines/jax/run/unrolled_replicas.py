@@ -30,7 +30,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 )
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.deferred import has_deferred_variables
-from keras_strategies.runtime import run_state
+from keras_strategies.runtime.state import run_state
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import flatten, map_structure, regroup, select_replica
 

@@ -22,7 +22,7 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
 )
 from keras_strategies.errors import ReplicaMismatchError
 from keras_strategies.keras_compat.models.layers import set_mask
-from keras_strategies.runtime.replica_state import ReplicaResult, ReplicaState
+from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
 
 
 class TracedOperations:

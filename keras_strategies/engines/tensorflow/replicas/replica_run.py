@@ -50,10 +50,14 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime import run_state
 from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.replica_set import ReplicaSet
-from keras_strategies.runtime.run_state import CreatedVariables, LocalValues, RunState
+from keras_strategies.runtime.state import run_state
+from keras_strategies.runtime.state.run_state import (
+    CreatedVariables,
+    LocalValues,
+    RunState,
+)
 from keras_strategies.values import DistributedValues, select_replica
 
 if TYPE_CHECKING:

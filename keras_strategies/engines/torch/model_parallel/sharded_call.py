@@ -47,7 +47,7 @@ from keras_strategies.runtime.placement import (
     check_layouts,
     itemsize,
 )
-from keras_strategies.runtime.state_scope import StatePolicy
+from keras_strategies.runtime.state.state_scope import StatePolicy
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

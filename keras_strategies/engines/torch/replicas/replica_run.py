@@ -28,10 +28,10 @@ from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime import run_state
 from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.replica_set import ReplicaSet
-from keras_strategies.runtime.run_state import (
+from keras_strategies.runtime.state import run_state
+from keras_strategies.runtime.state.run_state import (
     CreatedVariables,
     LocalValues,
     RunState,

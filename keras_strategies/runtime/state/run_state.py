@@ -25,7 +25,7 @@ from keras_strategies.keras_compat import hooks
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
-from keras_strategies.runtime.state_scope import StatePolicy, policy_of
+from keras_strategies.runtime.state.state_scope import StatePolicy, policy_of
 
 
 def is_local(variable: Any) -> bool:
