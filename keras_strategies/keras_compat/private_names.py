@@ -196,6 +196,7 @@ PRIVATE = (
             "_assert_compile_called",
             "_compile_loss",
             "_compile_metrics",
+            "_compute_loss",
             "_flatten_metrics_in_order",
             "_get_metrics_result_or_logs",
             "_resolve_auto_jit_compile",
@@ -213,6 +214,16 @@ PRIVATE = (
         "keras.src.trainers.compile_utils.CompileLoss",
         ("_user_loss",),
         "The losses that the user gave.",
+    ),
+    Private(
+        "keras.src.backend",
+        ("compute_output_spec",),
+        "Metrics and losses that are built from symbolic outputs.",
+    ),
+    Private(
+        "keras.src.models.functional",
+        ("Functional",),
+        "Models with known outputs.",
     ),
     Private(
         "keras.src.trainers.epoch_iterator", ("EpochIterator",), "Epochs of batches."

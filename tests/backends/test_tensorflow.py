@@ -15,6 +15,7 @@ from keras import layers, ops
 
 import keras_strategies as ks
 from keras_strategies import errors
+from keras_strategies.keras_compat.models import building
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
@@ -288,6 +289,31 @@ def retracing():
     logger.addHandler(handler)
     yield lambda: [line for line in said if "retracing" in line]
     logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("length", [4, None], ids=["known", "unknown-length"])
+def test_metrics_are_built_from_the_known_outputs_of_a_functional_model(length):
+    class Counted(layers.Layer):
+        calls = 0
+
+        def call(self, x):
+            Counted.calls += 1
+            return ops.sum(x, axis=1)
+
+    with two().scope():
+        tokens = keras.Input((length,), dtype="int32")
+        hidden = Counted()(layers.Embedding(7, 5)(tokens))
+        outputs = {"a": layers.Dense(3)(hidden), "b": layers.Dense(1)(hidden)}
+        model = keras.Model(tokens, outputs)
+        metrics = {"a": [keras.metrics.F1Score()], "b": ["mae"]}
+        model.compile("sgd", {"a": "mse", "b": "mse"}, metrics=metrics)
+    x = np.zeros((4, 4), "int32")
+    Counted.calls = 0
+    building.symbolic_build(model, (x, {"a": np.ones((4, 3)), "b": np.ones((4, 1))}))
+    assert Counted.calls == 0
+    found = {variable.path for variable in model.metrics_variables}
+    assert any("f1_score" in path for path in found), found
+    assert model.optimizer.built
 
 
 def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored, retracing):

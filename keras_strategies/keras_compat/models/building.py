@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+
+import keras
 
 from keras_strategies.keras_compat.variables.values import raw_value
 
@@ -76,9 +79,61 @@ def symbolic_build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer from the shapes of a batch.
 
     Keras 3.15: `Trainer._symbolic_build(data_batch=...)`, which reads `shape` and
-    `dtype` of the leaves only.
+    `dtype` of the leaves only. It traces the model for the shapes of its outputs, which
+    those of a functional model have already.
     """
+    outputs = _known_outputs(model)
+    if outputs is not None:
+        with contextlib.suppress(Exception):  # Keras's own way shows what is wrong.
+            _build_from_outputs(model, batch, outputs)
     model._symbolic_build(data_batch=batch)
+
+
+def _known_outputs(model: Any) -> Any:
+    """The symbolic outputs of a built functional model; None for other models."""
+    if not (is_built(model) and model.compiled):
+        return None
+    kinds = (keras.Sequential, _functional_class())
+    if not any(type(model).call is kind.call for kind in kinds):
+        return None
+    outputs = model.outputs if isinstance(model, keras.Sequential) else model.output
+    if isinstance(outputs, list) and len(outputs) == 1:
+        outputs = outputs[0]
+    shapes = [leaf.shape for leaf in keras.tree.flatten(outputs)]
+    # A metric's variables may depend on the last axis.
+    is_known = all(shape and shape[-1] is not None for shape in shapes)
+    return outputs if is_known else None
+
+
+def _build_from_outputs(model: Any, batch: Any, outputs: Any) -> None:
+    """Builds metrics and loss from symbolic outputs.
+
+    Keras 3.15: `Trainer._compute_loss` is `compute_loss` of either signature.
+    """
+    from keras.src import backend
+
+    def symbolic(leaf: Any) -> Any:
+        dtype = keras.backend.standardize_dtype(leaf.dtype)
+        return keras.KerasTensor(leaf.shape, dtype)
+
+    batch = keras.tree.map_structure(lambda v: v if v is None else symbolic(v), batch)
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    metrics, loss = compiled_parts(model)
+    outputs = keras.tree.map_structure(symbolic, outputs)
+    if metrics is not None and not metrics.built:
+        backend.compute_output_spec(
+            model.compute_metrics, x, y, outputs, sample_weight=weights
+        )
+    if loss is not None and not loss.built:
+        backend.compute_output_spec(
+            model._compute_loss, x, y, outputs, sample_weight=weights, training=False
+        )
+
+
+def _functional_class() -> Any:
+    from keras.src.models.functional import Functional
+
+    return Functional
 
 
 def all_variables(model: Any) -> list[Any]:
