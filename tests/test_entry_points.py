@@ -142,6 +142,6 @@ def test_parameter_servers_train(forker: Forker, tmp_path: Path) -> None:
     found = result(start(forker, tmp_path / "log", code))
     assert found["owns"], found
     assert "on ps:0" in found["kernel"]
-    # Ray started them; they end with the script, which has not closed the cluster.
-    assert len(found["processes"]) == 3
+    # They end with the script, which has not closed the cluster.
+    assert len(found["processes"]) == 2
     assert_gone(found["processes"])

@@ -162,7 +162,7 @@ class ParameterServerStrategy(Strategy):
             resolver = find_cluster() or LocalClusterResolver()
         spec = resolver.cluster_spec()
         check_parameter_server_cluster(spec)
-        _check_installed(isinstance(resolver, LocalClusterResolver))
+        _check_installed()
         self._resolver = resolver
         # Set by `ClusterCoordinator`, which exists once.
         self._coordinator: Any = None
@@ -332,14 +332,12 @@ class ParameterServerExtended(StrategyExtended):
             yield
 
 
-def _check_installed(is_local: bool) -> None:
-    """Raises ImportError if a package of the cluster's processes is missing."""
-    names = ["zmq", "ray"] if is_local else ["zmq"]
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
+def _check_installed() -> None:
+    """Raises ImportError if a package of the extra `ps` is missing."""
+    if importlib.util.find_spec("zmq") is None:
         raise ImportError(
-            f"ParameterServerStrategy needs {' and '.join(missing)}, which is not "
-            'installed. Run `pip install "keras-strategies[ps]"`.'
+            "ParameterServerStrategy needs zmq, which is not installed. Run "
+            '`pip install "keras-strategies[ps]"`.'
         )
 
 

@@ -5,10 +5,23 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 #: Optional imports of Keras 3.15: scikit-learn estimators, plots, sharded checkpoints.
 #: They take up to half of the time of `import keras`.
 _NOT_NEEDED = ("jax", "matplotlib", "sklearn")
+
+
+def call_with_keras(entry: str, arguments: dict[str, Any]) -> None:
+    """Entry point of a process: imports Keras, then calls a function.
+
+    Args:
+        entry: str, `"module:function"`.
+        arguments: dict of its arguments.
+    """
+    import_keras()
+    module, function = entry.split(":")
+    getattr(importlib.import_module(module), function)(**arguments)
 
 
 def import_keras() -> None:

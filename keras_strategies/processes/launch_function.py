@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import sys
@@ -13,23 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategies.errors import InvalidArgumentError, WorkerError
+from keras_strategies.processes.function_command import function_command
 from keras_strategies.processes.launched_call import (
     CALL,
-    PATH,
     CallOutcome,
     result_file,
 )
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
 from keras_strategies.processes.local_cluster import LocalCluster, LocalTask
 
-# Not `-m`, because the path to this package may be in `sys.path` only.
-_COMMAND = """\
-import json, sys
-with open(sys.argv[1]) as file:
-    sys.path[:] = json.load(file)
-from keras_strategies.processes.launched_call import main
-main(sys.argv[2], int(sys.argv[3]))
-"""
+_ENTRY = "keras_strategies.processes.launched_call:main"
 _GRACE_SECONDS = 10.0
 
 
@@ -98,8 +90,6 @@ def launch(
         directory = Path(name)
         call = (function, tuple(args), dict(kwargs or {}))
         (directory / CALL).write_bytes(cloudpickle.dumps(call))
-        path = [os.path.abspath(entry) for entry in sys.path]
-        (directory / PATH).write_text(json.dumps(path))
         _run(cluster, directory, timeout_seconds)
         return [
             CallOutcome.read(result_file(directory, i)).value for i in range(workers)
@@ -112,8 +102,8 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
     deadline = None if timeout is None else time.monotonic() + timeout
     with ProcessLauncher(events, _GRACE_SECONDS) as processes:
         for task, environment in cluster.environments(_environment()).items():
-            arguments = [str(directory / PATH), str(directory), str(task.index)]
-            command = [sys.executable, "-u", "-c", _COMMAND, *arguments]
+            arguments = {"directory": str(directory), "index": task.index}
+            command = function_command(_ENTRY, arguments)
             processes.start(task, command, environment)
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

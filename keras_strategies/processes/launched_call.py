@@ -17,7 +17,6 @@ from keras_strategies.processes.portable_exceptions import (
 )
 
 CALL = "call.pickle"
-PATH = "path.json"
 
 
 def result_file(directory: Path, index: int) -> Path:

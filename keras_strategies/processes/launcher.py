@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import signal
@@ -12,16 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 from keras_strategies.processes import engine_messages, task_output
 from keras_strategies.processes.local_cluster import LocalTask
+from keras_strategies.processes.process_group import (
+    GUARD,
+    KILL_SECONDS,
+    ProcessGroup,
+)
 
-_GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.py"))]
-# A killed process ends at once, unless a disk or a driver blocks it in the kernel.
-_KILL_SECONDS = 10.0
 # What a task has printed has come through the pipe when the task has ended, unless
 # one of its own children still holds the pipe.
 _PIPE_SECONDS = 1.0
@@ -29,22 +31,34 @@ _PIPE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Ended:
-    """A task has ended, with an exit code or with minus the number of a signal."""
+    """A task has ended, with an exit code or with minus the number of a signal.
+
+    Args:
+        task: which one.
+        code: int.
+        last_error: str, the last line of its standard error.
+    """
 
     task: LocalTask
     code: int
+    last_error: str = ""
 
     @property
     def exit_code(self) -> int:
         """int, as a shell gives it: 128 + the signal for a task that was killed."""
         return self.code if self.code >= 0 else 128 - self.code
 
-    def __str__(self) -> str:
+    @property
+    def how(self) -> str:
+        """str, such as "ended with exit code 1"."""
         if self.code >= 0:
-            return f"{self.task} ended with exit code {self.code}"
+            return f"ended with exit code {self.code}"
         with suppress(ValueError):
-            return f"{self.task} was ended by {signal.Signals(-self.code).name}"
-        return f"{self.task} was ended by signal {-self.code}"
+            return f"was ended by {signal.Signals(-self.code).name}"
+        return f"was ended by signal {-self.code}"
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.how}"
 
 
 @dataclass(frozen=True)
@@ -95,21 +109,21 @@ class ProcessLauncher:
         self._events = events
         self._grace = grace_seconds
         self._streams = (out or sys.stdout, err or sys.stderr)
-        self._running: dict[LocalTask, subprocess.Popen[bytes]] = {}
-        self._groups: set[int] = set()
+        self._running: dict[LocalTask, ProcessGroup] = {}
+        self._groups: set[ProcessGroup] = set()
         self._threads: dict[LocalTask, list[threading.Thread]] = {}
-        self._guard: subprocess.Popen[str]
+        self._last_errors: dict[LocalTask, str] = {}
+        self._guard: ProcessGroup
         # The last signal that came, also while processes were being ended.
         self.signalled: Signalled | None = None
 
     def __enter__(self) -> ProcessLauncher:
-        self._guard = subprocess.Popen(
-            [*_GUARD, "watch"],
+        self._guard = ProcessGroup(
+            [*GUARD, "watch"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            text=True,
-            bufsize=1,
-            start_new_session=True,
+            is_text=True,
+            ends_with_parent=False,
         )
         return self
 
@@ -117,10 +131,7 @@ class ProcessLauncher:
         try:
             self.end()
         finally:
-            assert self._guard.stdin is not None
-            with suppress(BrokenPipeError):
-                self._guard.stdin.close()
-            self._guard.wait()
+            self._guard.close(KILL_SECONDS)
 
     def start(
         self, task: LocalTask, command: Sequence[str], environment: Mapping[str, str]
@@ -129,19 +140,15 @@ class ProcessLauncher:
 
         It must be called by a thread that lives as long as the tasks are to.
         """
-        process = subprocess.Popen(
-            [*_GUARD, "run", str(os.getpid()), *command],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+        process = ProcessGroup(
+            command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         self._running[task] = process
-        self._groups.add(process.pid)
+        self._groups.add(process)
         self._notify_guard(f"+{process.pid}")
         assert process.stdout is not None and process.stderr is not None
         pipes = (process.stdout, process.stderr)
+        observers = (None, functools.partial(self._last_errors.__setitem__, task))
         pumps = [
             self._thread(
                 task,
@@ -150,8 +157,11 @@ class ProcessLauncher:
                 stream,
                 str(task),
                 engine_messages.are_wanted(environment),
+                observe,
             )
-            for pipe, stream in zip(pipes, self._streams, strict=True)
+            for pipe, stream, observe in zip(
+                pipes, self._streams, observers, strict=True
+            )
         ]
         for pipe in pipes:
             pipe.close()
@@ -165,12 +175,13 @@ class ProcessLauncher:
         name = f"launch {task}"
         return threading.Thread(target=run, args=args, name=name, daemon=True)
 
-    def _wait(self, task: LocalTask, process: subprocess.Popen[bytes]) -> None:
+    def _wait(self, task: LocalTask, process: ProcessGroup) -> None:
         code = process.wait()
+        assert code is not None
         for thread in self._threads[task]:
             if thread is not threading.current_thread():
                 thread.join(_PIPE_SECONDS)
-        self._events.put(Ended(task, code))
+        self._events.put(Ended(task, code, self._last_errors.pop(task, "")))
 
     def next_event(self, timeout: float | None = None) -> Ended | Signalled | None:
         """Waits for the next event; None after `timeout` seconds without one."""
@@ -180,13 +191,19 @@ class ProcessLauncher:
             return None
         if isinstance(event, Ended):
             process = self._running.pop(event.task)
-            if not _exists(process.pid):
+            del self._threads[event.task]
+            if not process.exists:
                 # Its number may soon be that of another group.
-                self._groups.discard(process.pid)
+                self._groups.discard(process)
                 self._notify_guard(f"-{process.pid}")
         else:
             self.signalled = event
         return event
+
+    def kill(self, task: LocalTask) -> None:
+        """Kills a task and its child processes, if it runs."""
+        if task in self._running:
+            self._running[task].send(signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Ends all processes with a signal, and after the grace period with SIGKILL."""
@@ -196,9 +213,9 @@ class ProcessLauncher:
         self._wait_until(deadline, impatient=True)
         # Child processes of tasks too.
         self._send(signal.SIGKILL)
-        self._wait_until(time.monotonic() + _KILL_SECONDS, impatient=False)
+        self._wait_until(time.monotonic() + KILL_SECONDS, impatient=False)
         for group in self._groups:
-            self._notify_guard(f"-{group}")
+            self._notify_guard(f"-{group.pid}")
         self._groups.clear()
         for task in self._running:
             task_output.write(self._streams[1], "launch", f"{task} cannot be killed.")
@@ -212,21 +229,9 @@ class ProcessLauncher:
 
     def _send(self, number: int) -> None:
         for group in self._groups:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, number)
+            group.send(number)
 
     def _notify_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
         with suppress(BrokenPipeError):
             self._guard.stdin.write(f"{line}\n")
-
-
-def _exists(group: int) -> bool:
-    """Whether a process group has a member."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

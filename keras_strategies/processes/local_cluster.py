@@ -22,10 +22,17 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class LocalTask:
-    """One process of a cluster: `LocalTask("worker", 1)`, written `worker 1`."""
+    """One process of a cluster: `LocalTask("worker", 1)`, written `worker 1`.
+
+    Args:
+        job: str.
+        index: int, its number in the job.
+        incarnation: int, number of earlier processes of this task.
+    """
 
     job: str
     index: int
+    incarnation: int = 0
 
     def __str__(self) -> str:
         return f"{self.job} {self.index}"

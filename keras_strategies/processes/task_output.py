@@ -6,7 +6,7 @@ import codecs
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from keras_strategies.processes.engine_messages import is_engine_line
@@ -45,12 +45,16 @@ def write(stream: TextIO, label: str, line: str) -> None:
 
 
 def copy(
-    descriptor: int, stream: TextIO, label: str, engine_lines: bool = False
+    descriptor: int,
+    stream: TextIO,
+    label: str,
+    engine_lines: bool = False,
+    observe: Callable[[str], None] | None = None,
 ) -> None:
     """Copies a pipe to a stream until it ends, and closes it.
 
     What engines print in every program when they start is left out, unless
-    `engine_lines` is True.
+    `engine_lines` is True. `observe` is called with every line that is not empty.
 
     The pipe is drained even if the stream is closed, as after `| head`, so that
     training continues.
@@ -58,6 +62,8 @@ def copy(
     is_read = True
     try:
         for line in lines(descriptor):
+            if observe is not None and line.strip():
+                observe(line)
             if is_read and (engine_lines or not is_engine_line(line)):
                 try:
                     write(stream, label, line)

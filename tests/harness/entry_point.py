@@ -28,7 +28,7 @@ def fit(model: Any, data: Any) -> None:
 
 
 def processes_of(strategy: Any) -> list[int]:
-    """Those of a cluster of parameter servers, its manager included."""
+    """Those of a cluster of parameter servers."""
     cluster = getattr(strategy, "cluster", None)
     if cluster is None:
         return []
@@ -36,7 +36,7 @@ def processes_of(strategy: Any) -> list[int]:
         *cluster.scheduler.workers.values(),
         *cluster.scheduler.servers.values(),
     ]
-    return [*(state.pid for state in states), cluster._manager._process.pid]
+    return [state.pid for state in states]
 
 
 def main(code: str) -> None:

@@ -60,10 +60,15 @@ class Forked:
         """What it has printed so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
+    def send_kill(self) -> None:
+        """Kills the script, and does not wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         """Kills the script; the server reaps it when its end is written."""
         if self.ended() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            self.send_kill()
             self.wait(10)
 
 

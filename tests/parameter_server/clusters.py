@@ -16,6 +16,7 @@ from keras_strategies.experimental import partitioners
 from keras_strategies.parameter_server.variables.shard_placement import (
     RoundRobinPlacement,
 )
+from keras_strategies.processes.local_cluster import LocalTask
 
 SECONDS = 60.0
 #: Between the snapshots of servers that have them.
@@ -26,6 +27,25 @@ def start(workers: int, ps: int, **options):
     """A strategy with a local cluster, quick to notice what is dead."""
     resolver = ks.cluster_resolver.LocalClusterResolver(workers, ps)
     return ks.ParameterServerStrategy(resolver, **options)
+
+
+class RecordedProcesses:
+    """Stands in for `ClusterProcesses`: starts nothing, ends are given by a test."""
+
+    def __init__(self) -> None:
+        self.started: list[LocalTask] = []
+        self.killed: list[LocalTask] = []
+        self.ends: list[tuple[LocalTask, str]] = []
+
+    def start(self, task: LocalTask) -> None:
+        self.started.append(task)
+
+    def kill(self, task: LocalTask) -> None:
+        self.killed.append(task)
+
+    def ended(self) -> list[tuple[LocalTask, str]]:
+        found, self.ends = self.ends, []
+        return found
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import backend_tables
-from harness.forked_cluster import ForkingManager
+from harness.forked_cluster import ForkedProcesses
 from harness.forker import Forker
 
 from keras_strategies.experimental import partitioners
@@ -71,9 +71,10 @@ def forker() -> Iterator[Forker]:
 
 @pytest.fixture(scope="package", autouse=True)
 def forks(forker: Forker) -> Iterator[None]:
-    """Clusters of these tests fork their processes, without Ray."""
+    """Clusters of these tests fork their processes."""
+    forked = functools.partial(ForkedProcesses, forker)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "RayManager", functools.partial(ForkingManager, forker))
+        patch.setattr(cluster, "ClusterProcesses", forked)
         yield
 
 

@@ -75,7 +75,7 @@ def test_nothing_is_left_of_a_cluster() -> None:
     )
     assert process.returncode == 0, process.stderr
     during, is_collected, processes, threads = json.loads(process.stdout)
-    # The manager, Ray's own processes, a worker and a parameter server.
+    # The guard, a worker and a parameter server.
     assert during >= 3
     assert (is_collected, processes, threads) == (True, 0, [])
 

@@ -1,7 +1,7 @@
-"""A cluster as users start it: Ray, its processes, and their ends.
+"""A cluster as users start it: its processes, and their ends.
 
-Ray takes seconds to start, so that one cluster does everything here; its normal end is
-in `test_entry_points.py`. What it has in common with all clusters is tested with forks.
+Processes take seconds to start, so that one cluster does everything here; its normal
+end is in `test_entry_points.py`. What all clusters have is tested with forks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from parameter_server.test_checkpoints import OPTIONS, build
 
 pytestmark = pytest.mark.multiprocess
 
-SCRIPT = Path(__file__).with_name("ray_coordinator.py")
+SCRIPT = Path(__file__).with_name("killed_coordinator.py")
 
 
-def test_ray_replaces_what_dies_and_ends_with_a_coordinator_that_is_killed(
+def test_what_dies_is_replaced_and_a_killed_coordinator_leaves_nothing(
     forker, synchronous, tmp_path
 ) -> None:
     """Another coordinator goes on at its backup, and ends where one device does."""
     process = forker.start(tmp_path / "log", str(SCRIPT), str(tmp_path))
     assert process.wait(180)[0] == -signal.SIGKILL, process.text()
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 3
+    assert len(pids) == 2
     clusters.wait_until(
         lambda: not any(map(psutil.pid_exists, pids)), "its processes are gone"
     )

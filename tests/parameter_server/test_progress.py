@@ -9,6 +9,7 @@ import pytest
 from keras_strategies.parameter_server.coordinator.process_supervisor import (
     ProcessSupervisor,
 )
+from parameter_server import clusters
 
 _LOGGER = logging.getLogger("keras_strategies")
 
@@ -21,7 +22,7 @@ def start():
         supervisor = ProcessSupervisor(
             2,
             1,
-            make_start=lambda *name: name,
+            processes=clusters.RecordedProcesses(),
             silence=8.0,
             can_restore=False,
             name="me",
@@ -33,7 +34,6 @@ def start():
             on_snapshots=lambda problem: None,
         )
         supervisor.start_all()
-        supervisor.handle("manager", b"m", 1)
         supervisor.handle("server", b"s", (0, 0, 60, False, ""))
         supervisor.handle("worker", b"w", (1, 0, 51))
 
@@ -43,8 +43,7 @@ def start():
 
 
 EXPECTED = [
-    "starting Ray for 2 workers and 1 parameter server",
-    "Ray runs; it starts the processes",
+    "starting 2 workers and 1 parameter server",
     "parameter server 0 is ready, 1 of 1",
     "worker 1 is ready, 1 of 2",
 ]

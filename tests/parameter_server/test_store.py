@@ -13,6 +13,8 @@ from keras_strategies.parameter_server.coordinator.process_supervisor import (
 from keras_strategies.parameter_server.server import request_handler
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.wire.step_messages import StepRequest
+from keras_strategies.processes.local_cluster import LocalTask
+from parameter_server import clusters
 
 KEY = (0, 0)
 
@@ -126,10 +128,11 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         lambda: now[0],
     )
     sent, lost, broken = [], [], []
+    processes = clusters.RecordedProcesses()
     supervisor = ProcessSupervisor(
         2,
         1,
-        make_start=lambda *name: name,
+        processes=processes,
         silence=8.0,
         can_restore=False,
         name="me",
@@ -140,7 +143,6 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         on_damage=lambda account: None,
         on_snapshots=lambda problem: None,
     )
-    supervisor.handle("manager", b"m", 1)
     for index in (0, 1):
         supervisor.handle("worker", b"w%d" % index, (index, 0, 50 + index))
     assert sent == [("registered", "me")] * 2
@@ -162,12 +164,14 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
     assert not lost
     pass_time(3)
     assert lost == [(1, "no heartbeat for 8 seconds")]
-    assert ("kill", ("worker", 1, 0, 51)) in sent
-    assert ("start", ("worker", 1, 1)) in sent
+    assert processes.killed == [LocalTask("worker", 1)]
+    supervisor.update_processes()
+    assert processes.started == [LocalTask("worker", 1, 1)]
     # An old process's sign is not the new one's.
     supervisor.handle("worker", b"old", (1, 0, 51))
     assert not supervisor.workers[1].is_alive
-    supervisor.handle("ended", b"m", ("ps", 0, 0, "it was killed"))
+    processes.ends.append((LocalTask("ps", 0), "it was killed"))
+    supervisor.update_processes()
     (error,) = broken
     assert isinstance(error, ks.errors.ServerLostError)
     assert "Parameter server 0 died: it was killed" in str(error)

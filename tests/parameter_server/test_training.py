@@ -367,9 +367,9 @@ def test_options_that_cannot_be(options, message) -> None:
 def test_what_is_not_installed_is_named_at_once(monkeypatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "ray" else found(name)
+        importlib.util, "find_spec", lambda name: None if name == "zmq" else found(name)
     )
-    with pytest.raises(ImportError, match=r"needs ray, .*keras-strategies\[ps\]"):
+    with pytest.raises(ImportError, match=r"needs zmq, .*keras-strategies\[ps\]"):
         ks.ParameterServerStrategy()
 
 

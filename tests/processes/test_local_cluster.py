@@ -162,18 +162,6 @@ def test_lines_of_engines_are_left_out_unless_wanted(wanted) -> None:
     assert shown == [f"[worker 0] {line}".rstrip() for line in expected.splitlines()]
 
 
-def test_a_stream_without_the_lines_of_engines() -> None:
-    stream = io.StringIO()
-    filtered = engine_messages.WithoutEngineLines(stream)
-    labels = ("", "(_Host pid=29125) ", "\x1b[36m(_Host pid=29125)\x1b[0m ")
-    for label in labels:
-        for line in (ENGINES + PROGRAM).splitlines():
-            print(f"{label}{line}", file=filtered)
-    lines = PROGRAM.splitlines()
-    expected = [f"{label}{line}" for label in labels for line in lines]
-    assert stream.getvalue().splitlines() == expected
-
-
 @pytest.mark.parametrize("level, wanted", [("", False), ("2", False), ("0", True)])
 def test_who_wants_the_lines_of_engines(level: str, wanted: bool) -> None:
     assert engine_messages.are_wanted({"TF_CPP_MIN_LOG_LEVEL": level}) is wanted

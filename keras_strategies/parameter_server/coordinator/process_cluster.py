@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategies.errors import SnapshotError
-from keras_strategies.parameter_server.coordinator.ray_launcher import (
-    ProcessStart,
-    RayManager,
+from keras_strategies.parameter_server.coordinator.cluster_processes import (
+    ClusterProcesses,
+    ProcessCall,
     environment,
-    private_folder,
 )
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.parameter_server.server.server_process import run_server
@@ -30,6 +29,7 @@ from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_service import Service
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.worker.worker_process import run_worker
+from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.user_warnings import warn_user
 
 
@@ -67,10 +67,9 @@ class ProcessCluster:
         keys: Keys | None = None,
     ):
         self.options = options
-        self._keys = keys
         self._is_closed = False
         self._close_lock = threading.Lock()
-        self._folder = private_folder()
+        self._folder = _private_folder()
         folder = Path(self._folder.name)
         #: Whether this process starts the other ones.
         self.is_local = is_local = control is None
@@ -86,12 +85,16 @@ class ProcessCluster:
             self._check_snapshots(self._snapshots)
         self._name = secrets.token_hex(8)
         self._service = Service(control or f"ipc://{folder}/control", keys)
+        self._processes: ClusterProcesses | None = None
+        if is_local:
+            threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
+            self._processes = ClusterProcesses(self._call, environment(threads))
         self.local = CoordinatorVariables()
         self.scheduler = Scheduler(
             self._service,
             options.workers,
             options.servers,
-            self._process if is_local else None,
+            self._processes,
             self.local,
             options.max_staleness,
             options.pull_ahead,
@@ -101,17 +104,8 @@ class ProcessCluster:
             name=self._name,
             on_snapshot_error=options.on_snapshot_error,
         )
-        self._manager: RayManager | None = None
         self.servers: ServerConnections | None = None
         try:
-            if is_local:
-                count = options.workers + options.servers
-                threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
-                self._manager = RayManager(
-                    self._service.address,
-                    environment(threads),
-                    count,
-                )
             self.scheduler.start_all()
             self.scheduler.wait_ready(options.start_seconds)
             self.servers = ServerConnections(
@@ -136,18 +130,19 @@ class ProcessCluster:
                 raise
             warn_user(f"{error.text} Training continues without snapshots.")
 
-    def _process(self, kind: str, index: int, incarnation: int) -> ProcessStart:
+    def _call(self, task: LocalTask) -> ProcessCall:
+        """The function that a process of this machine calls."""
         common: dict[str, Any] = {
-            "index": index,
-            "incarnation": incarnation,
+            "index": task.index,
+            "incarnation": task.incarnation,
             "control": self._service.address,
-            "keys": self._keys,
+            "keys": None,
         }
         entry: Callable[..., None]
-        if kind == "ps":
+        if task.job == "ps":
             entry = run_server
             common |= {
-                "address": self._addresses[index],
+                "address": self._addresses[task.index],
                 "snapshots": self._snapshots,
                 "interval": self.options.snapshot_seconds,
             }
@@ -157,7 +152,7 @@ class ProcessCluster:
                 "addresses": self._addresses,
                 "timeout": self.options.timeout_seconds,
             }
-        return ProcessStart(kind, index, incarnation, _path(entry), common)
+        return ProcessCall(f"{entry.__module__}:{entry.__name__}", common)
 
     def close(self) -> None:
         """Ends all processes; may be called repeatedly."""
@@ -166,8 +161,8 @@ class ProcessCluster:
                 return
             self._is_closed = True
         self.scheduler.close()
-        if self._manager is not None:
-            self._manager.close()
+        if self._processes is not None:
+            self._processes.close()
         elif self.servers is not None:
             # Errors of servers must not prevent closing the rest.
             with contextlib.suppress(Exception):
@@ -181,6 +176,10 @@ class ProcessCluster:
             shutil.rmtree(self._own_snapshots, ignore_errors=True)
 
 
-def _path(function: Callable[..., None]) -> str:
-    """A function as `"module:function"`, which processes import."""
-    return f"{function.__module__}:{function.__name__}"
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for this user only, with a path short enough for sockets."""
+    root = Path(tempfile.gettempdir())
+    # Paths of Unix sockets have 107 characters at most.
+    return tempfile.TemporaryDirectory(
+        prefix="ks-", dir=root if len(str(root)) < 60 else "/tmp"
+    )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ServerLostError, WorkerError
+from keras_strategies.parameter_server.coordinator.cluster_processes import (
+    ClusterProcesses,
+)
 from keras_strategies.parameter_server.coordinator.cluster_state import (
     ServerState,
     WorkerState,
 )
-from keras_strategies.parameter_server.coordinator.ray_launcher import ProcessStart
+from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.reports.tables import counted
 
 #: Number of failed starts in a row after which a process is not restarted.
@@ -25,8 +29,7 @@ class ProcessSupervisor:
     Args:
         workers: int, initial number of workers.
         servers: int, number of servers.
-        make_start: callable of a kind, an index and an incarnation that returns a
-            `ProcessStart`; None if the processes are started elsewhere.
+        processes: starts and kills them; None if they are started elsewhere.
         silence: float, seconds without a heartbeat after which a process is lost.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
@@ -43,7 +46,7 @@ class ProcessSupervisor:
         self,
         workers: int,
         servers: int,
-        make_start: Callable[[str, int, int], ProcessStart] | None,
+        processes: ClusterProcesses | None,
         silence: float,
         can_restore: bool,
         name: str,
@@ -56,7 +59,7 @@ class ProcessSupervisor:
     ):
         self.workers = {i: WorkerState(i) for i in range(workers)}
         self.servers = {i: ServerState(i) for i in range(servers)}
-        self._make_start = make_start
+        self._processes = processes
         self._silence = silence
         self._can_restore = can_restore
         self._name = name
@@ -66,30 +69,29 @@ class ProcessSupervisor:
         self._notify_change = on_change
         self._notify_damage = on_damage
         self._notify_snapshots = on_snapshots
-        self._manager: bytes | None = None
-        self._waiting_starts: list[ProcessStart] = []
+        self._to_start: collections.deque[LocalTask] = collections.deque()
         self._progress = Progress()
         self._looked = time.monotonic()
 
     def handle(self, kind: str, sender: bytes, value: Any) -> None:
-        """Handles a message of a process or of the manager."""
+        """Handles a message of a process."""
         getattr(self, f"_on_{kind}")(sender, value)
 
     def start_all(self) -> None:
-        """Starts the processes, unless they are started elsewhere."""
+        """Requires all processes, which `update_processes` starts."""
         who = (
             f"{counted(len(self.workers), 'worker')} and "
             f"{counted(len(self.servers), 'parameter server')}"
         )
-        what = "waiting" if self._make_start is None else "starting Ray"
-        self._progress.report(f"{what} for {who}")
+        what = "waiting for" if self._processes is None else "starting"
+        self._progress.report(f"{what} {who}")
         for server in self.servers.values():
             self._start("ps", server.index, server.incarnation)
         for worker in self.workers.values():
             self._start("worker", worker.index, worker.incarnation)
 
     def add_worker(self) -> int:
-        """Starts another worker; returns its number."""
+        """Requires another worker; returns its number."""
         index = max(self.workers) + 1
         self.workers[index] = WorkerState(index)
         self._start("worker", index, 0)
@@ -112,35 +114,40 @@ class ProcessSupervisor:
         worker.sender = None
         self._notify_lost(worker, reason)
 
-    def _on_manager(self, sender: bytes, pid: int) -> None:
-        self._manager = sender
-        self._progress.report("Ray runs; it starts the processes")
-        for start in self._waiting_starts:
-            self._send(sender, ("start", start))
-        self._waiting_starts.clear()
-
     def _start(self, kind: str, index: int, incarnation: int) -> None:
-        if self._make_start is None:
-            return
-        start = self._make_start(kind, index, incarnation)
-        if self._manager is None:
-            self._waiting_starts.append(start)
-        else:
-            self._send(self._manager, ("start", start))
+        if self._processes is not None:
+            self._to_start.append(LocalTask(kind, index, incarnation))
 
-    def _kill(self, kind: str, index: int, incarnation: int, pid: int) -> None:
-        if self._manager is not None:
-            message = ("kill", (kind, index, incarnation, pid))
-            self._send(self._manager, message)
+    def _kill(self, kind: str, index: int, incarnation: int) -> None:
+        if self._processes is not None:
+            self._processes.kill(LocalTask(kind, index, incarnation))
+
+    def update_processes(self) -> None:
+        """Starts required processes and handles the ends of others.
+
+        Called in the scheduler's thread, which lives as long as the cluster.
+        """
+        if self._processes is None:
+            return
+        while self._to_start:
+            task = self._to_start.popleft()
+            try:
+                self._processes.start(task)
+            except OSError as error:
+                self._notify_failure(
+                    WorkerError(f"The process of {task} cannot be started: {error}")
+                )
+        for task, reason in self._processes.ended():
+            self._on_end(task, reason)
 
     def _on_worker(self, sender: bytes, value: tuple[int, int, int]) -> None:
         index, incarnation, pid = value
         worker = self.workers.setdefault(index, WorkerState(index))
-        if self._make_start is None and worker.is_alive:
+        if self._processes is None and worker.is_alive:
             # Restarted elsewhere.
             self._lost(worker, "it was restarted")
             worker.incarnation = incarnation
-        if incarnation < worker.incarnation and self._make_start is not None:
+        if incarnation < worker.incarnation and self._processes is not None:
             return
         worker.sender, worker.pid = sender, pid
         worker.incarnation = incarnation
@@ -187,16 +194,15 @@ class ProcessSupervisor:
         if state is not None and state.incarnation == incarnation:
             state.last_heartbeat = time.monotonic()
 
-    def _on_ended(self, sender: bytes, value: tuple[str, int, int, str]) -> None:
-        kind, index, incarnation, reason = value
-        if kind == "worker":
-            worker = self.workers[index]
-            if worker.incarnation == incarnation:
+    def _on_end(self, task: LocalTask, reason: str) -> None:
+        if task.job == "worker":
+            worker = self.workers[task.index]
+            if worker.incarnation == task.incarnation:
                 self._lost(worker, reason)
                 self._restart(worker, reason)
         else:
-            server = self.servers[index]
-            if server.incarnation == incarnation:
+            server = self.servers[task.index]
+            if server.incarnation == task.incarnation:
                 self._server_died(server, reason)
 
     def _restart(self, worker: WorkerState, reason: str) -> None:
@@ -259,11 +265,11 @@ class ProcessSupervisor:
         for worker in self.workers.values():
             if worker.is_alive and now - worker.last_heartbeat > self._silence:
                 reason = f"no heartbeat for {self._silence:g} seconds"
-                self._kill("worker", worker.index, worker.incarnation, worker.pid)
+                self._kill("worker", worker.index, worker.incarnation)
                 self._lost(worker, reason)
                 self._restart(worker, reason)
         for server in self.servers.values():
             if server.is_ready and now - server.last_heartbeat > self._silence:
-                self._kill("ps", server.index, server.incarnation, server.pid)
+                self._kill("ps", server.index, server.incarnation)
                 reason = f"no heartbeat for {self._silence:g} seconds"
                 self._server_died(server, reason)

@@ -16,16 +16,15 @@ from keras_strategies.errors import (
     SnapshotError,
     WorkerError,
 )
+from keras_strategies.parameter_server.coordinator.cluster_processes import (
+    ClusterProcesses,
+)
 from keras_strategies.parameter_server.coordinator.cluster_state import (
     QueuedTask,
     WorkerState,
 )
 from keras_strategies.parameter_server.coordinator.process_supervisor import (
     ProcessSupervisor,
-)
-from keras_strategies.parameter_server.coordinator.ray_launcher import (
-    ProcessStart,
-    wait_for,
 )
 from keras_strategies.parameter_server.coordinator.task_queue import TaskQueue
 from keras_strategies.parameter_server.variables.coordinator_variables import (
@@ -51,11 +50,10 @@ class Scheduler:
     """Assigns tasks to workers, in a thread of its own.
 
     Args:
-        service: where workers, servers and the manager report.
+        service: receives the reports of workers and servers.
         workers: int, initial number of workers.
         servers: int, number of servers.
-        make_start: callable of a kind, an index and an incarnation that returns a
-            `ProcessStart`; None if the processes are started elsewhere.
+        processes: starts and kills them; None if they are started elsewhere.
         local: values of variables on no server.
         max_staleness: int or None, see `ParameterServerStrategy`.
         pulls_ahead: bool, whether workers pull values two steps ahead.
@@ -70,7 +68,7 @@ class Scheduler:
         service: Service,
         workers: int,
         servers: int,
-        make_start: Callable[[str, int, int], ProcessStart] | None,
+        processes: ClusterProcesses | None,
         local: CoordinatorVariables,
         max_staleness: int | None,
         pulls_ahead: bool,
@@ -90,7 +88,7 @@ class Scheduler:
         self.supervisor = ProcessSupervisor(
             workers,
             servers,
-            make_start,
+            processes,
             silence,
             can_restore,
             name,
@@ -153,8 +151,7 @@ class Scheduler:
     def wait_ready(self, seconds: float) -> None:
         """Waits for all servers and at least one worker."""
         with self.condition:
-            ready = wait_for(
-                self.condition,
+            ready = self.condition.wait_for(
                 lambda: self.tasks.fatal is not None or not self.supervisor.missing(),
                 seconds,
             )
@@ -207,6 +204,8 @@ class Scheduler:
                         self._on_result(sender, value)
                     elif not self._is_closed:
                         self.supervisor.handle(kind, sender, value)
+                if not self._is_closed:
+                    self.supervisor.update_processes()
                 self.supervisor.check_heartbeats()
                 self._assign()
                 to_send, self._to_send = self._to_send, collections.deque()

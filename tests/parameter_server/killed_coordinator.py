@@ -1,6 +1,6 @@
-"""Script: a coordinator with a cluster that Ray starts, as for users.
+"""Script: a coordinator with a cluster as users start it.
 
-    python ray_coordinator.py FOLDER
+    python killed_coordinator.py FOLDER
 
 Its worker dies, then its server, and after two epochs it is killed itself. It leaves a
 backup in FOLDER/backup, and the numbers of its processes.
@@ -45,7 +45,7 @@ def replaces_a_worker(strategy, coordinator) -> None:
 def processes(strategy) -> list[int]:
     scheduler = strategy.cluster.scheduler
     states = [*scheduler.workers.values(), *scheduler.servers.values()]
-    return [*(state.pid for state in states), strategy.cluster._manager._process.pid]
+    return [state.pid for state in states]
 
 
 def main(folder: Path) -> None:

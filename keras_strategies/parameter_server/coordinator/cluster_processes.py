@@ -1,0 +1,101 @@
+"""Processes of a local cluster: start, kill and reports of their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keras_strategies.cluster.environment import QUIET
+from keras_strategies.processes.function_command import function_command
+from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
+from keras_strategies.processes.local_cluster import LocalTask
+
+_ENTRY = "keras_strategies.processes.keras_import:call_with_keras"
+# Processes have nothing to save when the cluster ends.
+_GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ProcessCall:
+    """The function that a process calls.
+
+    Args:
+        entry: str, `"module:function"`.
+        arguments: dict for the function, of numbers, strings and lists.
+    """
+
+    entry: str
+    arguments: dict[str, Any]
+
+
+class ClusterProcesses:
+    """Workers and parameter servers on this machine.
+
+    They end with this object, and also if this process is killed. `start` is called by
+    one thread, and they end with it.
+
+    Args:
+        call_of: callable of a task that returns its `ProcessCall`.
+        environment: dict, their environment variables.
+    """
+
+    def __init__(
+        self,
+        call_of: Callable[[LocalTask], ProcessCall],
+        environment: Mapping[str, str],
+    ):
+        self._call_of = call_of
+        self._environment = environment
+        self._open = contextlib.ExitStack()
+        events: Events = queue.SimpleQueue()
+        self._launcher = self._open.enter_context(
+            ProcessLauncher(events, _GRACE_SECONDS)
+        )
+
+    def start(self, task: LocalTask) -> None:
+        """Starts a process; its kind is `"worker"` or `"ps"`."""
+        call = self._call_of(task)
+        arguments = {"entry": call.entry, "arguments": call.arguments}
+        command = function_command(_ENTRY, arguments)
+        self._launcher.start(task, command, self._environment)
+
+    def kill(self, task: LocalTask) -> None:
+        """Kills a process, also if it is stopped."""
+        self._launcher.kill(task)
+
+    def ended(self) -> Iterator[tuple[LocalTask, str]]:
+        """The processes that have ended since the last call, and the reasons."""
+        while (event := self._launcher.next_event(0.0)) is not None:
+            if isinstance(event, Ended):
+                is_error = event.code > 0 and event.last_error
+                yield event.task, event.last_error if is_error else f"it {event.how}"
+
+    def close(self) -> None:
+        """Ends all processes and waits for them."""
+        self._open.close()
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Environment variables of a cluster's processes."""
+    import keras
+
+    found = {
+        **QUIET,
+        **os.environ,
+        "KERAS_BACKEND": keras.backend.backend(),
+        # No mapping of memory for the large arrays of each step.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        "MALLOC_TOP_PAD_": str(16 << 20),
+        "PYTHONUNBUFFERED": "1",
+    }
+    found.setdefault("OMP_NUM_THREADS", str(threads))
+    # Threads of XLA on CPUs, and of TensorFlow.
+    for name in ("NPROC", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        found.setdefault(name, str(threads))
+    found.pop("TF_CONFIG", None)
+    return found
