@@ -262,7 +262,7 @@ def _root(node: ast.expr) -> str | None:
 
 
 def launchers(source: Source) -> list[str]:
-    """Modules that start processes, those of the tests' harness too."""
+    """Modules that start or fork processes, those of the tests' harness too."""
     harness = source.root.parent / "tests" / "harness"
     modules = [*source.modules]
     if harness.is_dir():
@@ -276,7 +276,10 @@ def launchers(source: Source) -> list[str]:
             and (
                 ast.unparse(node.func) in starts
                 or (
-                    isinstance(node.func, ast.Attribute) and node.func.attr == "Process"
+                    isinstance(node.func, ast.Attribute)
+                    and node.func.attr == "Process"
+                    # The handle of a process that runs.
+                    and ast.unparse(node.func) != "psutil.Process"
                 )
             )
             for node in module.nodes

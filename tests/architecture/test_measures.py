@@ -26,7 +26,7 @@ BOUNDS = {
     "attributes replaced for a time": 19,
     "StatelessScope subclasses": 2,
     "communicators": 9,
-    "modules that start processes": 6,
+    "modules that start processes": 2,
     "duplicate public class names": 2,
     "lines of code": 25_875,
     "folders of more than 12 files": 1,

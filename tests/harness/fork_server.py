@@ -55,15 +55,19 @@ class ForkServer:
         environment: Mapping[str, str],
         errors: Path | None = None,
     ) -> None:
+        # Not at the top: this module runs in the server too, where scripts are to find
+        # Keras alone.
+        from keras_strategies.processes.process_group import ProcessGroup
+
         listeners = [_listen(_socket_of(folder, backend, kind)) for kind in _KINDS]
         numbers = [listener.fileno() for listener in listeners]
         with contextlib.ExitStack() as stack:
             for listener in listeners:
                 stack.enter_context(listener)
             log = stack.enter_context(errors.open("wb")) if errors else None
-            self._process = subprocess.Popen(
+            self._process = ProcessGroup(
                 [sys.executable, "-m", "harness.fork_server", *map(str, numbers)],
-                env={
+                {
                     **environment,
                     "KERAS_BACKEND": backend,
                     "PYTHONPATH": _python_path(environment),
@@ -76,16 +80,13 @@ class ForkServer:
                 # It ends when this is closed, also because its owner was killed.
                 stdin=subprocess.PIPE,
                 stderr=log,
-                # Ctrl-C is for the owner.
-                start_new_session=True,
+                ends_with_parent=False,
             )
         self.pid = self._process.pid
 
     def close(self) -> None:
         """Ends the server and all scripts that are left."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(20)
+        self._process.close(20)
 
 
 def _python_path(environment: Mapping[str, str]) -> str:

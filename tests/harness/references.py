@@ -156,14 +156,16 @@ class Trainer:
 
     def __init__(self) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
+        # Not at the top: references are trained without the library.
+        from keras_strategies.processes.process_group import ProcessGroup
+
+        self._process = ProcessGroup(
             [sys.executable, "-m", "harness.references", "--serve"],
-            env={**os.environ, "PYTHONPATH": _python_path(), "KERAS_BACKEND": BACKEND},
+            {**os.environ, "PYTHONPATH": _python_path(), "KERAS_BACKEND": BACKEND},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
-            bufsize=1,
+            is_text=True,
         )
         self.pid = self._process.pid
 
@@ -181,10 +183,7 @@ class Trainer:
             raise AssertionError(f"Without a strategy {name!r} failed:\n{problem}")
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
+        self._process.close(60)
         self._log.close()
 
 
