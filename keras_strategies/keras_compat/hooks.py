@@ -102,12 +102,6 @@ def install(hooks: ModelHooks) -> None:
         patching.install("strategies")
 
 
-def hook_custom_loops() -> None:
-    """Lets replicas add to variables, apply gradients and share statistics."""
-    patching.install("custom loops")
-    patching.install("replicas")
-
-
 def installed_hooks() -> ModelHooks:
     """What `install` was given."""
     return _Installed.hooks

@@ -114,7 +114,7 @@ GROUPS: dict[str, Group] = {
         ),
     ),
     "custom loops": Group(
-        "From the first `run` or compiled function of a custom loop on.",
+        "While replicas of a `run`, or of a custom loop that is traced, compute.",
         (
             Patch(
                 _VARIABLE,
@@ -146,9 +146,11 @@ GROUPS: dict[str, Group] = {
                 "Overrides the method of `BaseOptimizer`.",
             ),
         ),
+        is_temporary=True,
     ),
     "replicas": Group(
-        "From the first layer call that replicas share, or the first `run`, on.",
+        "From a step that splits layer calls on, until the model's method ends; in "
+        "`run`, while replicas compute.",
         (
             Patch(
                 "keras.src.layers.normalization.batch_normalization.BatchNormalization",
@@ -158,6 +160,7 @@ GROUPS: dict[str, Group] = {
                 "Replicas in `run` use statistics of the global batch.",
             ),
         ),
+        is_temporary=True,
     ),
     "scope": Group(
         "While `strategy.scope()` is open.",

@@ -17,24 +17,36 @@ from keras_strategies.keras_compat.manifest import GROUPS, Patch
 installed: dict[str, list[tuple[Any, str, Any]]] = {}
 _lock = threading.RLock()
 _users: dict[str, int] = {}
+# Groups that `install` has installed, which stay until `remove`.
+_lasting: set[str] = set()
 
 
 def install(group: str) -> None:
-    """Installs a group of patches; later calls do nothing."""
-    if group in installed:
+    """Installs a group of patches until `remove`; later calls do nothing."""
+    if group in _lasting:
         return
     with _lock:
-        if group not in installed:
-            rows = [row for row in GROUPS[group].patches if is_present(row)]
-            installed[group] = [_replace(row) for row in rows]
+        _add(group)
+        _lasting.add(group)
 
 
 def remove(group: str) -> None:
-    """Removes a group of patches, unless a block of `installed_while` uses it."""
+    """Removes a group of patches, once no block of `installed_while` uses it."""
     with _lock:
-        if group in installed and not _users.get(group):
-            for owner, name, original in reversed(installed.pop(group)):
-                setattr(owner, name, original)
+        _lasting.discard(group)
+        _remove_unused(group)
+
+
+def _add(group: str) -> None:
+    if group not in installed:
+        rows = [row for row in GROUPS[group].patches if is_present(row)]
+        installed[group] = [_replace(row) for row in rows]
+
+
+def _remove_unused(group: str) -> None:
+    if group in installed and not _users.get(group) and group not in _lasting:
+        for owner, name, original in reversed(installed.pop(group)):
+            setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -42,13 +54,13 @@ def installed_while(group: str) -> Iterator[None]:
     """Installs a group of patches for a block of code, in any number of threads."""
     with _lock:
         _users[group] = _users.get(group, 0) + 1
-        install(group)
+        _add(group)
     try:
         yield
     finally:
         with _lock:
             _users[group] -= 1
-            remove(group)
+            _remove_unused(group)
 
 
 def is_installed(group: str) -> bool:
@@ -62,12 +74,14 @@ def uninstall() -> None:
             remove(group)
 
 
+@functools.cache
 def is_present(patch: Patch) -> bool:
     """Whether the backend and the version of Keras have what a patch replaces."""
     version = ".".join(keras.__version__.split(".")[:2])
     return patch.backend in ("", keras.backend.backend()) and version in patch.versions
 
 
+@functools.cache
 def owner_of(patch: Patch) -> Any:
     """The class or module that a patch changes.
 
@@ -101,6 +115,7 @@ def _replace(patch: Patch) -> tuple[Any, str, Any]:
     return owner, patch.name, original
 
 
+@functools.cache
 def function_of(patch: Patch) -> Callable[..., Any]:
     """The function that is called instead of what a patch replaces."""
     module, _, name = patch.around.rpartition(".")
@@ -109,6 +124,7 @@ def function_of(patch: Patch) -> Callable[..., Any]:
     return found
 
 
+@functools.cache
 def _wrapped(original: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

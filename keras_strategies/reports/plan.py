@@ -11,6 +11,7 @@ import keras
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.building import symbolic_build
+from keras_strategies.keras_compat.state_scope import ShapesOnly
 from keras_strategies.keras_compat.variables.deferred import (
     build_optimizer_without_values,
     forgetting_deferred_variables,
@@ -26,7 +27,6 @@ from keras_strategies.reports.describe import (
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
 from keras_strategies.runtime.placement import StepCost, check_layouts, itemsize
-from keras_strategies.runtime.state.state_scope import ShapesOnly
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

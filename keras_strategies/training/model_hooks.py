@@ -16,13 +16,13 @@ from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat import hooks, patching
 from keras_strategies.keras_compat.models.building import element_spec
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
+from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.seeds import seed_states
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState
-from keras_strategies.runtime.state.state_scope import current_policy
 from keras_strategies.training import worker_training
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.model_input import model_arguments

@@ -251,7 +251,7 @@ def _foreign_assignments(module: Module) -> Iterator[str]:
             if isinstance(target, (ast.Attribute, ast.Subscript)):
                 root = _root(target)
                 name = module.imported.get(root or "", "")
-                if name and not name.startswith(PACKAGE) and root != "os":
+                if name and not name.startswith(PACKAGE) and name != "os":
                     yield ast.unparse(target)
 
 

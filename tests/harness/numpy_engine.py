@@ -23,6 +23,7 @@ from harness.numpy_replicas import NumpyPrimitives
 from keras_strategies import context, engines
 from keras_strategies.devices import Device
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
+from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.thread_state import (
     outside_stateless_scopes,
     thread_state,
@@ -42,7 +43,6 @@ from keras_strategies.runtime.state.run_state import (
     LocalValues,
     RunState,
 )
-from keras_strategies.runtime.state.state_scope import current_policy
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import flatten, map_structure, regroup, select_replica
 

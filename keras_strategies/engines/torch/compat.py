@@ -120,6 +120,6 @@ def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     from torch._inductor import compile, config
 
     # No pool of compiler processes.
-    config.compile_threads = 1
-    compiled: Callable[..., Any] = compile(graph, inputs)
+    with config.patch(compile_threads=1):
+        compiled: Callable[..., Any] = compile(graph, inputs)
     return compiled

@@ -111,8 +111,7 @@ def _running(is_long: bool) -> Iterator[None]:
             if is_long and not _Running.count:
                 patching.remove("routes")
                 patching.remove("input")
-                if not patching.is_installed("custom loops"):
-                    patching.remove("replicas")
+                patching.remove("replicas")
 
 
 def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> Any:

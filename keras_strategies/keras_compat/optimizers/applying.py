@@ -50,11 +50,11 @@ applying = _Applying()
 def applying_through(sink: Callable[..., Any]) -> Iterator[None]:
     """Calls `sink(optimizer, gradients, variables)` instead of `optimizer.apply`."""
     patching.install("parameter servers")
-    patching.install("custom loops")
     previous = applying.sink
     applying.sink = sink
     try:
-        yield
+        with patching.installed_while("custom loops"):
+            yield
     finally:
         applying.sink = previous
 

@@ -7,15 +7,23 @@ from typing import Any
 
 import keras
 
+from keras_strategies.keras_compat.state_scope import StatePolicy
 
-class _NotingScope(keras.StatelessScope):
-    """Has zeros for each variable from when it is first asked for, or a new value."""
 
-    def get_current_value(self, variable: Any) -> Any:
-        if id(variable) not in self.state_mapping:
+class _ZerosOnRead(StatePolicy):
+    """Variables are zeros until they are assigned; `values` has those in use."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+
+    def read(self, variable: Any) -> Any:
+        if id(variable) not in self.values:
             zeros = keras.ops.zeros(variable.shape, variable.dtype)
-            self.state_mapping[id(variable)] = zeros
-        return self.state_mapping[id(variable)]
+            self.values[id(variable)] = zeros
+        return self.values[id(variable)]
+
+    def assign(self, variable: Any, value: Any) -> None:
+        self.values[id(variable)] = value
 
 
 def used_by_update(
@@ -39,9 +47,10 @@ def used_by_update(
     used: set[int] = set()
 
     def update(gradient: Any) -> Any:
-        with _NotingScope() as scope:
+        state = _ZerosOnRead()
+        with state.scope():
             optimizer.apply([gradient], [trained])
-        used.update(scope.state_mapping)
+        used.update(state.values)
         return gradient
 
     settings = ("gradient_accumulation_steps", "use_ema")

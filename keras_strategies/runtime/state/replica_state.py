@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_compat.models.layers import get_mask
+from keras_strategies.keras_compat.state_scope import StatePolicy
 from keras_strategies.keras_compat.variables.values import autocast_dtype
-from keras_strategies.runtime.state.state_scope import StatePolicy
 
 # Sums of these over replicas are taken in float32, and rounded once.
 HALF = ("float16", "bfloat16")

@@ -21,11 +21,10 @@ import keras
 
 from keras_strategies.context import ReplicaContext
 from keras_strategies.errors import ContextError, InvalidArgumentError
-from keras_strategies.keras_compat import hooks
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
+from keras_strategies.keras_compat.state_scope import StatePolicy, policy_of
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
-from keras_strategies.runtime.state.state_scope import StatePolicy, policy_of
 
 
 def is_local(variable: Any) -> bool:
@@ -138,6 +137,8 @@ class RunState(StatePolicy):
             variable after assigning `value`; None for `value` itself.
     """
 
+    patches = ("custom loops", "replicas")
+
     def __init__(
         self,
         replica: ReplicaContext,
@@ -146,7 +147,6 @@ class RunState(StatePolicy):
         made: CreatedVariables | None = None,
         assigned: Callable[[Any, Any], Any] | None = None,
     ):
-        hooks.hook_custom_loops()
         self.replica = replica
         self.made = made
         self._copy = copy

@@ -16,13 +16,12 @@ from keras_strategies.engines.jax.function.state_refs import (
     VariableRef,
     on_read_values_of,
 )
-from keras_strategies.keras_compat import hooks
-from keras_strategies.keras_compat.thread_state import current_stateless_scope
-from keras_strategies.runtime.state.state_scope import (
+from keras_strategies.keras_compat.state_scope import (
     StatePolicy,
     current_policy,
     policy_of,
 )
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -60,12 +59,13 @@ class TraceState(StatePolicy):
         overrides: values in place of those of `outer`.
     """
 
+    patches = ("custom loops", "replicas")
+
     def __init__(
         self,
         outer: keras.StatelessScope | None,
         overrides: ValueOverrides | None = None,
     ):
-        hooks.hook_custom_loops()
         self._outer = outer
         self._overrides = overrides or ValueOverrides()
         self._values: dict[Any, Any] = {}

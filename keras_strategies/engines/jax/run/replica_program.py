@@ -38,8 +38,8 @@ from keras_strategies.engines.jax.run.shard_map_replicas import ShardMapReplicas
 from keras_strategies.engines.jax.run.traced_replica_state import MergedState
 from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.runtime.single_replica import SingleReplica
-from keras_strategies.runtime.state.state_scope import current_policy
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

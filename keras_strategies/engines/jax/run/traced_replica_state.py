@@ -14,11 +14,11 @@ from keras_strategies.engines.jax.function.trace_state import (
     ValueOverrides,
     as_initializer,
 )
+from keras_strategies.keras_compat.state_scope import StatePolicy, current_policy
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.runtime.communicator import Communicator
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState
-from keras_strategies.runtime.state.state_scope import StatePolicy, current_policy
 
 
 class TracedReplicas(Communicator):

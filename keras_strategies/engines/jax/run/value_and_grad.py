@@ -15,9 +15,9 @@ from keras_strategies.engines.jax.function.trace_state import (
     ValueOverrides,
 )
 from keras_strategies.engines.jax.run.traced_replica_state import TracedReplicaState
+from keras_strategies.keras_compat.state_scope import policy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.state.state_scope import policy_of
 from keras_strategies.values import map_structure
 
 # Placeholder of an array of `aux`, which the differentiated function returns.

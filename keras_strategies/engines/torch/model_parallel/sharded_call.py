@@ -37,6 +37,7 @@ from keras_strategies.keras_compat.models.building import all_variables, is_buil
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
+from keras_strategies.keras_compat.state_scope import StatePolicy
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.layouts import Axes
@@ -47,7 +48,6 @@ from keras_strategies.runtime.placement import (
     check_layouts,
     itemsize,
 )
-from keras_strategies.runtime.state.state_scope import StatePolicy
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

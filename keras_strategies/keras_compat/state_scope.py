@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+import contextlib
+from types import TracebackType
+from typing import Any, ClassVar
 
 import keras
 
+from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
 class StatePolicy(abc.ABC):
     """Reads and assignments of variables in a `StateScope`."""
+
+    #: Groups of patches that are installed while such a scope is open.
+    patches: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def read(self, variable: Any) -> Any:
@@ -42,6 +48,24 @@ class StateScope(keras.StatelessScope):
     def __init__(self, policy: StatePolicy):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.policy = policy
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> StateScope:
+        for group in self.policy.patches:
+            self._patches.enter_context(patching.installed_while(group))
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            super().__exit__(kind, error, traceback)
+        finally:
+            self._patches.close()
 
     def get_current_value(self, variable: Any) -> Any:
         return self.policy.read(variable)
