@@ -14,14 +14,15 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import keras
 import pytest
-from harness import backend_tables, fork_server, leaks, numpy_engine, references
+from harness import backend_tables, fork_server, leaks, references
 from harness.strategies import STRATEGIES, StrategyCase
 
 import keras_strategies as ks
+from keras_strategies import engines
 
 keras.config.disable_traceback_filtering()
-if keras.backend.backend() == "numpy":
-    numpy_engine.install()
+# Its engine is the tests' own.
+engines.ENGINES["numpy"] = "harness.numpy_engine:NumpyEngine"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So do shells begin what they run in the background; tests press Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)

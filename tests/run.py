@@ -58,6 +58,7 @@ ONCE = (
     "tests/packaging",
     "tests/tools",
     "tests/test_exported_members.py",
+    "tests/test_numpy_engine.py",
     "tests/test_replica_set.py",
     # The hooks into Keras are installed in the same way on each backend.
     "tests/test_entry_points.py",

@@ -35,7 +35,7 @@ class Feature(enum.Enum):
 
     SHARDED_VARIABLES = "ks.ModelParallelStrategy is"
     SHARDED_CHECKPOINTS = "Sharded checkpoints are"
-    CUSTOM_REDUCTIONS = "A custom reduction as `cross_device_ops` is"
+    CUSTOM_REDUCTIONS = "A custom reduction as cross_device_ops is"
     SEPARATE_BATCH_NORM = "`sync_batch_norm=False` is"
     DATASETS_IN_PROGRAMS = "Iterating a distributed dataset in a compiled function is"
     WORKERS = "Training on several workers is"

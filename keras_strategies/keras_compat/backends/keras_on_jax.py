@@ -81,7 +81,8 @@ def variable_array(variable: Any, original: Callable[..., Any], dtype: Any) -> A
     JAX raises where shards are in other processes.
     """
     if not patching.is_installed("jax workers"):
-        return original(dtype)
+        # Keras's variables on NumPy take no dtype.
+        return original() if dtype is None else original(dtype)
     found = _Placement.read(variable, variable.value)
     if found is None:
         return original(dtype)

@@ -1,0 +1,41 @@
+"""The recipe for an engine: the tests of custom loops pass on that of the tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import numpy_engine
+
+TESTS = Path(__file__).parent
+#: Tests of what `run` promises, whatever the framework.
+LOOPS = (
+    "test_run.py",
+    "test_linear_model.py",
+    "test_optimizers.py",
+    "test_made_in_run.py",
+    "test_extended.py",
+)
+
+
+def test_custom_loops_pass_on_the_numpy_engine() -> None:
+    files = [str(TESTS / "custom_loops" / name) for name in LOOPS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    process = subprocess.run(
+        [*command, "-m", "not gpu and not nightly"],
+        cwd=TESTS.parent,
+        env={**os.environ, "KERAS_BACKEND": "numpy"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stdout[-10_000:] + process.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", process.stdout)
+    assert passed is not None and int(passed[1]) > 120, process.stdout[-2000:]
+
+
+def test_the_numpy_engine_is_short() -> None:
+    assert len(Path(numpy_engine.__file__).read_text().splitlines()) < 300
