@@ -98,6 +98,7 @@ def summary() -> str:
 def table(name: str) -> str:
     """The Markdown of one block."""
     import faults
+    import first_step
     import fit
     import loops
     import model_parallel
@@ -113,9 +114,9 @@ def table(name: str) -> str:
             "memory": model_parallel.memory_table,
         }
         return part("model_parallel", what, tables[what])
-    modules = {"fit": fit, "loops": loops, "faults": faults}
+    modules = {"fit": fit, "loops": loops, "faults": faults, "first step": first_step}
     if file in modules:
-        return whole(file, modules[file].table)
+        return whole(file.replace(" ", "_"), modules[file].table)
     return {
         "two workers": lambda: whole("multi_worker", multi_worker.table),
         "summary": summary,
