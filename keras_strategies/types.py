@@ -188,6 +188,57 @@ class CommunicationOptions:
 
 
 @dataclass(frozen=True)
+class Elastic:
+    """Changes of the number of workers during training.
+
+    Args:
+        min_workers: int, at least 1. With fewer workers, training waits for others.
+        max_workers: int or None, the largest number of workers that train together;
+            others wait as spares. None for all workers of the cluster.
+        rejoin: bool, whether workers may join after the start: new ones, and those that
+            were lost.
+        timeout_seconds: float, seconds to wait for `min_workers`, and for workers that
+            are busy with a step when others form a new group.
+
+    Raises:
+        ValueError: for numbers below 1, or a maximum below the minimum.
+
+    Example:
+
+    >>> elastic = Elastic(min_workers=2, timeout_seconds=60)
+    """
+
+    min_workers: int = 1
+    max_workers: int | None = None
+    rejoin: bool = True
+    timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        least, most, seconds = self.min_workers, self.max_workers, self.timeout_seconds
+        if not _is_count(least):
+            raise InvalidArgumentError(
+                "`min_workers` must be a number of workers, 1 or more. Received: "
+                f"min_workers={least!r}"
+            )
+        if most is not None and not (_is_count(most) and most >= least):
+            raise InvalidArgumentError(
+                "`max_workers` must be a number of workers, `min_workers` or more, or "
+                f"None. Received: min_workers={least!r}, max_workers={most!r}"
+            )
+        check_flag("rejoin", self.rejoin)
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not (is_number and seconds > 0):
+            raise InvalidArgumentError(
+                "`timeout_seconds` must be a number of seconds above 0. Received: "
+                f"timeout_seconds={seconds!r}"
+            )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """How `Strategy.run` runs a function.
 

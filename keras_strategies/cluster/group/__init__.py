@@ -6,6 +6,8 @@ a small hub in the chief's process, the same on every backend, with messages of
 `multiprocessing.connection`. They exchange addresses, from which the engine is started,
 compare versions and settings, and send heartbeats. No tensor of a step is sent this
 way.
+
+`membership.py` forms a new group when workers are lost or added.
 """
 
 from keras_strategies.cluster.group.worker_group import (

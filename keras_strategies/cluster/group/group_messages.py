@@ -14,6 +14,8 @@ Message = tuple[dict[str, Any], bytes]
 
 # Interval of heartbeats in seconds.
 BEAT = 0.25
+# The loss of a worker whose connection is still open.
+NO_HEARTBEAT = "no heartbeat"
 
 
 class MessageConnection:
@@ -45,6 +47,17 @@ class MessageConnection:
         except OSError:
             pass  # The reader sees that the connection has ended.
 
+    def wait(self, timeout: float) -> bool:
+        """Whether a message, or the end of the connection, comes in time.
+
+        Raises:
+            EOFError: if this end is closed.
+        """
+        try:
+            return self._connection.poll(timeout)
+        except OSError as error:
+            raise EOFError(str(error)) from error
+
     def receive(self, timeout: float | None = None) -> Message | None:
         """The next message; None if none has come in time.
 
@@ -69,11 +82,12 @@ class MessageConnection:
         self.abort()
 
     def abort(self) -> None:
-        """Closes the connection at once; the readers at both ends get an error."""
+        """Ends the connection at once; the readers at both ends get an error."""
+        self._outgoing.put(None)
+        # It is closed with its last reference: a reader in this process could wait for
+        # another connection that has the same number.
         try:
-            # Closing alone would not wake a reader that waits in this process.
             with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)
-            self._connection.close()
         except OSError:
             pass

@@ -9,7 +9,12 @@ import threading
 import time
 from typing import Any
 
-from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.group_messages import (
+    BEAT,
+    NO_HEARTBEAT,
+    Message,
+    MessageConnection,
+)
 from keras_strategies.cluster.startup_report import Progress
 
 
@@ -29,14 +34,19 @@ class Hub:
     """Connects workers and reports the first lost one.
 
     Args:
-        server: the socket that workers connect to.
+        server: the socket that workers connect to; None for a hub of workers that are
+            connected already (see `over`).
         job: str, identifies this cluster among others at the same address.
         addresses: the workers' addresses, for messages.
         timeout: float, seconds for workers to connect, and between heartbeats.
     """
 
     def __init__(
-        self, server: socket.socket, job: str, addresses: list[str], timeout: float
+        self,
+        server: socket.socket | None,
+        job: str,
+        addresses: list[str],
+        timeout: float,
     ):
         self._server = server
         self._job = job
@@ -51,8 +61,38 @@ class Hub:
         self._lost = False
         self._closed = threading.Event()
         self._progress = Progress()
-        self._progress.report(f"waiting for {len(addresses)} workers at {addresses[0]}")
-        self._start(self._accept)
+        if server is not None:
+            self._progress.report(
+                f"waiting for {len(addresses)} workers at {addresses[0]}"
+            )
+            self._start(self._accept, server)
+            self._start(self._watch)
+
+    @classmethod
+    def over(
+        cls, lines: list[MessageConnection], infos: list[dict[str, Any]], timeout: float
+    ) -> Hub:
+        """A hub of connected workers, by index; call `serve` for each, then `welcome`.
+
+        Args:
+            lines: the workers' connections.
+            infos: the information of each worker.
+            timeout: float, seconds between heartbeats.
+        """
+        hub = cls(None, "", [str(info["host"]) for info in infos], timeout)
+        for index, (line, info) in enumerate(zip(lines, infos, strict=True)):
+            hub._members[index] = _Member(line, info, time.monotonic())
+        return hub
+
+    def welcome(self, facts: dict[str, Any]) -> None:
+        """Starts the group of connected workers.
+
+        Args:
+            facts: dict, sent to all workers beside the members' information.
+        """
+        infos = [self._members[i].info for i in range(len(self._addresses))]
+        with self._lock:
+            self._send_to_all({"kind": "welcome", "members": infos, **facts})
         self._start(self._watch)
 
     def _start(self, target: Any, *args: Any) -> None:
@@ -60,15 +100,17 @@ class Hub:
             target=target, args=args, name="group-hub", daemon=True
         ).start()
 
-    def close(self) -> None:
+    def close(self, *, abort: bool = False) -> None:
+        """Closes all connections: after the pending messages, or at once."""
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        if self._server is not None:
+            with contextlib.suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)
+            self._server.close()
         with self._lock:
             members = list(self._members.values())
         for member in members:
-            member.line.close()
+            (member.line.abort if abort else member.line.close)()
 
     @property
     def is_complete(self) -> bool:
@@ -76,15 +118,15 @@ class Hub:
 
     # Meeting.
 
-    def _accept(self) -> None:
+    def _accept(self, server: socket.socket) -> None:
         while not self._closed.is_set():
             try:
-                connected, _ = self._server.accept()
+                connected, _ = server.accept()
             except OSError:
                 return
-            self._start(self._serve, connected)
+            self._start(self._connected, connected)
 
-    def _serve(self, connected: socket.socket) -> None:
+    def _connected(self, connected: socket.socket) -> None:
         try:
             line = MessageConnection(connected)
             message = line.receive(self._timeout)
@@ -102,11 +144,17 @@ class Hub:
         if index is None:
             line.close()
             return
+        self.serve(index, line)
+
+    def serve(
+        self, index: int, line: MessageConnection, received: Message | None = None
+    ) -> None:
+        """Handles a worker's messages, after `received`, until its connection ends."""
         try:
             while True:
-                received = line.receive()
                 if received is not None:
                     self._handle(index, *received)
+                received = line.receive()
         except EOFError:
             self._connection_ended(index)
             line.close()
@@ -178,7 +226,7 @@ class Hub:
                 for index, member in self._members.items():
                     silent = now - member.seen
                     if silent > self._timeout and not member.has_left:
-                        self._mark_lost(index, f"no heartbeat for {silent:.0f} s")
+                        self._mark_lost(index, f"{NO_HEARTBEAT} for {silent:.0f} s")
 
     def _missing_workers(self) -> str:
         missing = [i for i in range(len(self._addresses)) if i not in self._members]

@@ -13,7 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.group_messages import (
+    BEAT,
+    NO_HEARTBEAT,
+    MessageConnection,
+)
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
@@ -46,6 +50,11 @@ class LostWorker:
     progress: str
     host: str
     pid: int
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it was lost without the end of its connection."""
+        return self.how.startswith(NO_HEARTBEAT)
 
     def __str__(self) -> str:
         at = f" at {self.progress}" if self.progress else ""
@@ -150,6 +159,18 @@ class WorkerGroup:
             if hub is not None:
                 hub.close()
             raise
+        return cls.over(index, members, line, hub, timeout)
+
+    @classmethod
+    def over(
+        cls,
+        index: int,
+        members: list[dict[str, Any]],
+        line: MessageConnection,
+        hub: Hub | None,
+        timeout: float,
+    ) -> WorkerGroup:
+        """The group of a worker that is connected to the hub (see the constructor)."""
         group = cls(index, members, line, hub, timeout)
         _joined.append(group)
         return group
@@ -337,12 +358,36 @@ class WorkerGroup:
             self._hub.close()
         self._line.close()
 
+    def abandon(self) -> None:
+        """Ends the group at once: the others see the end of the connection."""
+        if self._closed.is_set():
+            return
+        with self._condition:
+            self._closed.set()
+            if self._loss is None:
+                self._loss = self._own_loss("it left the group")
+            self._condition.notify_all()
+        if self in _joined:
+            _joined.remove(self)
+        if self._hub is not None:
+            self._hub.close(abort=True)
+        self._line.abort()
+
+    def end(self, how: str) -> None:
+        """Ends all calls that wait for other workers, with an error."""
+        self._lost(self._own_loss(how))
+
+    def _own_loss(self, how: str) -> LostWorker:
+        own = self.members[self.index]
+        host, pid = str(own["host"]), int(own["pid"])
+        return LostWorker(self.index, how, self.progress, host, pid)
+
     def _beat(self) -> None:
         while not self._closed.wait(BEAT):
             self._line.send({"kind": "beat", "progress": self.progress})
             silent = time.monotonic() - self._last_received
             if silent > self.timeout:
-                self._chief_lost(f"no heartbeat for {silent:.0f} s")
+                self._chief_lost(f"{NO_HEARTBEAT} for {silent:.0f} s")
 
     def _chief_lost(self, how: str) -> None:
         chief = self.members[0]

@@ -1,0 +1,274 @@
+"""Generations of an elastic group of workers.
+
+A generation is a `WorkerGroup` of fixed members. When a worker is lost or a new one
+waits, the others end the generation and form the next one (`rendezvous.py`), in the
+same processes. The chief is the first worker of a generation: when it is lost, the next
+one takes over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from dataclasses import dataclass
+from typing import Any, Self
+
+from keras_strategies.cluster.group.rendezvous import Formed, Limits, Rendezvous
+from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.errors import WorkerError
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker of a generation.
+
+    Args:
+        index: int, its number in the cluster, the same in all generations.
+        uid: str, its process.
+        step: int, the last step that it has finished; None without training state.
+        host: str, its address.
+    """
+
+    index: int
+    uid: str
+    step: int | None
+    host: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The workers between two changes.
+
+    Args:
+        number: int, counted from 0.
+        rank: int, this worker's place in `members`.
+        members: the workers, by rank; the first is the chief.
+        lost: indices of the previous generation's workers that are not members.
+        joined: indices of the members that were not in the previous generation.
+    """
+
+    number: int
+    rank: int
+    members: tuple[Member, ...]
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+
+    @property
+    def step(self) -> int | None:
+        """The last finished step of all; None if no worker has training state."""
+        return max((m.step for m in self.members if m.step is not None), default=None)
+
+    @property
+    def source(self) -> int | None:
+        """Rank of the worker whose state is that after `step`; None without one."""
+        steps = [member.step for member in self.members]
+        return None if self.step is None else steps.index(self.step)
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        """Ranks of the workers that need the state of `source`."""
+        ranks = enumerate(self.members)
+        return tuple(rank for rank, each in ranks if each.step != self.step)
+
+    def __str__(self) -> str:
+        at = "" if self.step is None else f" after step {self.step}"
+        count = len(self.members)
+        before = count - len(self.joined) + len(self.lost)
+        parts = []
+        if self.lost:
+            parts.append(f"{_workers(self.lost)} lost{at}")
+        if self.joined:
+            parts.append(f"{_workers(self.joined)} added{at}")
+        text = f"training continues with {count} workers, {before} before"
+        return f"{', '.join(parts) or 'the group was formed again'}; {text}"
+
+
+def _workers(indices: tuple[int, ...]) -> str:
+    named = " and ".join(map(str, indices))
+    return f"worker {named} was" if len(indices) == 1 else f"workers {named} were"
+
+
+class Membership:
+    """An elastic group of workers, as seen by one of them.
+
+    Use `join`, which has the same arguments. `begin_step` and `reform` are for one
+    thread.
+
+    Example:
+
+    >>> membership = Membership.join(addresses, index, {}, limits=limits)
+    >>> try:
+    ...     may_begin = membership.begin_step()
+    ...     if may_begin:
+    ...         train()
+    ...         step += 1
+    ... except WorkerError:
+    ...     may_begin = False
+    >>> if not may_begin:
+    ...     generation = membership.reform(step)
+    """
+
+    def __init__(
+        self,
+        addresses: list[str],
+        index: int,
+        same: dict[str, Any],
+        info: dict[str, Any],
+        job: str,
+        limits: Limits,
+    ):
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._group: WorkerGroup | None = None
+        self._generation: Generation | None = None
+        self._is_agreed = False
+        self._rendezvous = Rendezvous(
+            addresses, index, same, info, job, limits, self._end, self._newcomer
+        )
+
+    @classmethod
+    def join(
+        cls,
+        addresses: list[str],
+        index: int,
+        same: dict[str, Any],
+        info: dict[str, Any] | None = None,
+        *,
+        limits: Limits,
+        job: str | None = None,
+    ) -> Self:
+        """Forms the first generation with the other workers, or joins a running one.
+
+        Args:
+            addresses: the addresses of all workers that may take part; each listens at
+                its own.
+            index: int, the number of this worker.
+            same: dict of values that must agree on all workers, by name.
+            info: dict, further information for the other workers.
+            limits: `Limits`.
+            job: str, identifies this cluster among others at the same addresses; None
+                to use the addresses.
+
+        Returns:
+            A `Membership`.
+
+        Raises:
+            ClusterError: if this worker cannot listen at its address, two workers have
+                one index, or workers disagree.
+            WorkerError: if fewer than `limits.min_workers` connect in time.
+        """
+        name = job or hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]
+        membership = cls(addresses, index, same, info or {}, name, limits)
+        try:
+            membership.reform(None)
+        except BaseException:
+            membership.leave()
+            raise
+        return membership
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The group of this generation."""
+        assert self._group is not None
+        return self._group
+
+    @property
+    def generation(self) -> Generation:
+        """The current generation."""
+        assert self._generation is not None
+        return self._generation
+
+    def begin_step(self) -> bool:
+        """Requests permission for another step.
+
+        Returns:
+            Whether the step may begin; False on all workers after the same step if new
+            ones wait: call `reform`.
+
+        Raises:
+            WorkerError: if a worker is lost: restore the state after the last finished
+                step and call `reform`.
+        """
+        self.group.check()
+        may_begin = self.group.begin_step()
+        self._is_agreed = not may_begin
+        return may_begin
+
+    def reform(self, step: int | None) -> Generation:
+        """Forms the next generation with all workers that are alive or wait.
+
+        Args:
+            step: int, the last step that this worker has finished, counted from the
+                start of training; its state must be the one after this step. None
+                without training state.
+
+        Returns:
+            A `Generation`; the workers in `behind` need the state of `source`.
+
+        Raises:
+            WorkerError: if there are fewer than `min_workers` for too long, or a larger
+                part of the workers may continue without this one.
+        """
+        silent = None
+        if self._group is not None:
+            if self._is_agreed:
+                self._finish_together(self._group)
+            silent = self._silent(self._group)
+            self._group.abandon()
+            self._is_agreed = False
+        formed = self._rendezvous.form(step, silent)
+        generation = self._note(formed)
+        self._newcomer()
+        return generation
+
+    def _silent(self, group: WorkerGroup) -> int | None:
+        loss = group.loss()
+        if loss is None or not loss.is_silent:
+            return None
+        return self.generation.members[loss.index].index
+
+    def _finish_together(self, group: WorkerGroup) -> None:
+        # No worker closes its connections while another one is in the last step.
+        with contextlib.suppress(WorkerError):
+            group.barrier("the end of a generation")
+
+    def _note(self, formed: Formed) -> Generation:
+        facts = formed.facts
+        members = facts["members"]
+        uids = [each["uid"] for each in members]
+        rank = uids.index(self._rendezvous.uid)
+        timeout = self._limits.timeout
+        group = WorkerGroup.over(rank, members, formed.line, formed.hub, timeout)
+        previous = {int(index): uid for index, uid in facts["previous"]}
+        stayed = {each["index"] for each in members if each["uid"] in previous.values()}
+        generation = Generation(
+            facts["generation"],
+            rank,
+            tuple(Member(m["index"], m["uid"], m["step"], m["host"]) for m in members),
+            tuple(sorted(set(previous) - stayed)),
+            tuple(m["index"] for m in members if m["index"] not in stayed),
+        )
+        with self._lock:
+            self._group, self._generation = group, generation
+        return generation
+
+    def _end(self) -> None:
+        with self._lock:
+            group = self._group
+        if group is not None:
+            group.end("the other workers form another group")
+
+    def _newcomer(self) -> None:
+        """Requests the end of the generation if a worker waits at this chief."""
+        with self._lock:
+            group = self._group
+        if group is not None and self._rendezvous.joining > 0:
+            group.request_stop()
+
+    def leave(self) -> None:
+        """Leaves the group; the others continue without this worker."""
+        self._rendezvous.close()
+        if self._group is not None:
+            self._group.leave()

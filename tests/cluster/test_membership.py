@@ -1,0 +1,379 @@
+"""Elastic groups: workers are lost, join and take over, and no step is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import elastic_worker
+from harness.processes import TIMEOUT, assert_gone, wait_until
+
+from keras_strategies.cluster.group.membership import Generation, Member, Membership
+from keras_strategies.cluster.group.rendezvous import Limits, Rendezvous
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.types import Elastic
+
+# Long enough for a busy machine; only tests of stopped workers wait for it.
+SILENCE = 5.0
+
+
+def limits(**changed: Any) -> Limits:
+    given = Limits.of(Elastic(timeout_seconds=TIMEOUT), count=3, timeout=SILENCE)
+    return dataclasses.replace(given, **changed)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"min_workers": 0}, "`min_workers` must be a number of workers, 1 or more"),
+        ({"min_workers": True}, "min_workers=True"),
+        ({"min_workers": 3, "max_workers": 2}, "min_workers=3, max_workers=2"),
+        ({"rejoin": "yes"}, "`rejoin` must be True or False"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+    ],
+)
+def test_options_are_checked(given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Elastic(**given)
+
+
+def test_a_minimum_above_the_cluster_is_an_error():
+    with pytest.raises(
+        ClusterError, match="more workers than the cluster describes: 2"
+    ):
+        Limits.of(Elastic(min_workers=3), count=2, timeout=1.0)
+
+
+class Cluster:
+    """Processes of `elastic_worker`."""
+
+    def __init__(self, folder: Path, count: int, seconds: float = 0.01, **changed: Any):
+        self.folder = folder
+        self.count = count
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.all: list[subprocess.Popen[bytes]] = []
+        self.settings = {
+            "folder": str(folder),
+            "addresses": free_addresses(count),
+            "seconds": seconds,
+            "limits": vars(limits(**changed)),
+        }
+        (folder / "settings").write_text(json.dumps(self.settings))
+
+    def start(self, *indices: int) -> None:
+        for index in indices:
+            command = [sys.executable, elastic_worker.__file__]
+            command += [str(self.folder / "settings"), str(index)]
+            self.processes[index] = subprocess.Popen(command)
+            self.all.append(self.processes[index])
+
+    def pid(self, index: int) -> int:
+        return self.processes[index].pid
+
+    def members(self, index: int) -> list[int]:
+        """The members of the generation of a worker, when it has trained in it."""
+        path = self.folder / f"{self.pid(index)}.members"
+        return list(json.loads(path.read_text())) if path.exists() else []
+
+    def await_members(self, members: set[int]) -> None:
+        """Waits until these workers train together."""
+        wait_until(
+            lambda: all(set(self.members(i)) == members for i in members),
+            f"{members} train together",
+        )
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        """Ends the training of all workers, at the same step."""
+        (self.folder / "stop").touch()
+        found = {}
+        for index, process in self.processes.items():
+            process.wait(TIMEOUT)
+            path = self.folder / f"{process.pid}.json"
+            found[index] = json.loads(path.read_text())
+        return found
+
+    def check(self, lost: int, joined: int) -> None:
+        """Checks that all workers have taken each step once."""
+        found = self.results()
+        assert len({result["steps"] for result in found.values()}) == 1
+        for result in found.values():
+            assert result["state"] == elastic_worker.expected(result["steps"])
+        events = max((result["events"] for result in found.values()), key=len)
+        assert sum("lost" in event for event in events) == lost, events
+        assert sum("added" in event for event in events) == joined, events
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(count: int, addresses: int = 0, **settings: Any) -> Cluster:
+        made.append(Cluster(tmp_path, addresses or count, **settings))
+        made[-1].start(*range(count))
+        made[-1].await_members(set(range(count)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for process in each.all:
+            process.kill()
+            process.wait()
+        assert_gone([process.pid for process in each.all])
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
+def test_a_killed_worker_is_replaced_by_a_new_one(cluster, victim):
+    three = cluster(3)
+    os.kill(three.pid(victim), signal.SIGKILL)
+    three.processes.pop(victim).wait()
+    others = {0, 1, 2} - {victim}
+    three.await_members(others)
+    three.start(victim)
+    three.await_members({0, 1, 2})
+    # The chief remains the chief.
+    assert three.members(2) == [*sorted(others), victim]
+    three.check(lost=1, joined=1)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
+def test_a_stopped_worker_is_excluded_and_rejoins(cluster, victim):
+    three = cluster(3, timeout=2.0)
+    os.kill(three.pid(victim), signal.SIGSTOP)
+    three.await_members({0, 1, 2} - {victim})
+    os.kill(three.pid(victim), signal.SIGCONT)
+    three.await_members({0, 1, 2})
+    three.check(lost=1, joined=1)
+
+
+def test_all_but_one_are_killed_at_once(cluster):
+    three = cluster(3)
+    for index in (0, 1):
+        os.kill(three.pid(index), signal.SIGKILL)
+        three.processes.pop(index).wait()
+    three.await_members({2})
+    three.start(1, 0)
+    three.await_members({0, 1, 2})
+    found = three.results()
+    assert {result["state"] for result in found.values()} == {
+        elastic_worker.expected(found[2]["steps"])
+    }
+
+
+def test_workers_below_the_minimum_wait_for_another_one(cluster):
+    two = cluster(2, min_workers=2)
+    os.kill(two.pid(0), signal.SIGKILL)
+    two.processes.pop(0).wait()
+    two.start(0)
+    wait_until(lambda: two.members(1) == [1, 0], "the new worker trains")
+    two.check(lost=1, joined=1)
+
+
+def test_a_spare_worker_takes_the_place_of_a_lost_one(cluster):
+    three = cluster(2, addresses=3, max_workers=2)
+    three.start(2)
+    os.kill(three.pid(0), signal.SIGKILL)
+    three.processes.pop(0).wait()
+    three.await_members({1, 2})
+    three.check(lost=1, joined=1)
+
+
+# In threads of one process: refusals, and a network that is cut.
+
+
+def join_all(addresses: list[str], indices: list[int], **changed: Any) -> list[Any]:
+    """Memberships, or errors, of workers that start together."""
+    with ThreadPoolExecutor(len(indices)) as pool:
+        futures = [
+            pool.submit(join, addresses, index, limits(**changed)) for index in indices
+        ]
+        return [future.exception(TIMEOUT) or future.result() for future in futures]
+
+
+def join(
+    addresses: list[str], index: int, given: Limits, version: str = "1"
+) -> Membership:
+    return Membership.join(addresses, index, {"the version": version}, limits=given)
+
+
+def everywhere(
+    members: list[Membership], call: Callable[[Membership], Any]
+) -> list[Any]:
+    with ThreadPoolExecutor(len(members)) as pool:
+        futures = [pool.submit(call, each) for each in members]
+        return [future.exception(TIMEOUT) or future.result() for future in futures]
+
+
+@pytest.fixture
+def joined() -> Iterator[list[Membership]]:
+    """Memberships that the test adds, and that are left at its end."""
+    members: list[Membership] = []
+    yield members
+    for each in members:
+        each.leave()
+
+
+def test_workers_start_in_the_order_of_their_indices(joined):
+    joined += join_all(free_addresses(3), [2, 0, 1])
+    assert [each.generation.rank for each in joined] == [2, 0, 1]
+    assert {each.generation.number for each in joined} == {0}
+    assert {each.generation.source for each in joined} == {None}
+
+
+def test_a_start_without_all_workers_waits_and_continues(joined):
+    joined += join_all(free_addresses(3), [1, 2], patience=3.0)
+    assert [each.group.count for each in joined] == [2, 2]
+    assert [each.group.is_chief for each in joined] == [True, False]
+
+
+def test_a_start_below_the_minimum_is_an_error():
+    addresses = free_addresses(3)
+    found = join_all(addresses, [0, 2], patience=1.0, min_workers=3)
+    assert [type(error) for error in found] == [WorkerError, WorkerError]
+    assert f"without worker 1 ({addresses[1]})" in str(found[1])
+
+
+def test_too_few_workers_after_a_loss_are_an_error(joined):
+    joined += join_all(free_addresses(2), [0, 1], patience=3.0, min_workers=2)
+    joined.pop().leave()
+    with pytest.raises(WorkerError) as caught:
+        joined[0].reform(5)
+    error = str(caught.value)
+    assert "1 of 2 workers are connected after 3 s, without worker 1" in error
+    assert "At least 2 are needed (`ks.Elastic(min_workers=...)`)" in error
+
+
+def test_without_rejoin_a_new_worker_is_refused(joined):
+    addresses = free_addresses(2)
+    joined += join_all(addresses, [0], patience=0.5, rejoin=False)
+    with pytest.raises(WorkerError, match="`rejoin=False`"):
+        join(addresses, 1, limits())
+
+
+def test_a_new_worker_with_another_version_is_refused(joined):
+    addresses = free_addresses(2)
+    joined += join_all(addresses, [0], patience=0.5)
+    with pytest.raises(ClusterError, match="worker 0 has '1', worker 1 has '2'"):
+        join(addresses, 1, limits(), version="2")
+
+
+def test_a_port_in_use_is_an_error_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ClusterError, match="Worker 0 cannot listen at"):
+            join([address], 0, limits())
+
+
+def test_the_state_of_the_worker_that_is_ahead_counts(joined):
+    joined += join_all(free_addresses(3), [0, 1, 2])
+    # A collective may have succeeded on some workers only.
+    steps = {0: 6, 1: 7, 2: 6}
+    found = everywhere(joined, lambda each: each.reform(steps[each.generation.rank]))
+    for generation in found:
+        assert (generation.number, generation.step, generation.source) == (1, 7, 1)
+        assert generation.behind == (0, 2)
+        assert generation.lost == generation.joined == ()
+
+
+def test_one_worker_ends_the_generation_of_busy_ones(joined):
+    joined += join_all(free_addresses(2), [0, 1])
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(joined[1].reform, 3)
+        # Its wait for the other one ends.
+        with pytest.raises(WorkerError):
+            joined[0].group.barrier("a step")
+        assert joined[0].reform(3).members == second.result(TIMEOUT).members
+
+
+class Network:
+    """Connections between rendezvous of this process, some of which are cut."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.cut: set[int] = set()
+        dial = Rendezvous._dial
+
+        def dial_if_connected(own: Rendezvous, index: int) -> Any:
+            if (own.index in self.cut) != (index in self.cut):
+                raise TimeoutError("timed out")
+            return dial(own, index)
+
+        monkeypatch.setattr(Rendezvous, "_dial", dial_if_connected)
+
+
+@pytest.mark.parametrize("isolated", [0, 2], ids=["chief", "worker"])
+def test_an_isolated_worker_stops_until_the_network_returns(
+    joined, monkeypatch, isolated
+):
+    joined += join_all(free_addresses(3), [0, 1, 2])
+    network = Network(monkeypatch)
+    network.cut.add(isolated)
+    alone = joined[isolated]
+    others = [each for each in joined if each is not alone]
+    with ThreadPoolExecutor(1) as pool:
+        waiting: Future[Generation] = pool.submit(alone.reform, 5)
+        found = everywhere(others, lambda each: each.reform(5))
+        assert [each.lost for each in found] == [(isolated,)] * 2
+        assert not waiting.done()
+        network.cut.clear()
+        for each in others:
+            wait_until(
+                lambda each=each: not each.begin_step(), "the step to stop after"
+            )
+        again = everywhere(others, lambda each: each.reform(9))
+        back = waiting.result(TIMEOUT)
+    assert [each.joined for each in again] == [(isolated,)] * 2
+    # Its own state is old.
+    assert back.members[back.rank].step is None
+    assert (back.step, back.behind) == (9, (back.rank,))
+
+
+def test_of_two_halves_the_one_with_the_first_worker_continues(joined, monkeypatch):
+    addresses = free_addresses(2)
+    joined += join_all(addresses, [0, 1], patience=2.0)
+    Network(monkeypatch).cut.add(1)
+    found = everywhere(joined, lambda each: each.reform(5))
+    assert found[0].lost == (1,)
+    assert isinstance(found[1], WorkerError)
+    assert "1 cannot be reached and may continue without this one" in str(found[1])
+
+
+def test_a_generation_names_what_has_changed():
+    members = (
+        Member(1, "a", 7, "h"),
+        Member(2, "b", 6, "h"),
+        Member(0, "c", None, "h"),
+    )
+    generation = Generation(3, 0, members, lost=(3,), joined=(0,))
+    assert str(generation) == (
+        "worker 3 was lost after step 7, worker 0 was added after step 7; training "
+        "continues with 3 workers, 3 before"
+    )
+    assert (generation.source, generation.behind) == (0, (1, 2))
+
+
+def test_no_thread_is_left(joined):
+    before = {thread.ident for thread in threading.enumerate()}
+    members = join_all(free_addresses(2), [0, 1])
+    everywhere(members, lambda each: each.reform(1))
+    everywhere(members, Membership.leave)
+    wait_until(
+        lambda: (
+            not [
+                thread
+                for thread in threading.enumerate()
+                if thread.ident not in before and thread.name.startswith("group")
+            ]
+        ),
+        "all threads have ended",
+    )
