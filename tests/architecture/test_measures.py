@@ -28,7 +28,8 @@ BOUNDS = {
     "communicators": 9,
     "modules that start processes": 2,
     "duplicate public class names": 2,
-    "lines of code": 25_875,
+    # Elastic groups of workers, as yet beside what they replace: 750.
+    "lines of code": 26_640,
     "folders of more than 12 files": 1,
     "files of the largest folder": 14,
     "import cycles": 0,
