@@ -1,6 +1,7 @@
 # The public names of this package, each with the module that it comes from. This
 # file is their only list: `__init__.py` reads it, and so do type checkers.
 
+from keras_strategies import callbacks as callbacks
 from keras_strategies import cluster_resolver as cluster_resolver
 from keras_strategies import coordinator as coordinator
 from keras_strategies import errors as errors

@@ -437,6 +437,34 @@ GROUPS: dict[str, Group] = {
             ),
         ),
     ),
+    "positions": Group(
+        "From the first `Resume` on.",
+        (
+            Patch(
+                "keras.src.callbacks.callback_list.CallbackList",
+                "__init__",
+                "(self, callbacks=None, add_history=False, add_progbar=False, "
+                "model=None, **params)",
+                "models.fit_position.callback_list_init",
+                "`Resume` begins before all callbacks and ends after them.",
+            ),
+            Patch(
+                "keras.src.trainers.epoch_iterator.EpochIterator",
+                "reset",
+                "(self)",
+                "models.fit_position.reset_epochs",
+                "`fit` resets its iterator before it makes its callbacks: `Resume` "
+                "finds it.",
+            ),
+            Patch(
+                "keras.src.trainers.epoch_iterator.EpochIterator",
+                "_enumerate_iterator",
+                "(self)",
+                "models.fit_position.epoch_steps",
+                "`Resume` skips steps, and acts between two.",
+            ),
+        ),
+    ),
     "streaming": Group(
         "While a model with variables on parameter servers is saved or loaded.",
         (

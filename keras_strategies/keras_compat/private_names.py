@@ -229,9 +229,48 @@ PRIVATE = (
         "keras.src.trainers.epoch_iterator", ("EpochIterator",), "Epochs of batches."
     ),
     Private(
+        "keras.src.trainers.epoch_iterator.EpochIterator",
+        ("_current_iterator", "_get_iterator", "_num_batches", "_steps_seen"),
+        "Position in the input.",
+    ),
+    Private(
+        "keras.src.backend.tensorflow.trainer.TFEpochIterator",
+        ("_distribute_strategy",),
+        "An epoch iterator that is made anew.",
+        "tensorflow",
+    ),
+    Private(
+        "keras.src.callbacks.model_checkpoint.ModelCheckpoint",
+        ("_batches_seen_since_last_saving", "_last_batch_seen"),
+        "State of a callback.",
+    ),
+    Private(
+        "keras.src.callbacks.swap_ema_weights.SwapEMAWeights",
+        ("_ema_weights_in_model",),
+        "State of a callback.",
+    ),
+    Private(
+        "keras.src.callbacks.tensorboard.TensorBoard",
+        ("_global_test_batch", "_global_train_batch"),
+        "State of a callback.",
+    ),
+    Private(
+        f"{_ADAPTERS}.array_data_adapter", ("ArrayDataAdapter",), "Arrays of `fit`."
+    ),
+    Private(
+        f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter",
+        ("_inputs", "_num_samples", "_shuffle"),
+        "The rows of arrays, shuffled in another order.",
+    ),
+    Private(
+        f"{_ADAPTERS}.torch_data_loader_adapter.TorchDataLoaderAdapter",
+        ("_dataloader",),
+        "The input of `fit`.",
+    ),
+    Private(
         f"{_ADAPTERS}.array_slicing",
-        ("train_validation_split",),
-        "`validation_split` of `fit`.",
+        ("convert_to_sliceable", "train_validation_split"),
+        "`validation_split` of `fit`, and rows of arrays.",
     ),
     Private(
         f"{_ADAPTERS}.data_adapter_utils",

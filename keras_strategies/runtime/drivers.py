@@ -196,6 +196,10 @@ class ParameterServerDriver(abc.ABC):
         """
 
     @abc.abstractmethod
+    def finish_steps(self) -> None:
+        """Waits for the steps under way."""
+
+    @abc.abstractmethod
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Entered around `model.export`."""
 

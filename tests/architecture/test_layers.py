@@ -41,6 +41,7 @@ LAYERS = (
     (
         "__init__",
         "__main__",
+        "callbacks",
         "cluster_resolver",
         "coordinator",
         "experimental",

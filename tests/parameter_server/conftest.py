@@ -38,6 +38,7 @@ EVERYWHERE = {
     "test_pull_ahead": (
         "test_a_step_misses_the_update_before_it_and_no_other[True-1]",
     ),
+    "test_resume": (),
     "test_row_positions": (),
     "test_progress": (),
     "test_rows": (),

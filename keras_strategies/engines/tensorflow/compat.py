@@ -53,6 +53,11 @@ PRIVATE_NAMES = (
         "tensorflow.data.Dataset", ("_inputs",), "The readers of an input pipeline."
     ),
     Private(
+        f"{_PYTHON}.data.ops.shuffle_op._ShuffleDataset",
+        ("_seed", "_seed2"),
+        "Pipelines whose order cannot be repeated.",
+    ),
+    Private(
         f"{_PYTHON}.data.ops.readers.TFRecordDatasetV2",
         ("_filenames",),
         "The files of a reader.",
@@ -491,10 +496,24 @@ def file_readers(dataset: tf.data.Dataset) -> Iterator[Any]:
 
     Readers inside of `interleave` or `flat_map` are not seen.
     """
+    for each in _pipeline(dataset):
+        files = getattr(each, "_filenames", None)
+        if files is not None:
+            yield files
+
+
+def shuffles_without_seed(dataset: tf.data.Dataset) -> bool:
+    """Whether an input pipeline has another order in each process."""
+    return any(
+        hasattr(each, "_seed2") and not int(each._seed) and not int(each._seed2)
+        for each in _pipeline(dataset)
+    )
+
+
+def _pipeline(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """A dataset and all that it reads."""
     remaining = [dataset]
     while remaining:
         each = remaining.pop()
         remaining += each._inputs()
-        files = getattr(each, "_filenames", None)
-        if files is not None:
-            yield files
+        yield each

@@ -55,6 +55,10 @@ class ModelTraining:
         self._functions = functions
         self._scheduler = scheduler
 
+    def finish_steps(self) -> None:
+        """Waits for the steps under way."""
+        self._scheduler.tasks.wait_until_done()
+
     def fit(
         self,
         model: Any,

@@ -44,6 +44,9 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
+    def finish_steps(self) -> None:
+        self._training.finish_steps()
+
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
         return materialized_model(model)
 

@@ -237,7 +237,7 @@ class PreemptionCheckpointHandler:
                 "The callback is for handlers of a keras.Model. This one saves "
                 f"{self._saved.checkpoint!r}; use `run`."
             )
-        return _Callback(self)
+        return PreemptionCallback(self)
 
     def finished(self) -> None:
         """Ends training: removes the checkpoint."""
@@ -364,7 +364,7 @@ class _Saved:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Callback(keras.callbacks.Callback):
+class PreemptionCallback(keras.callbacks.Callback):
     """Stops `fit` between two steps, and resumes there after a restart."""
 
     def __init__(self, handler: PreemptionCheckpointHandler):

@@ -1,0 +1,1 @@
+"""Resuming `fit` after the loss of all processes."""

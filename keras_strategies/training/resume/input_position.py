@@ -1,0 +1,276 @@
+"""Position in the input of `fit`: what was read, and how to come there again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.engines import get_engine
+from keras_strategies.errors import CheckpointError, InputError, InvalidArgumentError
+from keras_strategies.input.batches import loaded
+from keras_strategies.input.sources import is_tf_data
+from keras_strategies.keras_compat.models import fit_position
+from keras_strategies.training.seeds import random_numbers, set_random_numbers
+from keras_strategies.user_warnings import warn_user
+
+
+def random_state() -> dict[str, Any]:
+    """The random numbers of Python, NumPy, the backend, and Torch where it is used."""
+    engine = get_engine()
+    state = {**random_numbers(engine), "of": keras.backend.backend()}
+    torch = loaded("torch")
+    if torch is not None:
+        state["torch"] = torch.get_rng_state().numpy().copy()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restores what `random_state` returned, on another backend without its own."""
+    engine = get_engine()
+    if state["of"] != keras.backend.backend():
+        state = {**state, "backend": ""}
+    set_random_numbers(engine, state)
+    torch = loaded("torch")
+    if torch is not None and "torch" in state:
+        torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
+
+
+@dataclass
+class Point:
+    """A point between two steps.
+
+    Args:
+        epoch: int, the epoch.
+        done: int, the steps of it that were taken.
+        passes: int, the epochs that this training has finished.
+        before: int, the batches that were read before the epoch.
+        num_batches: int, the length of a pass; None where it is unknown.
+        seed: int, for the order of shuffled arrays.
+        random: the random numbers: at the "beginning" of training and of the "epoch",
+            and "now".
+    """
+
+    epoch: int = 0
+    done: int = 0
+    passes: int = 0
+    before: int = 0
+    num_batches: int | None = None
+    seed: int = 0
+    random: dict[str, Any] = field(default_factory=dict)
+
+
+class ShuffledBatches:
+    """Batches of arrays in an order that is the same on every backend.
+
+    The order of a pass depends on the seed and on the number of the pass, so that any
+    position is reached without reading.
+
+    Args:
+        arrays: the rows.
+        seed: int.
+    """
+
+    def __init__(self, arrays: fit_position.ArrayRows, seed: int):
+        self._arrays = arrays
+        self.seed = seed
+        #: Batches before the next one, of all passes.
+        self.start = 0
+        self.size = -(-arrays.rows // arrays.batch_size)
+
+    def batches(self) -> Iterator[Any]:
+        """A pass from the start on to its end."""
+        return self._batches(*divmod(self.start, self.size))
+
+    def _batches(self, number: int, first: int) -> Iterator[Any]:
+        random = np.random.default_rng([self.seed, number])
+        rows, size = self._arrays.rows, self._arrays.batch_size
+        order = None if self._arrays.within_batches else random.permutation(rows)
+        for i in range(self.size):
+            start, stop = i * size, min((i + 1) * size, rows)
+            if order is None:
+                chosen = start + random.permutation(stop - start)
+            else:
+                chosen = order[start:stop]
+            if i >= first:
+                yield self._arrays.batch(chosen)
+
+
+class InputPosition:
+    """The position of `fit` in its input.
+
+    Args:
+        epochs: Keras's epoch iterator.
+        stream: "skip" or "continue", for input that cannot begin anew; "raise".
+        between_steps: called after each step, before the next batch is read, with the
+            number of steps in the epoch.
+
+    Raises:
+        ValueError: for such input without a choice.
+    """
+
+    def __init__(self, epochs: Any, stream: str, between_steps: Callable[[int], None]):
+        self._epochs = epochs
+        self._between_steps = between_steps
+        self._continues = False
+        if fit_position.is_stream(epochs):
+            _check_stream(stream)
+            self._continues = stream == "continue"
+        _warn_of_unseeded_order(fit_position.input_of(epochs))
+        self.point = Point(seed=_seed_of_numpy(), random={"beginning": random_state()})
+        self._arrived: Point | None = None
+        self._read = 0
+        self._shuffled: ShuffledBatches | None = None
+        arrays = fit_position.shuffled_arrays(epochs)
+        if arrays is not None:
+            self._shuffled = ShuffledBatches(arrays, self.point.seed)
+            fit_position.replace_input(
+                epochs, self._shuffled.batches, self._shuffled.size
+            )
+        fit_position.set_position(epochs, self)
+
+    @property
+    def num_batches(self) -> int | None:
+        """int, the steps of an epoch; None where it is unknown."""
+        return self._epochs.num_batches  # type: ignore[no-any-return]
+
+    def check(self, point: Point) -> None:
+        """Raises `ValueError` if a point is not one of this input."""
+        saved, own = point.num_batches, self._epochs.num_batches
+        if saved is not None and own is not None and saved != own:
+            raise CheckpointError(
+                f"An epoch had {saved} steps when the snapshot was made, and has {own} "
+                "now. Train on the same data with the same batch size, or use another "
+                "directory."
+            )
+        if point.done % self._epochs.steps_per_execution:
+            raise CheckpointError(
+                f"The snapshot was made after {point.done} steps of an epoch, which "
+                "is no multiple of `steps_per_execution="
+                f"{self._epochs.steps_per_execution}`. Use the value from before."
+            )
+
+    def resume(self, point: Point) -> None:
+        """Makes the next epoch begin at a point."""
+        self._arrived = point
+        self.point = point
+        if self._shuffled is not None:
+            self._shuffled.seed = point.seed
+
+    def at(self, epoch: int, done: int) -> Point:
+        """The point after some steps of an epoch, with the random numbers of now."""
+        now = self.point
+        states = {"beginning": now.random["beginning"], "now": random_state()}
+        if done:
+            states["epoch"] = now.random["epoch"]
+        return dataclasses.replace(
+            now, epoch=epoch, done=done, num_batches=self.num_batches, random=states
+        )
+
+    def end_epoch(self) -> None:
+        """Called at the end of each epoch."""
+        self.point = dataclasses.replace(
+            self.point,
+            passes=self.point.passes + 1,
+            before=self._clamped(self._read),
+            random={"beginning": self.point.random["beginning"]},
+        )
+
+    def steps(self, original: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """The steps of an epoch, from the point on where it is resumed."""
+        point, self._arrived = self._arrived, None
+        done = 0
+        if point is not None:
+            done = point.done
+            self._pass_finished_epochs(point)
+            set_random_state(point.random["epoch" if done else "now"])
+        elif self._shuffled is not None:
+            self._shuffled.start = self.point.before
+        self.point.random["epoch"] = random_state()
+        per_call = self._epochs.steps_per_execution
+        self._read = 0
+        for first, last, batches in original():
+            is_finished = first < done
+            if not is_finished:
+                yield first, last, batches
+            elif self._shuffled is None and not self._continues:
+                _check_count(fit_position.read_batches(batches, per_call), 1)
+            self._read += per_call
+            if self._shuffled is not None:
+                self._shuffled.start = self._clamped(self._read)
+            if not is_finished:
+                self._between_steps(self._read)
+            elif self._read >= done and point is not None:
+                set_random_state(point.random["now"])
+
+    def _pass_finished_epochs(self, point: Point) -> None:
+        """Comes to the beginning of an epoch, in arrays to the step itself."""
+        shares_passes = self._epochs.steps_per_epoch is not None
+        if self._shuffled is not None:
+            self._shuffled.start = point.before + point.done
+            if shares_passes:
+                seen = point.before % self._shuffled.size
+                fit_position.begin_pass(self._epochs, seen)
+        elif self._continues:
+            return
+        elif shares_passes:
+            found = fit_position.skip_batches(self._epochs, point.before)
+            _check_count(found, point.before)
+        elif point.passes:
+            set_random_state(point.random["beginning"])
+            fit_position.replay_passes(self._epochs, point.passes, point.num_batches)
+
+    def _clamped(self, read: int) -> int:
+        """The batches read so far: those of a pass at most."""
+        end = self.point.before + read
+        if self._shuffled is None:
+            return end
+        size = self._shuffled.size
+        return min(end, (self.point.before // size + 1) * size)
+
+
+def _seed_of_numpy() -> int:
+    """A seed from NumPy's generator, which is left as it is."""
+    state: Any = np.random.get_state(legacy=False)
+    key = state["state"]["key"].tobytes() + bytes(str(state["state"]["pos"]), "ascii")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")
+
+
+def _check_count(found: int, expected: int) -> None:
+    if found < expected:
+        raise InputError(
+            "The input has fewer batches than were trained on when the snapshot was "
+            "made. Train on the same data, or use another directory."
+        )
+
+
+def _check_stream(stream: str) -> None:
+    if stream == "raise":
+        raise InvalidArgumentError(
+            "`fit` reads a Python generator, which `Resume` cannot reposition. After a "
+            "restart a generator that begins anew would replay batches that were "
+            "trained on, and one that reads a stream would have lost those since the "
+            "last snapshot. Say which it is: `Resume(..., stream='skip')` reads and "
+            "drops as many batches as were trained on, `stream='continue'` trains on "
+            "what comes next. Or pass arrays, a dataset or a `PyDataset`."
+        )
+
+
+def _warn_of_unseeded_order(dataset: Any) -> None:
+    """Warns of a `tf.data` pipeline whose order cannot be repeated."""
+    if not is_tf_data(dataset):
+        return
+    from keras_strategies.engines.tensorflow import compat
+
+    if compat.shuffles_without_seed(dataset):
+        warn_user(
+            "The tf.data pipeline shuffles without a seed. After a restart, rows of "
+            "the unfinished epoch are replayed or skipped. Call "
+            "`keras.utils.set_random_seed` before the dataset is made, or pass `seed` "
+            "to `shuffle`."
+        )

@@ -1,0 +1,308 @@
+"""Callback that resumes `fit` after the loss of all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+
+from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.keras_compat.models import fit_position
+from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.training.resume.callback_states import (
+    appended_logs,
+    callback_states,
+    restore_callbacks,
+)
+from keras_strategies.training.resume.input_position import (
+    InputPosition,
+    Point,
+)
+from keras_strategies.training.resume.model_values import (
+    check_model,
+    model_state,
+    restore_model,
+)
+from keras_strategies.training.resume.snapshot_clock import SnapshotClock
+from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed
+from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
+from keras_strategies.training.saving.preemption import PreemptionCallback
+
+#: Directories of the trainings that have ended in this process.
+finished_directories: set[Path] = set()
+
+
+class Resume(fit_position.OrderedCallback):
+    """Resumes `fit` where it was when all its processes were lost.
+
+    The callback saves snapshots in the background. When the same script is started
+    again, `fit` continues: finished epochs and steps are skipped, and training ends
+    with the weights, the `History` and the logs of a run without interruption. The
+    number of workers or replicas, the strategy and the backend may change in between.
+
+    A snapshot contains the variables of the model, its optimizer, metrics and seed
+    generators, the random numbers of the process, the position in the input, and the
+    states of the other callbacks. Values are copied in memory between two steps; a
+    thread writes them to a file, which replaces the oldest of two when it is complete.
+    With several workers the chief writes and reads, and the others receive what it has
+    read.
+
+    Arrays that `fit` shuffles come in an order that is drawn from the seed of
+    `keras.utils.set_random_seed` and is the same on every backend. Other input is
+    repositioned by reading: datasets and loaders should shuffle with a seed.
+
+    Args:
+        directory: path of the folder of the snapshots, one for each `fit`; made if it
+            does not exist.
+        every_steps: int, steps between two snapshots; None for the time alone.
+        every_seconds: float, seconds between two snapshots, or 100 times the pause
+            that a snapshot makes, if that is longer; None for the steps alone.
+        stream: str, for Python generators, which cannot be repositioned: `"skip"`
+            drops as many batches after a restart as were trained on, `"continue"`
+            trains on what comes next, `"raise"` raises an error when `fit` begins.
+
+    Raises:
+        ValueError: for arguments out of range. In `fit`, for a snapshot of another
+            model or of other data, if both snapshots are damaged, or for a generator
+            with `stream="raise"`.
+        OSError: in `fit`, if the directory cannot be written to.
+
+    Example:
+
+    >>> resume = ks.callbacks.Resume("runs/1")
+    >>> model.fit(x, y, epochs=20, callbacks=[stopping, resume])
+
+    A callback takes part if it has two methods:
+
+    >>> class Counter(keras.callbacks.Callback):
+    ...     def get_state(self):
+    ...         return {"count": self.count}
+    ...     def set_state(self, state):
+    ...         self.count = state["count"]
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every_steps: int | None = None,
+        every_seconds: float | None = 60,
+        stream: Literal["raise", "skip", "continue"] = "raise",
+    ):
+        super().__init__()
+        _check_arguments(every_steps, every_seconds, stream)
+        self._files = SnapshotDirectory(directory)
+        self._writer = SnapshotWriter(self._files)
+        self._every_steps = every_steps
+        self._every_seconds = math.inf if every_seconds is None else every_seconds
+        self._stream = stream
+        self._pauses: list[float] = []
+        self._others: list[Any] = []
+        self._epochs: Any = None
+        self._beginning = contextlib.ExitStack()
+        fit_position.order_callbacks()
+
+    @property
+    def pauses(self) -> tuple[float, ...]:
+        """tuple of float, the seconds that each snapshot has stopped training."""
+        return tuple(self._pauses)
+
+    def wait(self) -> None:
+        """Waits until the last snapshot is written."""
+        self._writer.wait()
+
+    # The order of callbacks
+
+    def companion(self) -> keras.callbacks.Callback:
+        return _First(self)
+
+    def joined(self, others: list[Any], epochs: Any) -> None:
+        self._others, self._epochs = others, epochs
+
+    def begin(self) -> None:
+        """Reads the snapshot, before all other callbacks begin."""
+        self._check_use()
+        strategy = self._strategy = strategy_of(self.model)
+        workers = None if strategy is None else strategy.workers
+        self._group = None if workers is None else workers.group
+        self._is_chief = self._group is None or self._group.is_chief
+        # Shards on several workers are read by all of them together.
+        shares = workers is not None and strategy.placement.mesh is not None
+        self._takes_part = self._is_chief or shares
+        self._clock = SnapshotClock(
+            self._every_steps, self._every_seconds, self._group if shares else None
+        )
+        if self._is_chief:
+            self._files.check_writable()
+        self._writer = SnapshotWriter(self._files)
+        self._position = InputPosition(self._epochs, self._stream, self._between_steps)
+        self._pauses = []
+        self._captured: dict[str, Any] | None = None
+        self._epoch = -1
+        self._state = self._read()
+        if self._state is not None:
+            fit_position.build_for_input(self.model, self._epochs)
+            check_model(self.model, self._state["model"])
+            self._point = Point(**self._state["point"])
+            self._position.check(self._point)
+            self._beginning.enter_context(
+                appended_logs(self._others, self._state["callbacks"])
+            )
+
+    def _check_use(self) -> None:
+        _check_others(self._others)
+        if self._epochs is None:
+            raise ContextError(
+                "`Resume` was not in the list that `fit` was given. Pass "
+                "`callbacks=[..., resume]`, not a `CallbackList`."
+            )
+        if self._key in finished_directories:
+            raise InvalidArgumentError(
+                f"A `fit` with snapshots in {str(self._files.directory)!r} has ended "
+                "in this process. Give each `fit` a directory of its own, or remove "
+                "it to train again."
+            )
+
+    # After all other callbacks
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._beginning.close()
+        first = 0
+        if self._state is not None:
+            self._restore()
+            self._position.resume(self._point)
+            first = self._point.epoch
+            if self._state["stopped"]:
+                first = max(first, self.params["epochs"])
+        set_initial_epoch(self.model, first)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        set_initial_epoch(self.model, 0)
+        if self._state is not None and self._point.done:
+            # Metrics were reset, and callbacks were called, as before the snapshot.
+            self._restore()
+        self._state = None
+        self._epoch = epoch
+
+    def _between_steps(self, done: int) -> None:
+        """Copies the values if a snapshot is due, in the middle of an epoch."""
+        # The step after a copy has been taken, so the epoch had not ended there.
+        self._submit()
+        self._writer.report()
+        if not self._takes_part:
+            return
+        self._clock.tick()
+        is_last = done == self._position.num_batches
+        if self._clock.is_due and not is_last and not self._waits:
+            self._capture(self._position.at(self._epoch, done))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._position.end_epoch()
+        is_due = self._captured is not None or self._clock.is_due
+        if is_due and self._takes_part and not self._waits:
+            self._capture(self._position.at(epoch + 1, 0))
+            self._submit()
+        self._captured = None
+
+    def on_train_end(self, logs: Any = None) -> None:
+        set_initial_epoch(self.model, 0)
+        finished_directories.add(self._key)
+        if self._state is None and self._takes_part:
+            self._capture(self._position.at(self._epoch + 1, 0))
+            self._submit()
+            self._writer.wait()
+
+    @property
+    def _key(self) -> Path:
+        return self._files.directory.absolute()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the snapshot before is still being written."""
+        return self._writer.is_busy and not self._clock.is_shared
+
+    # Snapshots
+
+    def _read(self) -> dict[str, Any] | None:
+        data = self._files.read() if self._is_chief else None
+        if self._group is not None:
+            data = self._group.broadcast("the snapshot to resume from", data)
+        return parsed(data) if data else None
+
+    def _restore(self) -> None:
+        assert self._state is not None
+        restore_model(self.model, self._state["model"])
+        restore_callbacks(self._others, self._state["callbacks"], self._is_chief)
+
+    def _capture(self, point: Point) -> None:
+        """Copies everything in memory; workers besides the chief read shards only."""
+        begun = time.monotonic()
+        if self._strategy is not None and self._strategy.drivers.servers is not None:
+            self._strategy.drivers.servers.finish_steps()
+        values = model_state(self.model)
+        if self._is_chief:
+            self._captured = {
+                "backend": keras.backend.backend(),
+                "model": values,
+                "callbacks": callback_states(self._others),
+                "point": dataclasses.asdict(point),
+                "stopped": bool(self.model.stop_training),
+            }
+        self._pauses.append(time.monotonic() - begun)
+        self._clock.taken(self._pauses[-1])
+
+    def _submit(self) -> None:
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            self._writer.write(captured)
+
+
+class _First(keras.callbacks.Callback):
+    """The part of `Resume` that runs before all other callbacks."""
+
+    def __init__(self, resume: Resume):
+        super().__init__()
+        self._resume = resume
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._resume.begin()
+
+
+def _check_arguments(every_steps: Any, every_seconds: Any, stream: Any) -> None:
+    is_int = isinstance(every_steps, int) and not isinstance(every_steps, bool)
+    if every_steps is not None and (not is_int or every_steps < 1):
+        raise InvalidArgumentError(
+            "`every_steps` must be a number of steps, 1 or more, or None. Received: "
+            f"{every_steps!r}"
+        )
+    is_number = isinstance(every_seconds, (int, float))
+    if every_seconds is not None and (not is_number or not every_seconds >= 0):
+        raise InvalidArgumentError(
+            "`every_seconds` must be a number of seconds, 0 or more, or None. "
+            f"Received: {every_seconds!r}"
+        )
+    if every_steps is None and every_seconds is None:
+        raise InvalidArgumentError(
+            "`every_steps` and `every_seconds` are both None, so there would be no "
+            "snapshots. Set one of them."
+        )
+    if stream not in ("raise", "skip", "continue"):
+        raise InvalidArgumentError(
+            f"`stream` must be 'raise', 'skip' or 'continue'. Received: {stream!r}"
+        )
+
+
+def _check_others(callbacks: list[Any]) -> None:
+    kinds = (keras.callbacks.BackupAndRestore, PreemptionCallback, Resume)
+    for callback in callbacks:
+        if isinstance(callback, kinds):
+            raise InvalidArgumentError(
+                f"`fit` was given `Resume` and {type(callback).__name__}, which both "
+                "set the position to resume from. Pass one of them."
+            )

@@ -1,0 +1,63 @@
+"""Writes snapshots by a thread, beside training."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from keras_strategies.training.resume.snapshot_files import SnapshotDirectory
+from keras_strategies.user_warnings import warn_user
+
+
+class SnapshotWriter:
+    """Writes one snapshot at a time.
+
+    Args:
+        files: the directory.
+    """
+
+    def __init__(self, files: SnapshotDirectory):
+        self._files = files
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._is_failing = False
+
+    @property
+    def is_busy(self) -> bool:
+        """bool, whether a snapshot is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def write(self, state: Any) -> None:
+        """Begins to write a snapshot, after the one before it."""
+        self.wait()
+        # Not a daemon: a process that ends by itself completes the file.
+        self._thread = threading.Thread(
+            target=self._write, args=(state,), name="snapshot"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until everything is written, and warns of a failure."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.report()
+
+    def report(self) -> None:
+        """Warns of the first of several failures in succession."""
+        error, self._error = self._error, None
+        if error is not None and not self._is_failing:
+            self._is_failing = True
+            warn_user(
+                f"A snapshot could not be written to {str(self._files.directory)!r}: "
+                f"{error}. Training continues. The snapshots before it are intact, "
+                "and the next one is written at its time."
+            )
+
+    def _write(self, state: Any) -> None:
+        try:
+            self._files.write(state)
+        except Exception as error:
+            self._error = error
+        else:
+            self._is_failing = False

@@ -1,0 +1,237 @@
+"""Trainings in processes that are killed, and what they leave.
+
+    python resumed_training.py FOLDER STRATEGY KILLED_AT DROPOUT
+
+trains a model with snapshots in a folder. The process is killed after a number of
+steps; 0 lets it train to the end and write `results.json` and `results.npz`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.forker import Forked, Forker
+
+EPOCHS = 5
+BATCH_SIZE = 8
+#: The last batch has 5 rows.
+ROWS = 37
+STEPS = EPOCHS * -(-ROWS // BATCH_SIZE)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a training has left.
+
+    Args:
+        weights: list of arrays.
+        history: dict, `History.history`.
+        log: str, the CSV file.
+        best: list of arrays, the weights of the best checkpoint.
+        trained: int, steps that the last process took.
+    """
+
+    weights: list[Any]
+    history: dict[str, list[float]]
+    log: str
+    best: list[Any]
+    trained: int
+
+
+class Resumed:
+    """A training that is started again after each kill.
+
+    Args:
+        forker: starts the processes.
+        folder: Path of its files.
+        dropout: float, the rate.
+    """
+
+    def __init__(self, forker: Forker, folder: Path, dropout: float = 0.0):
+        self._forker = forker
+        self._folder = folder
+        self._dropout = dropout
+        folder.mkdir(exist_ok=True)
+
+    def killed(self, strategy: str, after: int) -> None:
+        """Trains until all processes are killed after a number of steps."""
+        for process in self._start(strategy, after):
+            code, _ = process.wait(120)
+            assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), process.text()
+
+    def finished(self, strategy: str) -> Left:
+        """Trains to the end."""
+        for process in self._start(strategy, 0):
+            code, _ = process.wait(120)
+            assert code == 0, process.text()
+        found = json.loads((self._folder / "results.json").read_text())
+        with np.load(self._folder / "results.npz") as file:
+            arrays = [file[f"arr_{i}"] for i in range(len(file.files))]
+        count = len(arrays) // 2
+        return Left(
+            weights=arrays[:count],
+            history=found["history"],
+            log=(self._folder / "log.csv").read_text(),
+            best=arrays[count:],
+            trained=found["trained"],
+        )
+
+    def _start(self, strategy: str, after: int) -> list[Forked]:
+        from keras_strategies.cluster.resolvers.local_processes import free_addresses
+
+        workers = 2 if strategy == "workers" else 1
+        addresses = free_addresses(workers)
+        started = []
+        run = len(list(self._folder.glob("*.log"))) + 1
+        for index in range(workers):
+            task = {"type": "worker", "index": index}
+            config = {"cluster": {"worker": addresses}, "task": task}
+            environment = {"OMP_NUM_THREADS": "1"}
+            if workers > 1:
+                environment["TF_CONFIG"] = json.dumps(config)
+            started.append(
+                self._forker.start(
+                    self._folder / f"run{run}-{index}.log",
+                    __file__,
+                    *(str(self._folder), strategy, str(after), str(self._dropout)),
+                    **environment,
+                )
+            )
+        return started
+
+
+def assert_same_end(found: Left, expected: Left, tolerance: float) -> None:
+    """Fails if two trainings ended differently."""
+    _assert_close(found.weights, expected.weights, tolerance)
+    _assert_close(found.best, expected.best, tolerance)
+    assert found.history.keys() == expected.history.keys()
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(
+            found.history[name], values, rtol=tolerance, atol=tolerance, err_msg=name
+        )
+    rows, others = found.log.splitlines(), expected.log.splitlines()
+    assert rows[0] == others[0]
+    numbers, expected_numbers = (
+        np.array([[float(v) for v in line.split(",")] for line in lines[1:]])
+        for lines in (rows, others)
+    )
+    np.testing.assert_allclose(
+        numbers, expected_numbers, rtol=tolerance, atol=tolerance, err_msg="log"
+    )
+
+
+def _assert_close(found: list[Any], expected: list[Any], tolerance: float) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance)
+
+
+def _strategy(name: str) -> Any:
+    import keras_strategies as ks
+
+    devices = ["cpu:0", "cpu:1", "cpu:2"]
+    if name == "mirrored":
+        return ks.MirroredStrategy(devices, always_split=True)
+    if name == "central":
+        return ks.CentralStorageStrategy(devices[1:], "cpu:0", always_split=True)
+    if name == "workers":
+        options = ks.CommunicationOptions(timeout_seconds=30)
+        return ks.MultiWorkerMirroredStrategy(communication_options=options)
+    if name == "model_parallel":
+        return ks.ModelParallelStrategy(
+            "auto", ["cpu:0", "cpu:1"], 2, min_shard_bytes=0
+        )
+    return None
+
+
+def _snapshots(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("snapshots/snapshot-0*")}
+
+
+def main() -> None:
+    import contextlib
+
+    import keras
+
+    import keras_strategies as ks
+
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    killed_at, dropout = int(sys.argv[3]), float(sys.argv[4])
+    if name != "workers":
+        ks.set_virtual_cpu_devices(3)
+    strategy = _strategy(name)
+    is_chief = strategy is None or not (
+        strategy.workers and not strategy.workers.group.is_chief
+    )
+    keras.utils.set_random_seed(11)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 4)).astype("float32")
+    y = (x[:, :1] + 0.3 * x[:, 1:2] > 0).astype("float32")
+    weights = rng.uniform(0.5, 1.5, ROWS).astype("float32")
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        layers = [
+            keras.Input((4,)),
+            keras.layers.Dense(6, "tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1, "sigmoid"),
+        ]
+        if dropout:
+            layers.insert(3, keras.layers.Dropout(dropout, seed=5))
+        model = keras.Sequential(layers)
+        auc = keras.metrics.AUC(num_thresholds=20, name="auc")
+        model.compile(
+            keras.optimizers.Adam(0.03), "binary_crossentropy", weighted_metrics=[auc]
+        )
+    trained = 0
+    before = _snapshots(folder)
+
+    class Killed(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            nonlocal trained
+            trained += 1
+            if trained == killed_at:
+                # A step takes less time than a file.
+                while is_chief and _snapshots(folder) == before:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weights,
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        verbose=0,
+        validation_data=(x[:11], y[:11]),
+        callbacks=[
+            ks.callbacks.Resume(folder / "snapshots", every_steps=2),
+            keras.callbacks.CSVLogger(folder / "log.csv"),
+            keras.callbacks.ModelCheckpoint(
+                folder / "best.weights.h5",
+                monitor="val_loss",
+                save_best_only=True,
+                save_weights_only=True,
+            ),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
+            keras.callbacks.EarlyStopping("val_loss", patience=3),
+            Killed(),
+        ],
+    )
+    if is_chief:
+        final = model.get_weights()
+        model.load_weights(folder / "best.weights.h5")
+        np.savez(folder / "results.npz", *final, *model.get_weights())
+        found = {"history": history.history, "trained": trained}
+        (folder / "results.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

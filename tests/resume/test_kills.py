@@ -1,0 +1,65 @@
+"""Trainings whose processes are killed end as those that are not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import keras
+import pytest
+from harness.forker import Forker
+from harness.resumed_training import STEPS, Resumed, assert_same_end
+from harness.training import ADAM_TOLERANCE
+
+BACKEND = keras.backend.backend()
+#: The strategies of the processes, the last of which is not killed.
+STRATEGIES = {
+    "torch": ("none", "mirrored", "workers", "central"),
+    "jax": ("mirrored", "none", "model_parallel"),
+    "tensorflow": ("mirrored", "none"),
+}
+
+
+def killed_after(seed: int, count: int) -> list[int]:
+    """Steps of each process: one snapshot at least, and fewer than the training."""
+    rng = random.Random(seed)
+    return [rng.randint(4, STEPS // count - 1) for _ in range(count)]
+
+
+def test_a_killed_training_ends_as_one_that_is_not(
+    forker: Forker, tmp_path: Path
+) -> None:
+    expected = Resumed(forker, tmp_path / "whole", dropout=0.3).finished("none")
+    killed = Resumed(forker, tmp_path / "killed", dropout=0.3)
+    for after in killed_after(1, 2):
+        killed.killed("none", after)
+    found = killed.finished("none")
+    assert found.trained < expected.trained
+    assert_same_end(found, expected, 1e-6)
+    assert found.log == expected.log
+    again = killed.finished("none")
+    assert again.trained == 0, "a finished training has nothing left to do"
+    assert_same_end(again, expected, 1e-6)
+
+
+def test_the_strategy_changes_between_kills(forker: Forker, tmp_path: Path) -> None:
+    *killed_under, last = STRATEGIES[BACKEND]
+    expected = Resumed(forker, tmp_path / "whole").finished("none")
+    killed = Resumed(forker, tmp_path / "killed")
+    steps = killed_after(2, len(killed_under))
+    for strategy, after in zip(killed_under, steps, strict=True):
+        killed.killed(strategy, after)
+    found = killed.finished(last)
+    assert found.trained < expected.trained
+    assert_same_end(found, expected, ADAM_TOLERANCE)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a pair of backends is enough")
+def test_the_backend_changes_between_kills(forker: Forker, tmp_path: Path) -> None:
+    killed = Resumed(forker, tmp_path / "killed")
+    with Forker("jax") as other:
+        expected = Resumed(other, tmp_path / "whole").finished("none")
+        Resumed(other, tmp_path / "killed").killed("none", killed_after(3, 2)[0])
+    found = killed.finished("none")
+    assert found.trained < expected.trained
+    assert_same_end(found, expected, 1e-4)
