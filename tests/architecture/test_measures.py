@@ -25,7 +25,7 @@ BOUNDS = {
     "attributes replaced for the process": 26,
     "attributes replaced for a time": 24,
     "StatelessScope subclasses": 1,
-    "communicators": 9,
+    "communicators": 2,
     "modules that start processes": 2,
     "duplicate public class names": 2,
     # Elastic groups of workers, as yet beside what they replace: 750.

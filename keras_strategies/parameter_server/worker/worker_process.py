@@ -20,7 +20,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
 )
 from keras_strategies.parameter_server.worker.worker_loop import Worker
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.single_replica import SingleReplica
+from keras_strategies.runtime.replica_communicators import SingleReplica
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.types import RunOptions
 

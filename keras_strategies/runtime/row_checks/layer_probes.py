@@ -21,7 +21,12 @@ from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.communicator import Communicator
+from keras_strategies.runtime.replica_communicators import (
+    MergeArguments,
+    ReplicaCollectives,
+    ReplicaCommunicator,
+    call_merged,
+)
 from keras_strategies.runtime.state.replica_state import ReplicaState, has_rows
 from keras_strategies.types import ReduceOp
 
@@ -84,7 +89,7 @@ def flags(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(v for v in given if v is None or isinstance(v, (bool, str)))
 
 
-class _ReplayedCollectives(Communicator):
+class _ReplayedCollectives(ReplicaCollectives):
     """Replays the collective results of the unsplit call in the parts."""
 
     def __init__(self) -> None:
@@ -106,27 +111,25 @@ class _ReplayedCollectives(Communicator):
         self._next += 1
         return self._results[self._next - 1]
 
-    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+    def all_reduce(
+        self, replica: int, op: ReduceOp, tensors: Sequence[Any]
+    ) -> Sequence[Any]:
         self.by_user = True
-        return self.batch_statistics(value)
+        return list(self.batch_statistics(tensors))
 
-    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+    def all_gather(
+        self, replica: int, tensors: Sequence[Any], axis: int
+    ) -> Sequence[Any]:
         self.by_user = True
-        return self.batch_statistics(value)
+        return list(self.batch_statistics(tensors))
 
     def merge_call(
-        self,
-        replica_id: int,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
         self.by_user = True
-        if self._next is None:
-            return self.batch_statistics(
-                merge_fn(context.current_strategy(), *args, **kwargs)
-            )
-        return self.batch_statistics(None)
+        is_recorded = self._next is None
+        result = call_merged(merge, [arguments])[0] if is_recorded else None
+        return self.batch_statistics(result)
 
 
 class _ProbeReplica(context.ReplicaContext):
@@ -135,7 +138,8 @@ class _ProbeReplica(context.ReplicaContext):
     def __init__(
         self, strategy: StrategyCore, replica_id: int, collectives: _ReplayedCollectives
     ):
-        super().__init__(strategy, replica_id, collectives, num_replicas=2)
+        communicator = ReplicaCommunicator(strategy, collectives)
+        super().__init__(strategy, replica_id, communicator, num_replicas=2)
         self._collectives = collectives
 
     @property

@@ -39,7 +39,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import MergedState
 from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.state_scope import current_policy
-from keras_strategies.runtime.single_replica import SingleReplica
+from keras_strategies.runtime.replica_communicators import SingleReplica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

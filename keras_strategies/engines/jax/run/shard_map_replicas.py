@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import keras
 from jax import lax
 from jax import numpy as jnp
 
@@ -36,6 +35,10 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     current_replica_state,
     merged_value,
     with_seed_offset,
+)
+from keras_strategies.runtime.replica_communicators import (
+    MergeArguments,
+    ReplicaCommunicator,
 )
 from keras_strategies.runtime.state import run_state
 from keras_strategies.types import ReduceOp
@@ -153,7 +156,7 @@ class ShardMapReplicas(TracedReplicas):
         replica = _ShardedContext(
             self._mesh.strategy,
             self._replica_id,  # type: ignore[arg-type]
-            self,
+            ReplicaCommunicator(self._mesh.strategy, self),
         )
         self._state = TracedReplicaState(replica, self._copy, self._local, self)
         args, kwargs = self._arguments.build(replicated, parts)
@@ -235,32 +238,32 @@ class ShardMapReplicas(TracedReplicas):
 
     # Collectives.
 
-    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        return map_structure(lambda leaf: all_reduce_over(op, leaf, self._axis), value)
+    def all_reduce(
+        self, replica: int, op: ReduceOp, tensors: Sequence[Any]
+    ) -> Sequence[Any]:
+        return [all_reduce_over(op, tensor, self._axis) for tensor in tensors]
 
-    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        def gather(leaf: Any) -> Any:
-            leaf = keras.ops.convert_to_tensor(leaf)
-            check_axis([leaf.shape], axis)
-            return lax.all_gather(leaf, self._axis, axis=axis % leaf.ndim, tiled=True)
-
-        return map_structure(gather, value)
+    def all_gather(
+        self, replica: int, tensors: Sequence[Any], axis: int
+    ) -> Sequence[Any]:
+        for tensor in tensors:
+            check_axis([tensor.shape], axis)
+        return [
+            lax.all_gather(t, self._axis, axis=axis % t.ndim, tiled=True)
+            for t in tensors
+        ]
 
     def merge_call(
-        self,
-        replica_id: int,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
         def gathered(leaf: Any) -> Any:
             if not isinstance(leaf, jax.core.Tracer) or id(leaf) in self._replicated:
                 return leaf
             return PerReplica(self._gather(leaf))
 
-        args, kwargs = map_structure(gathered, (tuple(args), dict(kwargs)))
+        args, kwargs = map_structure(gathered, arguments)
         with self._merged():
-            result = merge_fn(self._mesh.strategy, *args, **kwargs)
+            result = merge(*args, **kwargs)
         return map_structure(self._own, result)
 
     def _own(self, leaf: Any) -> Any:
@@ -288,7 +291,7 @@ class ShardMapReplicas(TracedReplicas):
                 state.set(variable, value, replicated=True)
 
         merged = MergedState(lambda v: self._values_of(state, v), assign)
-        with context.merged_replicas(self._mesh.strategy), merged.scope():
+        with merged.scope():
             yield
 
     def apply(
@@ -298,7 +301,7 @@ class ShardMapReplicas(TracedReplicas):
             present = [g for g in gradients if g is not None]
             summed = iter(sums_over(present, self._axis))
             gradients = [None if g is None else next(summed) for g in gradients]
-        with self._merged():
+        with context.merged_replicas(self._mesh.strategy), self._merged():
             update(gradients)
 
     def value_and_grad(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import keras
 from jax import numpy as jnp
 
 from keras_strategies import context
@@ -30,9 +29,13 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 )
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.deferred import has_deferred_variables
+from keras_strategies.runtime.replica_communicators import (
+    MergeArguments,
+    ReplicaCommunicator,
+    call_merged,
+)
 from keras_strategies.runtime.state import run_state
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import flatten, map_structure, regroup, select_replica
 
 
 class UnrolledReplicas(TracedReplicas):
@@ -46,8 +49,9 @@ class UnrolledReplicas(TracedReplicas):
     def __call__(self, arguments: ReplicaArguments) -> list[Any]:
         has_deferred_variables()  # One list for all threads.
         states, tasks = [], []
+        communicator = ReplicaCommunicator(self._mesh.strategy, self)
         for i in range(self._mesh.count):
-            replica = context.ReplicaContext(self._mesh.strategy, i, self)
+            replica = context.ReplicaContext(self._mesh.strategy, i, communicator)
             state = TracedReplicaState(replica, self._copier(i), self._local, self)
             states.append(state)
             tasks.append(self._task(arguments.calls[i], replica, state))
@@ -94,18 +98,19 @@ class UnrolledReplicas(TracedReplicas):
 
     # Collectives.
 
-    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        leaves = [keras.ops.convert_to_tensor(leaf) for leaf in flatten(value)]
-
+    def all_reduce(
+        self, replica: int, op: ReduceOp, tensors: Sequence[Any]
+    ) -> Sequence[Any]:
         def merge(every: list[list[Any]]) -> list[Any]:
             reduced = [reduce_parts(op, list(c)) for c in zip(*every, strict=True)]
             return [reduced] * len(every)
 
-        return _packed(value, collective_call("all_reduce", leaves, merge))
+        found: list[Any] = collective_call("all_reduce", tensors, merge)
+        return found
 
-    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        leaves = [keras.ops.convert_to_tensor(leaf) for leaf in flatten(value)]
-
+    def all_gather(
+        self, replica: int, tensors: Sequence[Any], axis: int
+    ) -> Sequence[Any]:
         def merge(every: list[list[Any]]) -> list[Any]:
             columns = [list(column) for column in zip(*every, strict=True)]
             for column in columns:
@@ -113,25 +118,18 @@ class UnrolledReplicas(TracedReplicas):
             gathered = [jnp.concatenate(column, axis) for column in columns]
             return [gathered] * len(every)
 
-        return _packed(value, collective_call("all_gather", leaves, merge))
+        found: list[Any] = collective_call("all_gather", tensors, merge)
+        return found
 
     def merge_call(
-        self,
-        replica_id: int,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
-        strategy = self._mesh.strategy
-
-        def merge(every: list[Any]) -> list[Any]:
-            merged_args, merged_kwargs = regroup([call for call, _ in every])
+        def merged(every: list[Any]) -> list[Any]:
             with self._merged([state for _, state in every]):
-                result = merge_fn(strategy, *merged_args, **merged_kwargs)
-            return [select_replica(i, result) for i in range(len(every))]
+                return call_merged(merge, [call for call, _ in every])
 
-        call = (tuple(args), dict(kwargs))
-        return collective_call("merge_call", (call, current_replica_state()), merge)
+        call = (arguments, current_replica_state())
+        return collective_call("merge_call", call, merged)
 
     @contextlib.contextmanager
     def _merged(self, states: Sequence[TracedReplicaState]) -> Iterator[None]:
@@ -149,7 +147,7 @@ class UnrolledReplicas(TracedReplicas):
                 state.set(variable, part, replicated=not run_state.is_local(variable))
 
         merged = MergedState(values, assign)
-        with context.merged_replicas(self._mesh.strategy), merged.scope():
+        with merged.scope():
             yield
 
     def apply(
@@ -158,7 +156,8 @@ class UnrolledReplicas(TracedReplicas):
         def merge(every: list[Any]) -> list[Any]:
             columns = zip(*(own for own, _ in every), strict=True)
             total = [_sum(list(c)) if aggregate else c[0] for c in columns]
-            with self._merged([state for _, state in every]):
+            states = [state for _, state in every]
+            with context.merged_replicas(self._mesh.strategy), self._merged(states):
                 update(total)
             return [None] * len(every)
 
@@ -205,11 +204,6 @@ def _with_state(
             return task(values)
 
     return run
-
-
-def _packed(structure: Any, leaves: Sequence[Any]) -> Any:
-    rest = iter(leaves)
-    return map_structure(lambda _: next(rest), structure)
 
 
 def _sum(parts: list[Any]) -> Any:

@@ -25,7 +25,7 @@ from keras_strategies.engines.tensorflow.data_parallel.graph_copies import (
     ReplicaTraces,
 )
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
-    LockstepCommunicator,
+    LockstepCollectives,
 )
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -101,14 +101,14 @@ class LayerCallOnReplicas:
         self.watched = [set() for _ in range(count)]
         self.lead = self.call.lead
         placement = self.call.placement
-        self.communicator = LockstepCommunicator(
+        self.collectives = LockstepCollectives(
             placement.replicas[:count],
             placement.variables,
             self.row_split.replica_set,
             self.call.reduction,
         )
         self.traces = ReplicaTraces(
-            self.call.devices, self.slices, self.call.local_value, self.communicator
+            self.call.devices, self.slices, self.call.local_value, self.collectives
         )
         self.graph = tf.compat.v1.get_default_graph()
 

@@ -18,7 +18,7 @@ from tensorflow.core.framework import graph_pb2
 
 from keras_strategies import context
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
-    LockstepCommunicator,
+    LockstepCollectives,
 )
 from keras_strategies.errors import ReplicaMismatchError
 from keras_strategies.keras_compat.models.layers import set_mask
@@ -172,7 +172,7 @@ class ReplicaTraces:
         devices: the replicas' devices, as TensorFlow names them.
         slices: for each replica, its slices of the call's inputs.
         read: reads a variable on a replica.
-        communicator: what the replicas call collectives through.
+        collectives: those of the replicas.
     """
 
     def __init__(
@@ -180,12 +180,12 @@ class ReplicaTraces:
         devices: Sequence[str],
         slices: Sequence[Sequence[Any]],
         read: Callable[[int, Any, Any], Any],
-        communicator: LockstepCommunicator,
+        collectives: LockstepCollectives,
     ):
         self._devices = devices
         self._slices = slices
         self._read = read
-        self._communicator = communicator
+        self._collectives = collectives
         self._forward: dict[int, ForwardTrace] = {}
         self._backward: dict[int, tuple[TracedOperations, list[Any]]] = {}
         self._copies: dict[int, tuple[int, GraphCopy]] = {}
@@ -199,7 +199,7 @@ class ReplicaTraces:
         trace.operations.end()
         trace.can_be_copied = (
             not replica.is_distinct
-            and not self._communicator.was_used
+            and not self._collectives.was_used
             and trace.operations.can_be_copied()
             and all(_is_simple(leaf) for leaf in trace.result.leaves)
         )

@@ -49,6 +49,7 @@ from keras_strategies.runtime.data_parallel import (
     DataParallelCall,
     ReplicaResult,
 )
+from keras_strategies.runtime.replica_communicators import ReplicaCommunicator
 from keras_strategies.runtime.replica_set import RowSplit
 from keras_strategies.runtime.row_checks.layer_probes import Randomness
 from keras_strategies.user_warnings import warn_user
@@ -181,12 +182,15 @@ class TensorFlowDataParallelCall(DataParallelCall):
         self, job: LayerCallOnReplicas, tasks: Sequence[Callable[[], Any]]
     ) -> list[Any]:
         replicas = job.row_split.replica_set
+        communicator = ReplicaCommunicator(
+            self.strategy, job.collectives, replicas.first
+        )
 
         def in_context(replica_id: int) -> Callable[[], Any]:
             replica = ReplicaOfAny(
                 self.strategy,
                 replicas.first + replica_id,
-                job.communicator,
+                communicator,
                 replicas.total,
             )
 
@@ -199,7 +203,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
             return run
 
         return self._engine.run(
-            [in_context(i) for i in range(len(tasks))], job.communicator
+            [in_context(i) for i in range(len(tasks))], job.collectives
         )
 
     def copy_variable(self, replica_id: int, variable: Any) -> Any:

@@ -15,10 +15,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
@@ -28,10 +26,13 @@ from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
-from keras_strategies.runtime.communicator import Communicator
+from keras_strategies.runtime.replica_communicators import (
+    MergeArguments,
+    ReplicaCollectives,
+    call_merged,
+)
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import regroup, select_replica
 
 
 class NestedCollectiveError(ReplicaError):
@@ -50,7 +51,7 @@ class ReplicaEngine:
         self._strategies: dict[int, tf.distribute.Strategy] = {}
 
     def run(
-        self, tasks: Sequence[Callable[[], Any]], communicator: LockstepCommunicator
+        self, tasks: Sequence[Callable[[], Any]], collectives: LockstepCollectives
     ) -> list[Any]:
         """Runs one task on each of the first replicas; the results in order.
 
@@ -64,7 +65,7 @@ class ReplicaEngine:
             with with_thread_state(state):
                 results[replica_id] = tasks[replica_id]()
 
-        communicator.begin()
+        collectives.begin()
         try:
             self._strategy(len(tasks)).run(replica)
         except RuntimeError as error:
@@ -106,7 +107,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class LockstepCommunicator(Communicator):
+class LockstepCollectives(ReplicaCollectives):
     """Collectives between the replicas of one run.
 
     Args:
@@ -114,6 +115,7 @@ class LockstepCommunicator(Communicator):
         lead: the device that values are combined on.
         replica_set: the replicas of all workers; None for those of one process.
         reduction: the strategy's `CrossDeviceOps`; None for TensorFlow's own sums.
+        merging: returns a context manager for functions of `merge_call`.
     """
 
     def __init__(
@@ -122,8 +124,12 @@ class LockstepCommunicator(Communicator):
         lead: Device,
         replica_set: ReplicaSet | None = None,
         reduction: LocalReduction | None = None,
+        merging: Callable[
+            [], contextlib.AbstractContextManager[None]
+        ] = contextlib.nullcontext,
     ):
         self.reduction = reduction
+        self._merging = merging
         self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
         self._devices = [tf_device(device) for device in devices]
         self._lead = tf_device(lead)
@@ -181,11 +187,9 @@ class LockstepCommunicator(Communicator):
 
     # Collectives.
 
-    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        replica_id -= self.replica_set.first
-        leaves = [
-            keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)
-        ]
+    def all_reduce(
+        self, replica: int, op: ReduceOp, tensors: Sequence[Any]
+    ) -> Sequence[Any]:
         count = len(self._devices)
 
         def reduce(tensors: Sequence[Any]) -> list[Any]:
@@ -195,8 +199,8 @@ class LockstepCommunicator(Communicator):
                 workers, total = self.replica_set.workers, self.replica_set.total
                 return self.reduction.all_reduce(op, values, workers, total)
 
-            found = self.exchange(replica_id, f"all_reduce {op.name}", tensors, combine)
-            return [self._here(replica_id, tensor) for tensor in found]
+            found = self.exchange(replica, f"all_reduce {op.name}", tensors, combine)
+            return [self._here(replica, tensor) for tensor in found]
 
         @custom_gradient
         def reduced(*tensors: Any) -> Any:
@@ -210,13 +214,12 @@ class LockstepCommunicator(Communicator):
 
             return reduce(tensors), grad
 
-        return keras.tree.pack_sequence_as(value, list(reduced(*leaves)))
+        found: Sequence[Any] = reduced(*tensors)
+        return found
 
-    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        replica_id -= self.replica_set.first
-        leaves = [
-            keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)
-        ]
+    def all_gather(
+        self, replica: int, tensors: Sequence[Any], axis: int
+    ) -> Sequence[Any]:
         count = len(self._devices)
 
         def gather(values: list[Any]) -> list[Any]:
@@ -224,7 +227,7 @@ class LockstepCommunicator(Communicator):
 
         @custom_gradient
         def gathered(*tensors: Any) -> Any:
-            found, lengths = self.exchange(replica_id, "all_gather", tensors, gather)
+            found, lengths = self.exchange(replica, "all_gather", tensors, gather)
 
             def scatter(values: list[Any]) -> list[Any]:
                 first = self.replica_set.first
@@ -237,34 +240,23 @@ class LockstepCommunicator(Communicator):
 
             def grad(*gradients: Any) -> list[Any]:
                 own = self.exchange(
-                    replica_id, "gradient of all_gather", gradients, scatter
+                    replica, "gradient of all_gather", gradients, scatter
                 )
-                return [self._here(replica_id, part) for part in own]
+                return [self._here(replica, part) for part in own]
 
-            return [self._here(replica_id, tensor) for tensor in found], grad
+            return [self._here(replica, tensor) for tensor in found], grad
 
-        return keras.tree.pack_sequence_as(value, list(gathered(*leaves)))
+        parts: Sequence[Any] = gathered(*tensors)
+        return parts
 
     def merge_call(
-        self,
-        replica_id: int,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
-        replica_id -= self.replica_set.first
-        replica = context.current_replica()
-        assert replica is not None
-        strategy = replica.strategy
+        def merged(arguments: list[MergeArguments]) -> list[Any]:
+            with self._merging():
+                return call_merged(merge, arguments)
 
-        def merge(calls: list[tuple[Any, Any]]) -> list[Any]:
-            merged_args, merged_kwargs = regroup(calls)
-            with context.merged_replicas(strategy):
-                result = merge_fn(strategy, *merged_args, **merged_kwargs)
-            return [select_replica(i, result) for i in range(len(calls))]
-
-        call = (tuple(args), dict(kwargs))
-        return self.exchange(replica_id, "merge_call", call, merge)
+        return self.exchange(replica, "merge_call", arguments, merged)
 
 
 def _current_graph() -> Any:

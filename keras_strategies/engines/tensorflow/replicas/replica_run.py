@@ -38,7 +38,7 @@ from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import (
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import call_with_a_row
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
-    LockstepCommunicator,
+    LockstepCollectives,
     ReplicaEngine,
 )
 from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
@@ -51,6 +51,7 @@ from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import RunDriver
+from keras_strategies.runtime.replica_communicators import ReplicaCommunicator
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import (
@@ -204,28 +205,35 @@ class TensorFlowRun(RunDriver):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        communicator = _RunCommunicator(self)
+        merging = _MergeContext(self)
+        collectives = LockstepCollectives(
+            self.placement.replicas,
+            self.placement.variables,
+            self.replica_set,
+            self.reduction,
+            merging,
+        )
+        first = self.replica_set.first
+        communicator = ReplicaCommunicator(self.strategy, collectives, first)
         tasks = []
         made = CreatedVariables()
         for i in range(len(args)):
-            replica = context.ReplicaContext(
-                self.strategy, self.replica_set.first + i, communicator
-            )
+            replica = context.ReplicaContext(self.strategy, first + i, communicator)
             state = RunState(
                 replica, self._copier(i), self.on_read_values.get, made, _assigned
             )
-            communicator.states.append(state)
+            merging.states.append(state)
             device = self._devices[i]
             tasks.append(_task(fn, args[i], kwargs[i], replica, state, device))
         if self.replica_set.total > 1:
             refuse_xla()
         if len(tasks) == 1:
-            communicator.begin()
+            collectives.begin()
             with tf.device(self._devices[0]):
                 results = [tasks[0]()]
         else:
-            results = self._engine.run(tasks, communicator)
-        self.commit(communicator.states)
+            results = self._engine.run(tasks, collectives)
+        self.commit(merging.states)
         return results
 
     def apply_gradients(
@@ -342,35 +350,27 @@ def _task(
     return run
 
 
-class _RunCommunicator(LockstepCommunicator):
-    """Collectives of a run; merged functions see and change the variables."""
+class _MergeContext:
+    """Context of functions of `merge_call`: they see and change the variables.
+
+    Args:
+        run: the run, which assigns the replicas' values.
+    """
 
     def __init__(self, run: TensorFlowRun):
-        placement = run.placement
-        super().__init__(
-            placement.replicas, placement.variables, run.replica_set, run.reduction
-        )
         self._run = run
         self.states: list[RunState] = []
 
-    def merge_call(
-        self,
-        replica_id: int,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        def merged(strategy: StrategyCore, *args: Any, **kwargs: Any) -> Any:
-            with outside_stateless_scopes(), compat.default_strategy():
-                self._run.commit(self.states)
-                try:
-                    return merge_fn(strategy, *args, **kwargs)
-                finally:
-                    # Which of them it has assigned, a graph does not say.
-                    for state in self.states:
-                        state.forget(state.variables_read())
-
-        return super().merge_call(replica_id, merged, args, kwargs)
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with outside_stateless_scopes(), compat.default_strategy():
+            self._run.commit(self.states)
+            try:
+                yield
+            finally:
+                # Which of them it has assigned, a graph does not say.
+                for state in self.states:
+                    state.forget(state.variables_read())
 
 
 def sum_gradients(

@@ -29,7 +29,7 @@ from keras_strategies.engines.torch.replicas.replica_random import (
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.thread_collectives import (
-    ThreadCommunicator,
+    ThreadCollectives,
 )
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
@@ -43,6 +43,7 @@ from keras_strategies.runtime.data_parallel import (
     DataParallelCall,
     ReplicaResult,
 )
+from keras_strategies.runtime.replica_communicators import ReplicaCommunicator
 from keras_strategies.runtime.replica_set import RowSplit
 from keras_strategies.runtime.row_checks.layer_probes import Randomness, flags
 from keras_strategies.user_warnings import warn_user
@@ -69,7 +70,7 @@ class TorchDataParallelCall(DataParallelCall):
         self._share = self.placement.share
         #: The strategy's `CrossDeviceOps`, None for torch's own sums.
         self.reduction = LocalReduction.of(strategy)
-        self._communicator: ThreadCommunicator | None = None
+        self._collectives: ThreadCollectives | None = None
         # How the rows of the call under way are spread.
         self._row_split = RowSplit.local(PRIMITIVES, [1])
         self._random_calls = RandomCalls()
@@ -195,22 +196,23 @@ class TorchDataParallelCall(DataParallelCall):
         return local
 
     def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        # The backward pass of these tasks uses the same communicator. Calls do not
+        # The backward pass of these tasks uses the same collectives. Calls do not
         # nest: none is routed while one is under way.
-        self._communicator = ThreadCommunicator(
+        self._collectives = ThreadCollectives(
             self.placement.replicas[: len(tasks)],
             replica_set=self._row_split.replica_set,
             reduction=self.reduction,
         )
-        return self._run(tasks, self._communicator, self._random)
+        return self._run(tasks, self._collectives, self._random)
 
     def _run(
         self,
         tasks: Sequence[Callable[[], Any]],
-        communicator: ThreadCommunicator,
+        collectives: ThreadCollectives,
         random: ReplicaRandom,
     ) -> list[Any]:
-        replicas = communicator.replica_set
+        replicas = collectives.replica_set
+        communicator = ReplicaCommunicator(self.strategy, collectives, replicas.first)
 
         def in_context(replica_id: int, task: Callable[[], Any]) -> Callable[[], Any]:
             replica = context.ReplicaContext(
@@ -224,7 +226,7 @@ class TorchDataParallelCall(DataParallelCall):
             return run
 
         return self._threads.run(
-            [in_context(i, task) for i, task in enumerate(tasks)], communicator, random
+            [in_context(i, task) for i, task in enumerate(tasks)], collectives, random
         )
 
     def copy_variable(self, replica_id: int, variable: Any) -> torch.Tensor | None:
@@ -255,10 +257,10 @@ class TorchDataParallelCall(DataParallelCall):
         results: Sequence[ReplicaResult],
         channels: Sequence[Channel],
     ) -> list[torch.Tensor]:
-        assert self._communicator is not None
+        assert self._collectives is not None
         sources = _sources(inputs, results) if torch.is_grad_enabled() else []
         job = _Job(
-            self, channels, sources, len(results), self._communicator, self._row_split
+            self, channels, sources, len(results), self._collectives, self._row_split
         )
         if not sources:
             return job.combine()
@@ -317,7 +319,7 @@ class _Job:
         channels: Sequence[Channel],
         sources: Sequence[GradientTarget],
         count: int,
-        communicator: ThreadCommunicator,
+        collectives: ThreadCollectives,
         row_split: RowSplit,
     ):
         self.call = call
@@ -325,7 +327,7 @@ class _Job:
         self.channels = channels
         self.sources = sources
         self.count = count
-        self.communicator = communicator
+        self.collectives = collectives
         self.lead = call._lead
         assert call._layer_call is not None
         self.layer_call = call._layer_call
@@ -383,7 +385,7 @@ class _Job:
 
             return run
 
-        self.communicator.restart()
+        self.collectives.restart()
         sums = None
         if self.row_split.workers is not None:
             sums = WorkerSums(
@@ -391,7 +393,7 @@ class _Job:
             )
         with sums or contextlib.nullcontext():
             per_replica = self.call._run(
-                [task(i) for i in range(self.count)], self.communicator, NoRandom()
+                [task(i) for i in range(self.count)], self.collectives, NoRandom()
             )
         columns = list(zip(*per_replica, strict=True))
         if sums is not None:

@@ -22,13 +22,14 @@ from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.thread_collectives import (
-    ThreadCommunicator,
+    ThreadCollectives,
 )
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import RunDriver
+from keras_strategies.runtime.replica_communicators import ReplicaCommunicator
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import (
@@ -123,17 +124,30 @@ class TorchRun(RunDriver):
         owner = _owner(fn)
         # The first run of a function may build models, so it is sequential.
         sequential = owner not in self._has_run or len(args) == 1
-        communicator = _RunCommunicator(self, sequential)
+        merging = _MergeContext(self)
+        collectives = self._collectives(sequential, merging)
         try:
-            results = self._run(fn, args, kwargs, owner, communicator)
+            results = self._run(fn, args, kwargs, owner, collectives, merging)
         except SequentialRunNeededError:
             # A later run creates a variable: it is restarted sequentially.
             self._has_run.discard(owner)
-            communicator.check_restart(getattr(fn, "__qualname__", repr(fn)))
-            communicator = _RunCommunicator(self, is_sequential=True)
-            results = self._run(fn, args, kwargs, owner, communicator)
+            _check_restart(getattr(fn, "__qualname__", repr(fn)), collectives, merging)
+            merging = _MergeContext(self)
+            collectives = self._collectives(True, merging)
+            results = self._run(fn, args, kwargs, owner, collectives, merging)
         self._has_run.add(owner)
         return results
+
+    def _collectives(
+        self, is_sequential: bool, merging: _MergeContext
+    ) -> ThreadCollectives:
+        return ThreadCollectives(
+            self.placement.replicas,
+            is_sequential,
+            self.replica_set,
+            self.reduction,
+            merging,
+        )
 
     def _run(
         self,
@@ -141,23 +155,23 @@ class TorchRun(RunDriver):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
         owner: Any,
-        communicator: _RunCommunicator,
+        collectives: ThreadCollectives,
+        merging: _MergeContext,
     ) -> list[Any]:
-        states: list[RunState] = []
+        first = self.replica_set.first
+        communicator = ReplicaCommunicator(self.strategy, collectives, first)
+        states = merging.states
         tasks = []
-        made = CreatedVariables(communicator.is_sequential)
+        made = CreatedVariables(collectives.is_sequential)
         for i in range(len(args)):
-            replica = context.ReplicaContext(
-                self.strategy, self.replica_set.first + i, communicator
-            )
+            replica = context.ReplicaContext(self.strategy, first + i, communicator)
             state = RunState(
                 replica, self._copier(i), self.on_read_values.get, made, _assigned
             )
             states.append(state)
             tasks.append(_task(fn, args[i], kwargs[i], replica, state))
-        communicator.states = states
         with self._random_calls.call(owner, None) as random:
-            results = self._threads.run(tasks, communicator, random)
+            results = self._threads.run(tasks, collectives, random)
         self.commit(states)
         return results
 
@@ -274,42 +288,45 @@ def _task(
     return run
 
 
-class _RunCommunicator(ThreadCommunicator):
-    """Collectives of a run; merged functions see and change the variables."""
+class _MergeContext:
+    """Context of functions of `merge_call`: they see and change the variables.
 
-    def __init__(self, run: TorchRun, is_sequential: bool):
-        super().__init__(
-            run.placement.replicas, is_sequential, run.replica_set, run.reduction
-        )
+    Args:
+        run: the run, which assigns the replicas' values.
+    """
+
+    def __init__(self, run: TorchRun):
         self._run = run
-        self.is_sequential = is_sequential
         self.states: list[RunState] = []
-        self._has_merged = False
+        self.was_used = False
 
-    def check_restart(self, name: str) -> None:
-        """Raises if the run so far cannot be repeated."""
-        met_workers = self.replica_set.workers is not None and self.has_exchanged
-        if self._has_merged or met_workers:
-            raise ContextError(
-                f"{name!r} created a variable after a `merge_call` or "
-                "`optimizer.apply`, in a run that was not its first. On Torch "
-                f"replicas run concurrently then. {run_state.CREATE_ONCE}"
-            )
-
-    def merged(self, merge_fn: Callable[[], Any]) -> Any:
-        self._has_merged = True
-        placement = self._run.placement
-        lead = str(torch_device(placement.variables))
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.was_used = True
+        lead = str(torch_device(self._run.placement.variables))
         with outside_stateless_scopes(), keras.device(lead):
             self._run.commit(self.states)
             before = {id(v): v for state in self.states for v in state.variables_read()}
             versions = {key: _version(v) for key, v in before.items()}
             try:
-                return merge_fn()
+                yield
             finally:
                 changed = [v for k, v in before.items() if _version(v) != versions[k]]
                 for state in self.states:
                     state.forget(changed)
+
+
+def _check_restart(
+    name: str, collectives: ThreadCollectives, merging: _MergeContext
+) -> None:
+    """Raises if a run so far cannot be repeated."""
+    workers = collectives.replica_set.workers
+    if merging.was_used or (workers is not None and collectives.has_exchanged):
+        raise ContextError(
+            f"{name!r} created a variable after a `merge_call` or "
+            "`optimizer.apply`, in a run that was not its first. On Torch "
+            f"replicas run concurrently then. {run_state.CREATE_ONCE}"
+        )
 
 
 def _version(variable: Any) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from keras_strategies.keras_compat.thread_state import thread_state, with_thread
 
 if TYPE_CHECKING:
     from keras_strategies.engines.torch.replicas.thread_collectives import (
-        ThreadCommunicator,
+        ThreadCollectives,
     )
 
 
@@ -103,7 +103,7 @@ class ReplicaThreads:
     def run(
         self,
         tasks: Sequence[Callable[[], Any]],
-        communicator: ThreadCommunicator,
+        collectives: ThreadCollectives,
         random: ReplicaRandom,
     ) -> list[Any]:
         """Runs one task on each thread and returns the results in order.
@@ -118,18 +118,18 @@ class ReplicaThreads:
             device = str(torch_device(self._devices[replica_id]))
             own = {**state, "torch_device": device}
             try:
-                communicator.start(replica_id)
+                collectives.start(replica_id)
                 with (
                     with_thread_state(own),
                     torch.set_grad_enabled(grad),
-                    random.numbers(communicator.replica_set.first + replica_id),
+                    random.numbers(collectives.replica_set.first + replica_id),
                 ):
                     return task()
             except BaseException as error:
-                communicator.fail(error)
+                collectives.fail(error)
                 raise
             finally:
-                communicator.finish(replica_id)
+                collectives.finish(replica_id)
 
         def on_thread(task: Callable[[], Any], replica_id: int) -> Any:
             if self._kernels and _kernels.count != self._kernels:
@@ -148,9 +148,9 @@ class ReplicaThreads:
             try:
                 wait(futures)
             except BaseException as error:
-                communicator.fail(error)
+                collectives.fail(error)
                 wait(futures)
                 raise
-        if communicator.error is not None:
-            raise communicator.error
+        if collectives.error is not None:
+            raise collectives.error
         return [future.result() for future in futures]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import torch
 
-from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
@@ -19,10 +18,13 @@ from keras_strategies.errors import (
     ReplicaAbortedError,
     ReplicaMismatchError,
 )
-from keras_strategies.runtime.communicator import Communicator
+from keras_strategies.runtime.replica_communicators import (
+    MergeArguments,
+    ReplicaCollectives,
+    call_merged,
+)
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import regroup, select_replica
 
 
 class _Slot:
@@ -35,7 +37,7 @@ class _Slot:
         self.result: Any = None
 
 
-class ThreadCommunicator(Communicator):
+class ThreadCollectives(ReplicaCollectives):
     """Collectives between the threads of one computation.
 
     The n-th collective of a replica matches the n-th of the others; in the backward
@@ -47,6 +49,7 @@ class ThreadCommunicator(Communicator):
             one collective to the next, so that the first one creates shared objects.
         replica_set: the replicas of all workers; None for those of one process.
         reduction: the strategy's `CrossDeviceOps`; None for torch's own sums.
+        merging: returns a context manager for functions of `merge_call`.
     """
 
     def __init__(
@@ -55,8 +58,13 @@ class ThreadCommunicator(Communicator):
         is_sequential: bool = False,
         replica_set: ReplicaSet | None = None,
         reduction: LocalReduction | None = None,
+        merging: Callable[
+            [], contextlib.AbstractContextManager[None]
+        ] = contextlib.nullcontext,
     ):
         self.reduction = reduction
+        self.is_sequential = is_sequential
+        self._merging = merging
         self._devices = tuple(devices)
         #: All replicas that take part.
         self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
@@ -167,67 +175,47 @@ class ThreadCommunicator(Communicator):
                 "check for branches that depend on the replica or its data."
             )
 
-    def merged(self, merge_fn: Callable[[], Any]) -> Any:
-        """Calls the function of a `merge_call` in the last replica's thread."""
-        return merge_fn()
-
     # Collectives.
 
-    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
-        replica_id -= self.replica_set.first
-        leaves = _tensors(value)
-        number = self._next(replica_id)
-        reduced = _AllReduce.apply(self, replica_id, number, op, *leaves)
-        return keras.tree.pack_sequence_as(value, list(reduced))
+    def all_reduce(
+        self, replica: int, op: ReduceOp, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        reduced: tuple[torch.Tensor, ...] = _AllReduce.apply(
+            self, replica, self._next(replica), op, *tensors
+        )
+        return reduced
 
-    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
-        replica_id -= self.replica_set.first
-        leaves = _tensors(value)
-        number = self._next(replica_id)
-        gathered = _AllGather.apply(self, replica_id, number, axis, *leaves)
-        return keras.tree.pack_sequence_as(value, list(gathered))
+    def all_gather(
+        self, replica: int, tensors: Sequence[torch.Tensor], axis: int
+    ) -> Sequence[torch.Tensor]:
+        gathered: tuple[torch.Tensor, ...] = _AllGather.apply(
+            self, replica, self._next(replica), axis, *tensors
+        )
+        return gathered
 
     def merge_call(
-        self,
-        replica_id: int,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
-        replica_id -= self.replica_set.first
-        replica = context.current_replica()
-        assert replica is not None
-        strategy = replica.strategy
+        def merged(arguments: list[MergeArguments]) -> list[Any]:
+            with self._merging():
+                return call_merged(merge, arguments)
 
-        def merge(calls: list[tuple[Any, Any]]) -> Any:
-            merged_args, merged_kwargs = regroup(calls)
-            with context.merged_replicas(strategy):
-                return self.merged(
-                    lambda: merge_fn(strategy, *merged_args, **merged_kwargs)
-                )
-
-        number = self._next(replica_id)
-        result = self.exchange(
-            replica_id, number, "merge_call", (tuple(args), dict(kwargs)), merge
-        )
-        return select_replica(replica_id, result)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)]
+        number = self._next(replica)
+        found = self.exchange(replica, number, "merge_call", arguments, merged)
+        return found[replica]
 
 
 class _AllReduce(torch.autograd.Function):
     """A reduction whose gradient is the same reduction of the gradients."""
 
     @staticmethod
-    def forward(ctx, communicator, replica_id, number, op, *tensors):  # type: ignore[no-untyped-def]
-        ctx.call = (communicator, replica_id, number, op)
-        return _reduced(communicator, replica_id, number, op, tensors)
+    def forward(ctx, collectives, replica_id, number, op, *tensors):  # type: ignore[no-untyped-def]
+        ctx.call = (collectives, replica_id, number, op)
+        return _reduced(collectives, replica_id, number, op, tensors)
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        communicator, replica_id, number, op = ctx.call
+        collectives, replica_id, number, op = ctx.call
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise GatherError(
                 f"`all_reduce` with {op.name} has no gradient. Use SUM or MEAN, or "
@@ -239,20 +227,20 @@ class _AllReduce(torch.autograd.Function):
             None,
             None,
             None,
-            *_reduced(communicator, replica_id, key, op, gradients),
+            *_reduced(collectives, replica_id, key, op, gradients),
         )
 
 
 def _reduced(
-    communicator: ThreadCommunicator,
+    collectives: ThreadCollectives,
     replica_id: int,
     key: Any,
     op: ReduceOp,
     tensors: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    replicas, reduction = communicator.replica_set, communicator.reduction
+    replicas, reduction = collectives.replica_set, collectives.reduction
     if reduction is not None:
-        rows = communicator.exchange(
+        rows = collectives.exchange(
             replica_id,
             key,
             "all_reduce",
@@ -262,13 +250,13 @@ def _reduced(
         pairs = zip(rows[replica_id], tensors, strict=True)
         return tuple(found.to(own.device, copy=True) for found, own in pairs)
     if replicas.workers is None:
-        values = communicator.exchange(replica_id, key, "all_reduce", tensors)
+        values = collectives.exchange(replica_id, key, "all_reduce", tensors)
         # Each on its own device, at the same time.
         return tuple(
             PRIMITIVES.reduce(op, [v.to(own.device) for v in column])
             for own, column in zip(tensors, zip(*values, strict=True), strict=True)
         )
-    reduced = communicator.exchange(
+    reduced = collectives.exchange(
         replica_id, key, "all_reduce", tensors, lambda all: replicas.reduce(op, all)
     )
     return tuple(
@@ -281,16 +269,16 @@ class _AllGather(torch.autograd.Function):
     """A concatenation; each replica's part gets the sum of the gradients of it."""
 
     @staticmethod
-    def forward(ctx, communicator, replica_id, number, axis, *tensors):  # type: ignore[no-untyped-def]
-        replicas = communicator.replica_set
-        found, lengths = communicator.exchange(
+    def forward(ctx, collectives, replica_id, number, axis, *tensors):  # type: ignore[no-untyped-def]
+        replicas = collectives.replica_set
+        found, lengths = collectives.exchange(
             replica_id,
             number,
             "all_gather",
             tensors,
             lambda values: replicas.gather(values, axis),
         )
-        ctx.call = (communicator, replica_id, number, axis)
+        ctx.call = (collectives, replica_id, number, axis)
         ctx.lengths = lengths
         return tuple(
             whole.to(own.device, copy=True)
@@ -299,10 +287,10 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        communicator, replica_id, number, axis = ctx.call
+        collectives, replica_id, number, axis = ctx.call
         key = ("backward", number)
-        replicas = communicator.replica_set
-        total = communicator.exchange(
+        replicas = collectives.replica_set
+        total = collectives.exchange(
             replica_id,
             key,
             "all_gather",
