@@ -132,7 +132,7 @@ class ClusterCoordinator:
             val: structure of `RemoteValue`s and other things.
 
         Returns:
-            The structure, with what the functions returned.
+            The structure, with the functions' return values.
         """
         return keras.tree.map_structure(
             lambda v: v.fetch() if isinstance(v, RemoteValue) else v, val

@@ -250,7 +250,7 @@ class ParameterServerStrategy(Strategy):
             options: `RunOptions`, or None for the defaults.
 
         Returns:
-            What `fn` returns, with tensors of the backend.
+            The return value of `fn`, with tensors of the backend.
 
         Raises:
             ValueError: if `args` is not a list or tuple.

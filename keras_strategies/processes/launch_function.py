@@ -38,7 +38,7 @@ def launch(
 
     Each process finds its place in the variable `TF_CONFIG`, as under
     `keras-strategies launch`, so `ks.MultiWorkerMirroredStrategy()` in the function
-    knows its cluster. What they print appears with `[worker 1]` in front. The
+    finds its cluster. Their output has the prefix `[worker 1]`. The
     function, its arguments and its results are sent by cloudpickle, so it may be
     defined in a notebook; import what it needs inside of it. No process is left when
     `launch` returns.
@@ -57,7 +57,7 @@ def launch(
         list with the result of each worker, in their order.
 
     Raises:
-        Exception: what the function raised on the worker that failed first, with the
+        Exception: the error of the function on the worker that failed first, with the
             traceback of that process as a note.
         RuntimeError: as `ks.errors.WorkerError`, if a worker died, or was not ready
             in time.

@@ -29,7 +29,7 @@ class CallOutcome:
     """Result or exception of a call.
 
     Args:
-        value: what it returned.
+        value: its return value.
         pickled_error: bytes, the exception that it raised; empty without one, or
             where it cannot be sent.
         traceback: str, the exception's traceback; empty without one.

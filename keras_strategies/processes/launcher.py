@@ -95,7 +95,7 @@ class ProcessLauncher:
     Args:
         events: where `Ended` is put for each task.
         grace_seconds: float, seconds between the signal to end a process and SIGKILL.
-        out: stream for what tasks print, None for `sys.stdout`.
+        out: stream for the output of tasks, None for `sys.stdout`.
         err: stream for their errors, None for `sys.stderr`.
     """
 

@@ -87,7 +87,7 @@ class LocalCluster:
 
     @property
     def decisive(self) -> frozenset[LocalTask]:
-        """The tasks whose end is the end of the cluster.
+        """The tasks that the cluster ends with.
 
         Parameter servers, workers with a coordinator, and evaluators run until they are
         terminated.

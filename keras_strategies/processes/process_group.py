@@ -91,7 +91,7 @@ class ProcessGroup:
             return None
 
     def close(self, grace_seconds: float) -> None:
-        """Closes standard input, and kills what has not ended after a time."""
+        """Closes standard input, and kills the group if it runs on."""
         if self.stdin is not None:
             with suppress(OSError):
                 self.stdin.close()

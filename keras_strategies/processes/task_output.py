@@ -23,7 +23,7 @@ def lines(descriptor: int) -> Iterator[str]:
         descriptor: int, the reading end; it is read until the last writer is gone.
 
     Yields:
-        str, without the end of the line. What is no UTF-8 is replaced.
+        str, without the end of the line. Invalid UTF-8 is replaced.
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     rest = ""
@@ -38,7 +38,7 @@ def lines(descriptor: int) -> Iterator[str]:
 
 
 def write(stream: TextIO, label: str, line: str) -> None:
-    """Writes one line whole, whatever other threads write."""
+    """Writes one line; lines of several threads do not mix."""
     with _lock:
         stream.write(f"[{label}] {line}\n" if line else f"[{label}]\n")
         stream.flush()
@@ -53,7 +53,7 @@ def copy(
 ) -> None:
     """Copies a pipe to a stream until it ends, and closes it.
 
-    What engines print in every program when they start is left out, unless
+    Lines that engines print in every program when they start are left out, unless
     `engine_lines` is True. `observe` is called with every line that is not empty.
 
     The pipe is drained even if the stream is closed, as after `| head`, so that

@@ -44,8 +44,8 @@ class ForkServer:
     Args:
         backend: str, the backend.
         folder: Path of the folder for its sockets.
-        environment: what it has instead of this process's environment.
-        errors: Path of a file for what its imports print; otherwise they print here.
+        environment: dict, instead of this process's environment.
+        errors: Path of a file for the output of its imports; otherwise they print here.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class _Orders:
         return None
 
     def _kill(self, pids: list[int]) -> None:
-        """Kills scripts that have not been reaped, and what is in their groups."""
+        """Kills scripts that have not been reaped, with their groups."""
         for pid in set(pids) & self._scripts.keys():
             try:
                 os.killpg(pid, signal.SIGKILL)
@@ -290,7 +290,7 @@ def _note(what: str) -> None:
 
 
 def _import_strategies() -> None:
-    """What scripts of tests use; before, there is only what Keras imports."""
+    """Imports of scripts of tests, besides those of Keras."""
     import keras
 
     import keras_strategies as ks

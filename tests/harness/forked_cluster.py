@@ -1,8 +1,8 @@
 """Processes of parameter-server clusters, forked instead of started.
 
 Started processes are interpreters that import Keras, which takes seconds for each. Here
-a `Forker` forks them from one that has. The rest of a cluster is the same: what runs in
-its processes, what the coordinator asks for, and what it hears of their ends.
+a `Forker` forks them from one that has. The rest of a cluster is the same: the
+functions of its processes, the coordinator's requests and the reports of their ends.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Forked:
 
     Args:
         pid: int, its process, which leads a session of its own.
-        log: Path, what it has printed; its end is in a file beside it.
+        log: Path of its output; its end is in a file beside it.
     """
 
     pid: int
@@ -57,7 +57,7 @@ class Forked:
         return end
 
     def text(self) -> str:
-        """What it has printed so far."""
+        """Its output so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def send_kill(self) -> None:
@@ -95,10 +95,10 @@ class Forker:
         """Starts a script.
 
         Args:
-            log: Path of the file for what it prints.
+            log: Path of the file for its output.
             script: str, its path.
             *arguments: str, its arguments.
-            **environment: str, what is set for it besides what is set for the server.
+            **environment: str, environment variables besides those of the server.
         """
         order = {
             "log": str(log),
@@ -141,7 +141,7 @@ def run_code(
     timeout: float = 120.0,
     **environment: str,
 ) -> str:
-    """Runs code as a script to its end; returns what it has printed.
+    """Runs code as a script to its end; returns its output.
 
     Args:
         folder: Path of the folder for the script and its log.
@@ -149,10 +149,10 @@ def run_code(
         *arguments: str, its arguments.
         backend, imports_strategies: see `Forker`.
         timeout: float, seconds that it may take.
-        **environment: str, what is set for it.
+        **environment: str, its environment variables.
 
     Raises:
-        AssertionError: with what it has printed, if its exit code is not 0.
+        AssertionError: with its output, if its exit code is not 0.
     """
     script = folder / "script.py"
     script.write_text(code)

@@ -1,4 +1,4 @@
-"""Leak police: what a test may not leave behind in the process."""
+"""Leak police: threads, processes and settings that a test leaves behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENVIRONMENT_OF_TORCH_COMPILE = ("_TORCHINDUCTOR_", "TORCHINDUCTOR_")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is compared before and after a test."""
+    """State of the process before and after a test."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 def leaks(before: Snapshot) -> list[str]:
-    """What has been left behind since `before`, each as a sentence."""
+    """Leaks since `before`, each as a sentence."""
     found = [*_threads(before), *_children(before), *_environment(before)]
     if ks.has_strategy():
         found.append(f"the scope of {ks.get_strategy()!r} is still open")
@@ -64,7 +64,7 @@ def leaks(before: Snapshot) -> list[str]:
 
 
 def mend(before: Snapshot) -> None:
-    """Takes back what one test left, so that the next is judged by itself."""
+    """Undoes a test's leaks, so that the next test does not fail by them."""
     if ks.has_strategy():
         from keras_strategies import context
 

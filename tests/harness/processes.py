@@ -1,4 +1,4 @@
-"""Scripts whose processes say where they are, and waiting for processes."""
+"""Scripts that write their process numbers, and waiting for processes."""
 
 from __future__ import annotations
 

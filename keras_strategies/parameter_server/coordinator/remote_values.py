@@ -51,10 +51,10 @@ class RemoteValue:
             timeout: float, seconds; None to wait as long as it takes.
 
         Returns:
-            What the function returned, with NumPy arrays for tensors.
+            The function's return value, with NumPy arrays for tensors.
 
         Raises:
-            Exception: what the function raised.
+            Exception: the function's error.
             RuntimeError: as `ks.errors.ClosureCancelledError`, if it was cancelled;
                 as `ks.errors.ClusterTimeoutError`, if it took too long.
         """

@@ -58,7 +58,7 @@ class StepResult:
     """The result of a step.
 
     Args:
-        outputs: what the body returned, as NumPy arrays.
+        outputs: the body's return value, with NumPy arrays.
         optimizer_calls: its calls of `optimizer.apply`.
         changed: pairs of a variable and its new value, a NumPy array.
     """
@@ -144,7 +144,7 @@ class StepProgram(abc.ABC):
 
         Args:
             batch: structure of NumPy arrays.
-            lookups: what `lookups` returned for this batch.
+            lookups: the result of `lookups` for this batch.
             positions: for each lookup, positions in the table's window.
 
         Raises:
@@ -220,7 +220,7 @@ class TracedOutputs:
     """Outputs of a traced step: tensors, and other Python objects.
 
     Args:
-        structure: what the step returned.
+        structure: the step's return value.
         is_tensor: callable of a leaf, whether the program computes it.
 
     Attributes:

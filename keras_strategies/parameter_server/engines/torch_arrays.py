@@ -32,7 +32,7 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def original_array(array: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
-    """The array whose memory a tensor uses; another one if it was copied.
+    """The array that shares memory with a tensor; another one if it was copied.
 
     A new array would reference the tensor, and that one the old array, for each update.
     """

@@ -7,7 +7,7 @@ shards and loses only updates.
 
 Each snapshot starts a *generation*: `ps-0.7.snapshot`, and `ps-0.7.journal` for what
 was created since. Generation 0 has only a journal. Two generations are kept on disk. A
-file whose checksums do not match is not used: the server then restores the previous
+file with a wrong checksum is not used: the server then restores the previous
 generation and all journals since.
 """
 
@@ -323,7 +323,7 @@ def _read_record(file: BinaryIO, path: Path, may_end: bool = False) -> bytes | N
         file: the open file.
         path: its path, for errors.
         may_end: bool, whether the last record may be incomplete, as in the journal of a
-            process that died during a write, whose request was not answered.
+            process that died during a write, before its reply.
     """
     header = _read_header(file, path, may_end)
     if header is None:

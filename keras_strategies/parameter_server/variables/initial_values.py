@@ -39,7 +39,7 @@ def shard_factory(
         function which computes the shard.
 
     Raises:
-        ValueError: for an initializer whose values depend on each other.
+        ValueError: for an initializer with values that depend on each other.
     """
     if not isinstance(initializer, CONSTANTS):
         initializer = _per_shard(initializer, shape)

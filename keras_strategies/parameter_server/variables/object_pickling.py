@@ -172,7 +172,7 @@ def load(blob: bytes, context: UnpicklingContext, generation: int) -> Any:
     Args:
         blob: bytes.
         context: creates variables and stores objects.
-        generation: int, higher for what was pickled later: existing objects take the
+        generation: int, higher for later pickles: existing objects take the
             latest state.
     """
     previous = _loading.context, _loading.generation, _loading.filled

@@ -188,7 +188,7 @@ class OptimizerRegistry:
     def _users(
         self, optimizer: Any, trained: dict[int, Any], unplaced: list[Any]
     ) -> list[list[Any]]:
-        """For each variable the trained variables whose traced updates use it."""
+        """For each variable the trained variables with traced updates that use it."""
         users: list[list[Any]] = [[] for _ in unplaced]
         for variable in trained.values():
             try:

@@ -295,7 +295,7 @@ class VariableRegistry:
 
         Args:
             variable: a `keras.Variable` of any shape.
-            home: the unsharded variable that it belongs to.
+            home: the unsharded variable that its values are for.
 
         Returns:
             The variable's new number: earlier messages do not refer to it.

@@ -17,7 +17,7 @@ class FunctionDefinition:
         kind: str, `"call"` for a function of its arguments, `"train"`, `"test"` and
             `"predict"` for a model's step.
         blob: bytes, the function or the model, pickled.
-        generation: int, higher for what was pickled later.
+        generation: int, higher for later pickles.
         variables: tuple of int, the numbers of the variables in it.
     """
 

@@ -22,7 +22,7 @@ PULL_AHEAD_STEPS = 2
 
 @dataclass
 class PrefetchedStep:
-    """A step whose values are pulled ahead.
+    """A step with values that are pulled ahead.
 
     Args:
         task: its task.

@@ -52,7 +52,7 @@ from keras_strategies.parameter_server.worker.row_positions import (
 
 
 class WorkerVariables(UnpicklingContext):
-    """A worker's variables, whose values are pulled for each step.
+    """A worker's variables; their values are pulled for each step.
 
     Args:
         engine: the backend's.

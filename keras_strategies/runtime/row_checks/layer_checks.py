@@ -57,7 +57,7 @@ class RowCheck:
 
     Args:
         rows: int, how many rows were compared.
-        problem: str, what prevents it; None if the split call is exact.
+        problem: str, the obstacle; None if the split call is exact.
         loss_kinds: for each loss that the layer adds, whether it is a `"mean"` or a
             `"sum"` over rows.
     """
@@ -87,7 +87,7 @@ class RowChecks:
 
         Returns:
             The result, and whether it is new. A new problem counts once it is added:
-            the unsplit call comes first, and raises what is wrong with its arguments.
+            the unsplit call comes first, and raises errors of its arguments.
         """
         found = self._found.setdefault(call.layer, {})
         known = found.get(call.key())
@@ -184,7 +184,7 @@ def _problem(
     tolerance: float,
     kinds: list[set[str]],
 ) -> tuple[str | None, Probe]:
-    """What prevents a call from being split, None if nothing does; and the probe."""
+    """The obstacle to splitting a call, None without one; and the probe."""
     probe = run_probe(backend, call, batch)
     return _problem_of(backend, call, batch, tolerance, kinds, probe), probe
 
@@ -334,7 +334,7 @@ def difference(expected: Any, found: Any, scale: float | None = None) -> float:
     Args:
         expected: array.
         found: array of the same shape; others are infinitely far away.
-        scale: float, what differences are relative to; the largest value by default.
+        scale: float, divisor of differences; the largest value by default.
 
     Returns:
         float; of integers 0 or 1, where only a few may differ.

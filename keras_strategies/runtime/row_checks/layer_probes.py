@@ -133,7 +133,7 @@ class _ReplayedCollectives(ReplicaCollectives):
 
 
 class _ProbeReplica(context.ReplicaContext):
-    """One of two replicas, whose collectives are replayed."""
+    """One of two replicas, with collectives that are replayed."""
 
     def __init__(
         self, strategy: StrategyCore, replica_id: int, collectives: _ReplayedCollectives
@@ -335,7 +335,7 @@ def _python_numbers_restored() -> Iterator[None]:
 
 
 def as_arrays(structure: Any) -> list[Any]:
-    """The leaves as arrays; None for what is no dense tensor."""
+    """The leaves as arrays; None for a leaf that is no dense tensor."""
     return [
         as_array(leaf) if keras.ops.is_tensor(leaf) else None
         for leaf in keras.tree.flatten(structure)

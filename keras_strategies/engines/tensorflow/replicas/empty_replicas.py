@@ -1,10 +1,10 @@
-"""Layers whose kernels fail without rows are called with one row that does not count.
+"""Layers with kernels that fail without rows get one row that does not count.
 
 A replica without data still runs, on zero rows. TensorFlow 2.21's kernels for CPUs do
 not all survive that: convolutions have the channels of their input, recurrent cells
 and global maxima refuse it, and the gradient of max pooling ends the process. These
-layers compute each row by itself and keep nothing, so that a row of zeros, whose
-result is cut off again, changes no value and adds zeros to gradients.
+layers compute each row by itself and without state, so that a row of zeros, dropped
+from the result, changes no value and adds zeros to gradients.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def call_with_a_row(
     Args:
         layer: the layer.
         call: its original `__call__`.
-        args: what it is called with.
-        kwargs: what it is called with.
+        args: its arguments.
+        kwargs: its keyword arguments.
     """
     if not _needs_a_row(layer):
         return call(*args, **kwargs)

@@ -151,7 +151,7 @@ class LockstepCollectives(ReplicaCollectives):
         value: Any,
         combine: Callable[[list[Any]], Sequence[Any]],
     ) -> Any:
-        """Meets the other replicas; `combine` makes one result for each.
+        """Exchanges values with the other replicas; `combine` makes all results.
 
         `combine` is called once, in the thread that runs the replicas, with what
         all of them left, in their order.
@@ -214,8 +214,7 @@ class LockstepCollectives(ReplicaCollectives):
 
             return reduce(tensors), grad
 
-        found: Sequence[Any] = reduced(*tensors)
-        return found
+        return list(reduced(*tensors))
 
     def all_gather(
         self, replica: int, tensors: Sequence[Any], axis: int
@@ -246,8 +245,7 @@ class LockstepCollectives(ReplicaCollectives):
 
             return [self._here(replica, tensor) for tensor in found], grad
 
-        parts: Sequence[Any] = gathered(*tensors)
-        return parts
+        return list(gathered(*tensors))
 
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments

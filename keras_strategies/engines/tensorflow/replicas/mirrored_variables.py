@@ -1,4 +1,4 @@
-"""Variables that keep a copy on the device of every replica.
+"""Variables with a copy on the device of every replica.
 
 A mirrored variable is a `tf.Variable` on the strategy's first device, which knows its
 copies on the other devices. Whatever changes it changes them in the same breath, in
@@ -90,10 +90,10 @@ class _Copies:
         return self._of_device.get(device)
 
     def renew(self, variable: Any, after: Any) -> Any:
-        """Gives all copies what the variable has, after an operation.
+        """Assigns the variable's value to all copies, after an operation.
 
         Args:
-            variable: the variable, or what stands for it after an assignment.
+            variable: the variable, or the result of an assignment.
             after: the operation that has assigned it; None if it is done.
 
         Returns:
@@ -152,7 +152,7 @@ class _Copies:
 
 
 class _Assigned(compat.WithAssignments):
-    """What `tf.Variable`s do when they are assigned, and then for their copies."""
+    """Assignments of `tf.Variable`s, followed by those of their copies."""
 
     _copies: _Copies
 
@@ -203,7 +203,7 @@ for _name in ("add", "sub", "mul", "div", "min", "max", "update"):
 
 
 class _Unread(_Assigned, compat.UnreadVariable):
-    """What an assignment returns: the variable, which can be assigned again."""
+    """Result of an assignment: the variable, which can be assigned again."""
 
     def __init__(self, variable: Any, operation: Any):
         self._copies = variable._copies
@@ -211,7 +211,7 @@ class _Unread(_Assigned, compat.UnreadVariable):
 
 
 class MirroredVariable(_Assigned, compat.ResourceVariable):
-    """A variable that keeps a copy on each of several devices.
+    """A variable with a copy on each of several devices.
 
     Plain variables of TensorFlow are composite tensors, which `tf.nest` and
     `tf.function` take apart into a handle and put together again, as variables

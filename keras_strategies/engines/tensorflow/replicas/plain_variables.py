@@ -25,7 +25,7 @@ _making = _Making()
 
 @contextlib.contextmanager
 def made_by_keras() -> Iterator[None]:
-    """Entered around what makes the `tf.Variable` of a `keras.Variable`."""
+    """Context in which the `tf.Variable` of a `keras.Variable` is created."""
     previous = _making.by_keras
     _making.by_keras = True
     try:

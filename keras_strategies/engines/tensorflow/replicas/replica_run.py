@@ -73,7 +73,7 @@ def creating_variables(device: str) -> Iterator[None]:
 
 
 def _leave_out_warning() -> None:
-    """Keeps back TensorFlow's advice about a strategy that nobody here has made."""
+    """Drops TensorFlow's advice to run its strategies in a `tf.function`."""
     logger = tf.get_logger()
     if _is_no_advice not in logger.filters:
         logger.addFilter(_is_no_advice)
@@ -184,7 +184,7 @@ class TensorFlowRun(RunDriver):
         return contextlib.nullcontext() if workers is None else workers.watched()
 
     def _program(self, fn: Any) -> Any:
-        """Replicas cannot meet inside a program of their own, so it goes around them.
+        """A program around all replicas, so that they have collectives.
 
         `tf.distribute` does the same.
         """
@@ -379,7 +379,7 @@ def sum_gradients(
     """Sums each gradient over replicas, on the current device; None adds nothing.
 
     Args:
-        gradients: for each variable a `PerReplica`, or what all replicas have.
+        gradients: for each variable a `PerReplica`, or the value of all replicas.
         count: int, the local replicas.
         reduction: the strategy's `CrossDeviceOps`, None for TensorFlow's own sum.
     """

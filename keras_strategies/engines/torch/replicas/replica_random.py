@@ -118,7 +118,7 @@ class RandomCalls:
         """Context manager around a call on all replicas.
 
         Args:
-            owner: what is called, a layer or a function.
+            owner: the called layer or function.
             variant: hashable, flags such as `training` that affect it.
         """
         known = self._draws.setdefault(owner, {})
@@ -135,7 +135,7 @@ class OwnRandomNumbers(TorchFunctionMode):
     """Function mode of a replica's thread: draws from its own generators.
 
     Args:
-        random: what the replicas share.
+        random: the state that the replicas share.
         replica_id: int, the index of this one.
     """
 

@@ -41,7 +41,7 @@ class _SharedThreads:
         self._numbers = itertools.count()
 
     def register(self, user: Any) -> None:
-        """Keeps idle threads until every user has been garbage-collected."""
+        """Retains idle threads until every user has been garbage-collected."""
         number = next(self._numbers)
         self._users.add(number)
         weakref.finalize(user, self._unregister, number)

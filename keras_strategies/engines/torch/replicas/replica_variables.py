@@ -86,6 +86,6 @@ class _Mirrors:
         return copy.detach()
 
     def peek(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-        """The copy on a device as it is, without making or renewing one."""
+        """The present copy on a device, without making or renewing one."""
         entry = self._copies.get((id(raw), device))
         return entry[2] if entry is not None and entry[0]() is raw else None

@@ -78,7 +78,7 @@ class ThreadCollectives(ReplicaCollectives):
         #: bool, whether the replicas have completed a collective.
         self.has_exchanged = False
 
-    # Meeting.
+    # Exchange of values.
 
     def _next(self, replica_id: int) -> int:
         return next(self._counters[replica_id])
@@ -180,18 +180,14 @@ class ThreadCollectives(ReplicaCollectives):
     def all_reduce(
         self, replica: int, op: ReduceOp, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        reduced: tuple[torch.Tensor, ...] = _AllReduce.apply(
-            self, replica, self._next(replica), op, *tensors
-        )
-        return reduced
+        number = self._next(replica)
+        return list(_AllReduce.apply(self, replica, number, op, *tensors))
 
     def all_gather(
         self, replica: int, tensors: Sequence[torch.Tensor], axis: int
     ) -> Sequence[torch.Tensor]:
-        gathered: tuple[torch.Tensor, ...] = _AllGather.apply(
-            self, replica, self._next(replica), axis, *tensors
-        )
-        return gathered
+        number = self._next(replica)
+        return list(_AllGather.apply(self, replica, number, axis, *tensors))
 
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
@@ -206,7 +202,7 @@ class ThreadCollectives(ReplicaCollectives):
 
 
 class _AllReduce(torch.autograd.Function):
-    """A reduction whose gradient is the same reduction of the gradients."""
+    """A reduction; its gradient is the same reduction of the gradients."""
 
     @staticmethod
     def forward(ctx, collectives, replica_id, number, op, *tensors):  # type: ignore[no-untyped-def]
