@@ -160,8 +160,13 @@ def moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
     return _Installed.hooks.moments(self, own, inputs, mask)
 
 
+@functools.cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
+
+
 def epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound = _signature(original).bind(self, *args, **kwargs)
     bound.arguments.update(_Installed.hooks.input(bound.arguments))
     original(*bound.args, **bound.kwargs)
     _Installed.hooks.input_made(self.data_adapter)
