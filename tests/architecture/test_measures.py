@@ -29,7 +29,8 @@ BOUNDS = {
     "modules that start processes": 2,
     "duplicate public class names": 2,
     # Elastic groups of workers, as yet beside what they replace: 750.
-    "lines of code": 26_640,
+    # Snapshots of `fit`: 880.
+    "lines of code": 27_520,
     "folders of more than 12 files": 1,
     "files of the largest folder": 14,
     "import cycles": 0,

@@ -1,6 +1,6 @@
 """Trainings in processes that are killed, and what they leave.
 
-    python resumed_training.py FOLDER STRATEGY KILLED_AT DROPOUT
+    python resumed_training.py FOLDER STRATEGY KILLED_AT DROPOUT EPOCHS
 
 trains a model with snapshots in a folder. The process is killed after a number of
 steps; 0 lets it train to the end and write `results.json` and `results.npz`.
@@ -54,10 +54,18 @@ class Resumed:
         forker: starts the processes.
         folder: Path of its files.
         dropout: float, the rate.
+        epochs: int.
     """
 
-    def __init__(self, forker: Forker, folder: Path, dropout: float = 0.0):
+    def __init__(
+        self,
+        forker: Forker,
+        folder: Path,
+        dropout: float = 0.0,
+        epochs: int = EPOCHS,
+    ):
         self._forker = forker
+        self._epochs = epochs
         self._folder = folder
         self._dropout = dropout
         folder.mkdir(exist_ok=True)
@@ -67,6 +75,23 @@ class Resumed:
         for process in self._start(strategy, after):
             code, _ = process.wait(120)
             assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), process.text()
+
+    def killed_at_any_moment(self, strategy: str, seconds: float) -> bool:
+        """Kills all processes some seconds after the first step.
+
+        Returns:
+            bool, whether training had not ended before.
+        """
+        begun = self._folder / "begun"
+        begun.unlink(missing_ok=True)
+        processes = self._start(strategy, 0)
+        while not begun.exists() and not any(p.ended() for p in processes):
+            time.sleep(0.01)
+        time.sleep(seconds)
+        is_early = not any(process.ended() for process in processes)
+        for process in processes:
+            process.kill()
+        return is_early
 
     def finished(self, strategy: str) -> Left:
         """Trains to the end."""
@@ -102,7 +127,8 @@ class Resumed:
                 self._forker.start(
                     self._folder / f"run{run}-{index}.log",
                     __file__,
-                    *(str(self._folder), strategy, str(after), str(self._dropout)),
+                    *(str(self._folder), strategy, str(after)),
+                    *(str(self._dropout), str(self._epochs)),
                     **environment,
                 )
             )
@@ -165,6 +191,7 @@ def main() -> None:
 
     folder, name = Path(sys.argv[1]), sys.argv[2]
     killed_at, dropout = int(sys.argv[3]), float(sys.argv[4])
+    epochs = int(sys.argv[5])
     if name != "workers":
         ks.set_virtual_cpu_devices(3)
     strategy = _strategy(name)
@@ -197,6 +224,7 @@ def main() -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             nonlocal trained
             trained += 1
+            (folder / "begun").touch()
             if trained == killed_at:
                 # A step takes less time than a file.
                 while is_chief and _snapshots(folder) == before:
@@ -208,7 +236,7 @@ def main() -> None:
         y,
         sample_weight=weights,
         batch_size=BATCH_SIZE,
-        epochs=EPOCHS,
+        epochs=epochs,
         verbose=0,
         validation_data=(x[:11], y[:11]),
         callbacks=[
@@ -221,7 +249,7 @@ def main() -> None:
                 save_weights_only=True,
             ),
             keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
-            keras.callbacks.EarlyStopping("val_loss", patience=3),
+            keras.callbacks.EarlyStopping("val_loss", patience=max(3, epochs // 2)),
             Killed(),
         ],
     )
