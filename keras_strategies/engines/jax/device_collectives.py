@@ -31,15 +31,6 @@ def all_reduce(op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
     return [shards[device] for device in devices]
 
 
-def all_gather(tensors: Sequence[Any], axis: int) -> list[Any]:
-    """The concatenation of the tensors, on each of their devices."""
-    first = tensors[0]
-    if _is_traced(tensors):
-        return [jnp.concatenate(tensors, axis)] * len(tensors)
-    moved = [jax.device_put(tensor, first.sharding) for tensor in tensors]
-    return _like(jnp.concatenate(moved, axis), tensors)
-
-
 def _distinct_devices(tensors: Sequence[Any]) -> tuple[jax.Device, ...] | None:
     """The tensors' devices; None where two share one, and in a trace."""
     if len(tensors) == 1 or _is_traced(tensors):
