@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
@@ -42,10 +44,6 @@ class TensorPrimitives(abc.ABC):
     @abc.abstractmethod
     def to_device_of(self, tensor: Any, other: Any) -> Any:
         """A tensor on the device of another one."""
-
-    @abc.abstractmethod
-    def lengths(self, tensors: Sequence[Any], axis: int) -> list[Any]:
-        """Sizes of tensors along an axis; scalar tensors where a program has none."""
 
     @abc.abstractmethod
     def all_lengths(
@@ -141,7 +139,8 @@ class ReplicaSet:
 
     def _gather(self, parts: Sequence[Any], axis: int) -> tuple[Any, list[Any]]:
         joined = self.primitives.concatenate(parts, axis)
-        sizes = self.primitives.lengths(parts, axis)
+        # Scalar tensors where a program has no sizes.
+        sizes = [keras.ops.shape(part)[axis] for part in parts]
         if self.workers is None:
             return joined, sizes
         sizes = self.primitives.all_lengths(sizes, self.workers, self.counts)

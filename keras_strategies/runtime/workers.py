@@ -1,37 +1,23 @@
-"""Interface of collectives between workers, and checks that batches agree."""
+"""Interface of collectives between workers."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import copy
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
-
-import keras
-import numpy as np
 
 from keras_strategies.errors import (
     ClusterError,
     WorkerError,
 )
 from keras_strategies.input.worker_shares import Share
+from keras_strategies.runtime.worker_steps import WorkerSteps
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
-
-
-# Batches of a loop whose contents workers compare, where they may differ.
-_COMPARED_BATCHES = 2
-
-
-def _checksum(leaf: Any) -> int:
-    array = leaf
-    if not isinstance(leaf, np.ndarray):
-        array = keras.ops.convert_to_numpy(leaf)
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 class Workers(abc.ABC):
@@ -48,15 +34,13 @@ class Workers(abc.ABC):
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         self.group = group
         self.options = options
-        #: The number of replicas of each worker, from `set_replicas`.
+        #: The number of replicas of each worker, from `with_replicas`.
         self.replicas: tuple[int, ...] = (1,) * group.count
         # The workers that make up one replica, where it takes several.
         self._span = 1
-        self._method = ""
-        self._steps = 0
-        self._checks = False
+        self.steps = WorkerSteps(group)
 
-    def set_replicas(self, count: int, span: int = 1) -> None:
+    def _set_replicas(self, count: int, span: int = 1) -> None:
         """Exchanges the number of replicas between all workers.
 
         Args:
@@ -70,7 +54,8 @@ class Workers(abc.ABC):
     def with_replicas(self, count: int, span: int = 1) -> Self:
         """The same workers for another strategy."""
         own = copy.copy(self)
-        own.set_replicas(count, span)
+        own.steps = WorkerSteps(self.group)
+        own._set_replicas(count, span)
         return own
 
     def with_options(self, options: CommunicationOptions) -> Self:
@@ -126,75 +111,9 @@ class Workers(abc.ABC):
     def close(self) -> None:
         """Closes the connections."""
 
-    @contextlib.contextmanager
-    def method(self, name: str) -> Iterator[bool]:
-        """Context manager for a method of a model; counts its steps.
-
-        Returns:
-            Whether no other method is under way.
-        """
-        previous = self._method, self._steps, self._checks
-        self._method, self._steps, self._checks = name, 0, name.endswith("_on_batch")
-        self.group.progress = f"the beginning of {name}"
-        try:
-            yield not previous[0]
-        finally:
-            self._method, self._steps, self._checks = previous
-            self.group.progress = self._progress()
-
-    def begin_steps(self, count: int = 1) -> None:
-        """Starts one or more steps.
-
-        Raises:
-            WorkerError: if a worker is lost.
-        """
-        self._steps += count
-        self.group.progress = self._progress()
-        self.group.check()
-
-    def check_batches(self, wanted: bool) -> None:
-        """Sets whether `check_batch` compares, until the method ends."""
-        self._checks = wanted
-
-    def check_batch(self, batch: Any) -> None:
-        """Compares a global batch with those that the other workers have read.
-
-        Arrays are compared once, before the loop; what may end or shuffle by itself,
-        a generator or a `PyDataset`, with every batch: its rows, and in the first
-        batches what is in it.
-
-        Raises:
-            WorkerError: if workers have other batches, or one has no more.
-        """
-        if not self._checks:
-            return
-        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-        facts: list[Any] = [[list(leaf.shape) for leaf in leaves]]
-        if self._steps <= _COMPARED_BATCHES:
-            facts.append([_checksum(leaf) for leaf in leaves])
-        found = self.group.gather_values("a batch", facts)
-        for other, each in enumerate(found):
-            if each[0] != facts[0]:
-                raise WorkerError(
-                    f"Workers have different batches at {self.group.progress}: "
-                    f"worker {self.group.index} has shapes {facts[0]}, worker "
-                    f"{other} has {each[0]}. All workers must read the same global "
-                    "batches; for separate data per worker, use ks.DatasetCreator "
-                    "or `strategy.distribute_datasets_from_function`."
-                )
-            if each != facts:
-                raise WorkerError(
-                    f"Workers {self.group.index} and {other} have batches of the "
-                    f"same shapes but different contents at {self.group.progress}. "
-                    "All workers must read the same global batches: seed shuffling "
-                    "and augmentation, or use ks.DatasetCreator for separate data "
-                    "per worker."
-                )
-
-    def _progress(self) -> str:
-        if not self._method:
-            return ""
-        return f"step {self._steps} of {self._method}"
+    def method(self, name: str) -> contextlib.AbstractContextManager[bool]:
+        """Context manager for a method of a model; see `WorkerSteps.method`."""
+        return self.steps.method(name)
 
     def cause(self, error: BaseException) -> BaseException:
         """The error to raise for one that a method has raised.
@@ -205,16 +124,17 @@ class Workers(abc.ABC):
         """
         return error
 
-    def lost(self, error: BaseException) -> WorkerError:
-        """The error to raise for an `error` of the engine."""
-        loss = self.group.loss(wait=min(self.group.timeout, 5.0))
-        if loss is not None:
-            return WorkerError(self.group.describe(loss))
-        progress = self.group.progress or "a collective"
-        return WorkerError(
-            f"Workers could not exchange values at {progress}, although none is "
-            f"known to be lost: {type(error).__name__}: "
-            f"{str(error).splitlines()[0]}. Check that all workers make the same "
-            "calls and that the network connects them. "
-            "`CommunicationOptions(timeout_seconds=...)` sets this timeout."
-        )
+
+def lost_worker(group: WorkerGroup, error: BaseException) -> WorkerError:
+    """The error to raise for an `error` of the engine in a collective."""
+    loss = group.loss(wait=min(group.timeout, 5.0))
+    if loss is not None:
+        return WorkerError(group.describe(loss))
+    progress = group.progress or "a collective"
+    return WorkerError(
+        f"Workers could not exchange values at {progress}, although none is "
+        f"known to be lost: {type(error).__name__}: "
+        f"{str(error).splitlines()[0]}. Check that all workers make the same "
+        "calls and that the network connects them. "
+        "`CommunicationOptions(timeout_seconds=...)` sets this timeout."
+    )

@@ -15,7 +15,7 @@ from keras_strategies.keras_compat.models.fit_loop import (
     set_initial_epoch,
 )
 from keras_strategies.keras_compat.models.input_adapters import is_adapter
-from keras_strategies.runtime.variable_sync import sync_model
+from keras_strategies.runtime.state.variable_sync import sync_model
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 from keras_strategies.training.seeds import sync_random_numbers
@@ -77,7 +77,7 @@ def arguments(
     agree(workers, model, name, given)
     # Arrays have been compared; joined batches are the same by how they are made.
     x = given.get("x")
-    workers.check_batches(not _is_arrays(x) and not is_adapter(x))
+    workers.steps.check_batches(not _is_arrays(x) and not is_adapter(x))
     changed: dict[str, Any] = {}
     if not workers.group.is_chief and name in _LOOPS:
         changed["verbose"] = 0

@@ -43,9 +43,6 @@ class NumpyPrimitives(TensorPrimitives):
     def to_device_of(self, tensor, other):
         return tensor
 
-    def lengths(self, tensors, axis):
-        return [tensor.shape[axis] for tensor in tensors]
-
     def all_lengths(self, lengths, workers, counts):
         return workers.gather_rows(np.asarray(lengths), counts).tolist()
 

@@ -46,12 +46,6 @@ class TensorFlowPrimitives(TensorPrimitives):
         # Operations take tensors of any device.
         return tensor
 
-    def lengths(self, tensors: Sequence[Any], axis: int) -> list[Any]:
-        return [
-            tf.shape(tensor)[axis] if tensor.shape[axis] is None else tensor.shape[axis]
-            for tensor in tensors
-        ]
-
     def all_lengths(
         self, lengths: Sequence[Any], workers: Workers, counts: Sequence[int]
     ) -> list[Any]:

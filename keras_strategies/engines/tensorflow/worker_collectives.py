@@ -34,7 +34,7 @@ from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.errors import BackendInUseError, ClusterError, GatherError
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.workers import Workers
+from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -120,8 +120,8 @@ class TensorFlowWorkers(Workers):
         self._device = "/device:CPU:0"
         group.on_loss(self._abort)
 
-    def set_replicas(self, count: int, span: int = 1) -> None:
-        super().set_replicas(count, span)
+    def _set_replicas(self, count: int, span: int = 1) -> None:
+        super()._set_replicas(count, span)
         if not self._runtime.is_started:
             _start(self.group)
             self._runtime.is_started = True
@@ -161,7 +161,7 @@ class TensorFlowWorkers(Workers):
             reason = _of_collective(error)
             if reason is None:
                 raise
-            raise self.lost(type(error)(None, None, reason)) from error
+            raise lost_worker(self.group, type(error)(None, None, reason)) from error
 
     # Collectives.
 

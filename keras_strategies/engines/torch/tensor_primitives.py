@@ -46,9 +46,6 @@ class TorchPrimitives(TensorPrimitives):
     def to_device_of(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return tensor.to(other.device)
 
-    def lengths(self, tensors: Sequence[torch.Tensor], axis: int) -> list[int]:
-        return [tensor.shape[axis] for tensor in tensors]
-
     def all_lengths(
         self, lengths: Sequence[int], workers: Workers, counts: Sequence[int]
     ) -> list[int]:

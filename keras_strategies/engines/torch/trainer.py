@@ -125,11 +125,11 @@ def keras_function(
 def check_steps(data: Any, workers: Workers | None) -> None:
     """Compares the batches of the next steps with those of other workers."""
     if workers is not None:
-        workers.begin_steps(len(data))
+        workers.steps.begin_steps(len(data))
     for batch in data:
         check_batch(batch)
         if workers is not None:
-            workers.check_batch(batch)
+            workers.steps.check_batch(batch)
 
 
 def several_steps(model: Any, kind: str) -> Callable[[list[Any]], Any]:

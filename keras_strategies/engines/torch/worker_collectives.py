@@ -16,7 +16,7 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.torch.compat import create_gloo_group, set_timeout
 from keras_strategies.errors import ClusterError, WorkerError
-from keras_strategies.runtime.workers import Workers
+from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -147,7 +147,7 @@ class TorchWorkers(Workers):
         try:
             begin().wait()
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise lost_worker(self.group, error) from error
 
     # Collectives.
 
@@ -180,7 +180,7 @@ class TorchWorkers(Workers):
         try:
             work = self._engine(flat.device).allreduce([flat], options)
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise lost_worker(self.group, error) from error
 
         def finish() -> None:
             self._wait(lambda: work)

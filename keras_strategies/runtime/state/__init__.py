@@ -1,1 +1,1 @@
-"""Values of variables in scopes: of replicas in `run` and in layer calls."""
+"""Values of variables: on replicas in `run` and in layer calls, and on workers."""

@@ -117,7 +117,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         function = compiled_steps.loop_function(model, kind, step, self.prepared)
         if workers is not None:
             function = compiled_steps.loop_function(
-                model, kind, step, self.prepared, workers.begin_steps
+                model, kind, step, self.prepared, workers.steps.begin_steps
             )
         setattr(model, name, function)
 

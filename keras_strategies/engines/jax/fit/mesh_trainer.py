@@ -39,7 +39,7 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
         mesh = distribution.device_mesh.backend_mesh
         placer = MeshPlacer(mesh)
         if strategy.workers is not None:
-            placer = MeshPlacer(mesh, strategy.workers.check_batch)
+            placer = MeshPlacer(mesh, strategy.workers.steps.check_batch)
         super().__init__(strategy, placer)
         self.replicated = jax.NamedSharding(mesh, jax.P())
         self._distribution = distribution

@@ -37,7 +37,7 @@ from keras_strategies.keras_compat.variables.deferred import (
     initialize_deferred_variables,
 )
 from keras_strategies.runtime.state.run_state import CREATE_ONCE
-from keras_strategies.runtime.variable_sync import sync_variables
+from keras_strategies.runtime.state.variable_sync import sync_variables
 
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers

@@ -28,7 +28,7 @@ from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.errors import BackendInUseError, ClusterError
-from keras_strategies.runtime.workers import Workers
+from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 #: Bytes per pack by default.
@@ -133,7 +133,7 @@ class JaxWorkers(Workers):
             yield is_outermost
 
     def cause(self, error: BaseException) -> BaseException:
-        return self.lost(error) if _is_collective(error) else error
+        return lost_worker(self.group, error) if _is_collective(error) else error
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class JaxWorkers(Workers):
             except (jax.errors.JaxRuntimeError, ValueError) as error:
                 if isinstance(error, ValueError) and not _is_collective(error):
                     raise
-                raise self.lost(error) from error
+                raise lost_worker(self.group, error) from error
 
     # Devices.
 

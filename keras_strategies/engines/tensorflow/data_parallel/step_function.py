@@ -116,8 +116,8 @@ class StepFunction:
         check_batch(batch)
         if self._workers is None:
             return self._step_on(batch, spec)
-        self._workers.begin_steps()
-        self._workers.check_batch(batch)
+        self._workers.steps.begin_steps()
+        self._workers.steps.check_batch(batch)
         with self._workers.watched():
             return self._step_on(batch, spec)
 

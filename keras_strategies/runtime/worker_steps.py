@@ -1,0 +1,111 @@
+"""Steps of a model's method on several workers: progress, and equal batches."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from keras_strategies.errors import WorkerError
+
+if TYPE_CHECKING:
+    from keras_strategies.cluster.group import WorkerGroup
+
+
+# Batches of a loop whose contents workers compare, where they may differ.
+_COMPARED_BATCHES = 2
+
+
+def _checksum(leaf: Any) -> int:
+    array = leaf
+    if not isinstance(leaf, np.ndarray):
+        array = keras.ops.convert_to_numpy(leaf)
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+
+
+class WorkerSteps:
+    """The steps of a method on one worker.
+
+    Args:
+        group: the connected workers.
+    """
+
+    def __init__(self, group: WorkerGroup):
+        self.group = group
+        self._method = ""
+        self._steps = 0
+        self._checks = False
+
+    @contextlib.contextmanager
+    def method(self, name: str) -> Iterator[bool]:
+        """Context manager for a method of a model; counts its steps.
+
+        Returns:
+            Whether no other method is under way.
+        """
+        previous = self._method, self._steps, self._checks
+        self._method, self._steps, self._checks = name, 0, name.endswith("_on_batch")
+        self.group.progress = f"the beginning of {name}"
+        try:
+            yield not previous[0]
+        finally:
+            self._method, self._steps, self._checks = previous
+            self.group.progress = self._progress()
+
+    def begin_steps(self, count: int = 1) -> None:
+        """Starts one or more steps.
+
+        Raises:
+            WorkerError: if a worker is lost.
+        """
+        self._steps += count
+        self.group.progress = self._progress()
+        self.group.check()
+
+    def check_batches(self, wanted: bool) -> None:
+        """Sets whether `check_batch` compares, until the method ends."""
+        self._checks = wanted
+
+    def check_batch(self, batch: Any) -> None:
+        """Compares a global batch with those that the other workers have read.
+
+        Arrays are compared once, before the loop; what may end or shuffle by itself,
+        a generator or a `PyDataset`, with every batch: its rows, and in the first
+        batches what is in it.
+
+        Raises:
+            WorkerError: if workers have other batches, or one has no more.
+        """
+        if not self._checks:
+            return
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+        facts: list[Any] = [[list(leaf.shape) for leaf in leaves]]
+        if self._steps <= _COMPARED_BATCHES:
+            facts.append([_checksum(leaf) for leaf in leaves])
+        found = self.group.gather_values("a batch", facts)
+        for other, each in enumerate(found):
+            if each[0] != facts[0]:
+                raise WorkerError(
+                    f"Workers have different batches at {self.group.progress}: "
+                    f"worker {self.group.index} has shapes {facts[0]}, worker "
+                    f"{other} has {each[0]}. All workers must read the same global "
+                    "batches; for separate data per worker, use ks.DatasetCreator "
+                    "or `strategy.distribute_datasets_from_function`."
+                )
+            if each != facts:
+                raise WorkerError(
+                    f"Workers {self.group.index} and {other} have batches of the "
+                    f"same shapes but different contents at {self.group.progress}. "
+                    "All workers must read the same global batches: seed shuffling "
+                    "and augmentation, or use ks.DatasetCreator for separate data "
+                    "per worker."
+                )
+
+    def _progress(self) -> str:
+        if not self._method:
+            return ""
+        return f"step {self._steps} of {self._method}"
