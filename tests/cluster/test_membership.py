@@ -20,7 +20,8 @@ from harness import elastic_worker
 from harness.processes import TIMEOUT, assert_gone, wait_until
 
 from keras_strategies.cluster.group.membership import Generation, Member, Membership
-from keras_strategies.cluster.group.rendezvous import Limits, Rendezvous
+from keras_strategies.cluster.group.rendezvous import Rendezvous
+from keras_strategies.cluster.group.rendezvous_listener import Limits
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.types import Elastic
@@ -261,6 +262,19 @@ def test_without_rejoin_a_new_worker_is_refused(joined):
         join(addresses, 1, limits())
 
 
+def test_without_rejoin_lost_workers_are_not_replaced(joined):
+    addresses = free_addresses(2)
+    given = {"patience": 3.0, "min_workers": 2, "rejoin": False}
+    joined += join_all(addresses, [0, 1], **given)
+    joined.pop().leave()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(joined[0].reform, 5)
+        with pytest.raises(WorkerError, match="`rejoin=False`"):
+            join(addresses, 1, limits())
+        with pytest.raises(WorkerError, match="At least 2 are needed"):
+            waiting.result(TIMEOUT)
+
+
 def test_a_new_worker_with_another_version_is_refused(joined):
     addresses = free_addresses(2)
     joined += join_all(addresses, [0], patience=0.5)
@@ -304,7 +318,7 @@ class Network:
         dial = Rendezvous._dial
 
         def dial_if_connected(own: Rendezvous, index: int) -> Any:
-            if (own.index in self.cut) != (index in self.cut):
+            if (own._own.index in self.cut) != (index in self.cut):
                 raise TimeoutError("timed out")
             return dial(own, index)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategies.cluster.group.membership import Generation, Membership
-from keras_strategies.cluster.group.rendezvous import Limits
+from keras_strategies.cluster.group.rendezvous_listener import Limits
 from keras_strategies.errors import WorkerError
 
 ROWS = 7

@@ -15,7 +15,11 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Self
 
-from keras_strategies.cluster.group.rendezvous import Formed, Limits, Rendezvous
+from keras_strategies.cluster.group.rendezvous import Formed, Rendezvous
+from keras_strategies.cluster.group.rendezvous_listener import (
+    Limits,
+    RendezvousListener,
+)
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.errors import WorkerError
 
@@ -124,9 +128,10 @@ class Membership:
         self._group: WorkerGroup | None = None
         self._generation: Generation | None = None
         self._is_agreed = False
-        self._rendezvous = Rendezvous(
+        self._listener = RendezvousListener(
             addresses, index, same, info, job, limits, self._end, self._newcomer
         )
+        self._rendezvous = Rendezvous(self._listener)
 
     @classmethod
     def join(
@@ -238,7 +243,7 @@ class Membership:
         facts = formed.facts
         members = facts["members"]
         uids = [each["uid"] for each in members]
-        rank = uids.index(self._rendezvous.uid)
+        rank = uids.index(self._listener.uid)
         timeout = self._limits.timeout
         group = WorkerGroup.over(rank, members, formed.line, formed.hub, timeout)
         previous = {int(index): uid for index, uid in facts["previous"]}
@@ -264,11 +269,11 @@ class Membership:
         """Requests the end of the generation if a worker waits at this chief."""
         with self._lock:
             group = self._group
-        if group is not None and self._rendezvous.joining > 0:
+        if group is not None and self._listener.joining > 0:
             group.request_stop()
 
     def leave(self) -> None:
         """Leaves the group; the others continue without this worker."""
-        self._rendezvous.close()
+        self._listener.close()
         if self._group is not None:
             self._group.leave()

@@ -1,0 +1,340 @@
+"""Listener of elastic workers: votes, probes, and workers that wait to join."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.hub import Hub
+from keras_strategies.cluster.spec import split_address
+from keras_strategies.errors import ClusterError
+from keras_strategies.types import Elastic
+
+STARTING, FORMING, JOINING, RUNNING = "starting", "forming", "joining", "running"
+
+
+@dataclass
+class Candidate:
+    """A worker that waits for the next generation."""
+
+    line: MessageConnection
+    index: int
+    uid: str
+    step: int | None
+    info: dict[str, Any]
+    since: float = field(default_factory=time.monotonic)
+    hub: Hub | None = None
+    rank: int = -1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers and times of an elastic group.
+
+    Args:
+        min_workers: int, the smallest group.
+        max_workers: int or None, the largest one.
+        rejoin: bool, whether workers may join after the start.
+        timeout: float, seconds without an answer after which a worker is excluded.
+        patience: float, seconds to wait for busy workers and for `min_workers`.
+    """
+
+    min_workers: int
+    max_workers: int | None
+    rejoin: bool
+    timeout: float
+    patience: float
+
+    @classmethod
+    def of(cls, elastic: Elastic, count: int, timeout: float) -> Self:
+        """The limits of a cluster.
+
+        Args:
+            elastic: `Elastic`.
+            count: int, the workers of the cluster.
+            timeout: float, seconds between heartbeats.
+
+        Raises:
+            ClusterError: if the cluster has fewer than `min_workers`.
+        """
+        if elastic.min_workers > count:
+            raise ClusterError(
+                f"`Elastic(min_workers={elastic.min_workers})` needs more workers than "
+                f"the cluster describes: {count}. Add workers to the cluster, or lower "
+                "`min_workers`."
+            )
+        return cls(
+            elastic.min_workers,
+            elastic.max_workers,
+            elastic.rejoin,
+            timeout,
+            elastic.timeout_seconds,
+        )
+
+
+class RendezvousListener:
+    """Listener of one worker: votes, probes, and workers that wait to join.
+
+    Attributes are read and assigned while `changed` is held.
+
+    Args:
+        addresses: the addresses of all workers; this worker listens at its own.
+        index: int, the number of this worker.
+        same: dict of values that must agree on all workers, by name.
+        info: dict, further information for the other workers.
+        job: str, identifies this cluster among others at the same addresses.
+        limits: `Limits`.
+        on_end: called on a thread when the other workers end this generation.
+        on_newcomer: called on a thread of the chief when a worker waits to join.
+
+    Raises:
+        ValueError: if this worker cannot listen at its address.
+    """
+
+    def __init__(
+        self,
+        addresses: list[str],
+        index: int,
+        same: dict[str, Any],
+        info: dict[str, Any],
+        job: str,
+        limits: Limits,
+        on_end: Callable[[], None],
+        on_newcomer: Callable[[], None],
+    ):
+        self.addresses = addresses
+        self.index = index
+        self.uid = f"{os.getpid()}-{secrets.token_hex(8)}"
+        same = json.loads(json.dumps(same))
+        self.info = {**info, "same": same, "pid": os.getpid()}
+        self.job = job
+        self.limits = limits
+        self._on_end = on_end
+        self._on_newcomer = on_newcomer
+        self.changed = threading.Condition()
+        self.phase = STARTING
+        self.generation = -1
+        # The generation to form, and the workers of the previous one, in the order of
+        # ranks: index and uid.
+        self.target = 0
+        self.previous: dict[int, str] = {}
+        self.leads = False
+        # The worker to which others are redirected.
+        self.chief: int | None = None
+        self.candidates: dict[str, Candidate] = {}
+        self.closed = threading.Event()
+        self._server = self._listen()
+        self.start(self._accept)
+        self.start(self._send_beats)
+
+    def start(self, target: Callable[..., None], *args: Any) -> None:
+        """Starts a thread."""
+        threading.Thread(
+            target=target, args=args, name="group-rendezvous", daemon=True
+        ).start()
+
+    def _listen(self) -> socket.socket:
+        host, port = split_address(self.addresses[self.index])
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise ClusterError(
+                f"Worker {self.index} cannot listen at {host}:{port}: "
+                f"{error.strerror or error}. Elastic workers listen at their own "
+                "address of the cluster; check that it is an address of this machine "
+                "and that no other program uses the port."
+            ) from error
+
+    def close(self) -> None:
+        """Ends the listener; waiting workers see the end of their connection."""
+        self.closed.set()
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.drop_candidates()
+
+    # Messages of other workers.
+
+    def _accept(self) -> None:
+        while not self.closed.is_set():
+            try:
+                connected, _ = self._server.accept()
+            except OSError:
+                return
+            self.start(self._connected, connected)
+
+    def _connected(self, connected: socket.socket) -> None:
+        try:
+            line = MessageConnection(connected)
+            message = line.receive(self.limits.timeout)
+        except (OSError, EOFError):
+            return
+        header = message[0] if message is not None else {}
+        if header.get("job") != self.job:
+            line.send({"kind": "wrong_job"})
+        elif header.get("kind") == "probe":
+            self._note(header)
+            line.send(self.state("alive"))
+        elif header.get("kind") == "vote":
+            self._note(header)
+            self._vote(line, header)
+            return
+        line.close()
+
+    def state(self, kind: str) -> dict[str, Any]:
+        """A message of a kind with the state of this worker."""
+        with self.changed:
+            return {
+                "kind": kind,
+                "uid": self.uid,
+                "phase": self.phase,
+                "generation": self.generation,
+                "target": self.target,
+                "leads": self.leads,
+                "chief": self.index if self.leads else self.chief,
+            }
+
+    def _note(self, header: dict[str, Any]) -> None:
+        """Notices that the generation of this worker has ended."""
+        previous = {int(index): uid for index, uid in header["previous"]}
+        with self.changed:
+            is_of_mine = previous.get(self.index) == self.uid
+            is_newer = header["target"] > self.target
+            ends = self.phase == RUNNING and header["target"] > self.generation
+            if is_of_mine and self.phase == FORMING and is_newer:
+                self.target, self.previous = header["target"], previous
+                self.changed.notify_all()
+        if is_of_mine and ends:
+            self._on_end()
+
+    def _vote(self, line: MessageConnection, header: dict[str, Any]) -> None:
+        info = {**header["info"], "host": line.other_host}
+        candidate = Candidate(
+            line, int(header["index"]), header["uid"], header["step"], info
+        )
+        with self.changed:
+            answer = self._answer(candidate)
+            if answer is None:
+                self.candidates[candidate.uid] = candidate
+                self.changed.notify_all()
+            is_new = self.phase == RUNNING and candidate.uid not in self._uids()
+        if answer is not None:
+            line.send(answer)
+            line.close()
+            return
+        if is_new:
+            self._on_newcomer()
+        received = None
+        try:
+            while candidate.hub is None:
+                received = line.receive(BEAT)
+        except EOFError:
+            with self.changed:
+                self.candidates.pop(candidate.uid, None)
+                self.changed.notify_all()
+        if candidate.hub is not None:
+            candidate.hub.serve(candidate.rank, line, received)
+        line.close()
+
+    def _uids(self) -> set[str]:
+        return set(self.previous.values())
+
+    def _answer(self, candidate: Candidate) -> dict[str, Any] | None:
+        """Answer to a vote; None for a candidate that waits. The lock is held."""
+        if self.phase in (STARTING, FORMING) or candidate.uid in self._uids():
+            return None
+        if self.phase == JOINING or self.chief != self.index:
+            return self.state("moved")
+        why = self.refusal(candidate)
+        return why and {"kind": "refused", **why}
+
+    def refusal(self, candidate: Candidate) -> dict[str, Any] | None:
+        """The reason to refuse a new worker; None to accept it."""
+        if not self.limits.rejoin:
+            why = "The workers train with `rejoin=False`: no worker can join."
+            return {"why": why, "is_late": True}
+        return self.difference(candidate)
+
+    def difference(self, candidate: Candidate) -> dict[str, Any] | None:
+        """The reason to refuse a worker with other versions or settings."""
+        for key, value in self.info["same"].items():
+            found = candidate.info["same"].get(key)
+            if found != value:
+                why = (
+                    f"Workers disagree on {key}: worker {self.index} has {value!r}, "
+                    f"worker {candidate.index} has {found!r}. Run the same script "
+                    "with the same versions on all workers."
+                )
+                return {"why": why, "is_late": False}
+        return None
+
+    def _send_beats(self) -> None:
+        while not self.closed.wait(BEAT):
+            # With the lock, so that none follows the welcome.
+            with self.changed:
+                waiting = list(self.candidates.values())
+                members = self.previous if self.phase == RUNNING else {}
+                state = self.state("wait")
+                for candidate in waiting:
+                    candidate.line.send(state)
+            for candidate in waiting:
+                waited = time.monotonic() - candidate.since
+                if candidate.index in members and waited > 2 * self.limits.timeout:
+                    self.refuse(candidate, duplicate(candidate.index), is_late=False)
+
+    def refuse(self, candidate: Candidate, why: str, *, is_late: bool) -> None:
+        """Ends the wait of a worker with an error."""
+        with self.changed:
+            self.candidates.pop(candidate.uid, None)
+        candidate.line.send({"kind": "refused", "why": why, "is_late": is_late})
+        candidate.line.close()
+
+    def drop_candidates(self) -> None:
+        """Makes waiting workers vote again."""
+        with self.changed:
+            waiting = list(self.candidates.values())
+            self.candidates.clear()
+        for candidate in waiting:
+            candidate.line.close()
+
+    @property
+    def joining(self) -> int:
+        """The number of workers that wait at the chief and may become members."""
+        with self.changed:
+            members = self.previous if self.phase == RUNNING else {}
+            waiting = {each.index for each in self.candidates.values()}
+            limit = self.limits.max_workers or len(self.addresses)
+            return min(len(waiting - set(members)), limit - len(members))
+
+    def run(self, facts: dict[str, Any]) -> None:
+        """Begins a generation, from the message of its leader."""
+        with self.changed:
+            self.phase = RUNNING
+            self.generation = facts["generation"]
+            members = facts["members"]
+            self.previous = {each["index"]: each["uid"] for each in members}
+            self.chief = members[0]["index"]
+            self.leads = False
+            is_chief = self.chief == self.index
+        if not is_chief:
+            self.drop_candidates()
+        elif self.joining > 0:
+            self._on_newcomer()
+
+
+def duplicate(index: int) -> str:
+    """The reason to refuse a second process with an index."""
+    return (
+        f"Two processes connected as worker {index}. Give each its own index "
+        "(`task.index` in TF_CONFIG)."
+    )
