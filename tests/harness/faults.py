@@ -53,9 +53,9 @@ class FaultCase:
 
     @property
     def others(self) -> list[int]:
-        """The processes, by number, that have to end with an error."""
+        """The processes, by number, that end by themselves."""
         everyone = range(len(self.started))
-        if self.kind in ("missing", "twin", "batch"):
+        if self.kind in ("none", "missing", "twin", "batch"):
             return list(everyone)
         return [number for number in everyone if number != self.victim]
 
