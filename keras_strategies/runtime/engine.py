@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 class Feature(enum.Enum):
     """What an engine may lack; values begin the message of the error."""
 
-    SHARDED_VARIABLES = "ks.ModelParallelStrategy is"
-    SHARDED_CHECKPOINTS = "Sharded checkpoints are"
-    CUSTOM_REDUCTIONS = "A custom reduction as cross_device_ops is"
-    SEPARATE_BATCH_NORM = "`sync_batch_norm=False` is"
-    DATASETS_IN_PROGRAMS = "Iterating a distributed dataset in a compiled function is"
-    WORKERS = "Training on several workers is"
+    SHARDED_VARIABLES = "ks.ModelParallelStrategy is not supported"
+    SHARDED_CHECKPOINTS = "Sharded checkpoints are not supported"
+    CUSTOM_REDUCTIONS = "A custom reduction as cross_device_ops is not supported"
+    SEPARATE_BATCH_NORM = "`sync_batch_norm=False` is not supported"
+    DATASETS_IN_PROGRAMS = (
+        "Iterating a distributed dataset in a compiled function is not supported"
+    )
+    WORKERS = "Training on several workers is not supported"
 
 
 WITHOUT_SHARDED_CHECKPOINTS = (
@@ -52,8 +54,7 @@ def require(engine: Engine, feature: Feature) -> None:
     reason = engine.lacks.get(feature)
     if reason is not None:
         raise BackendError(
-            f"{feature.value} not supported with KERAS_BACKEND={engine.name!r}. "
-            f"{reason}"
+            f"{feature.value} with KERAS_BACKEND={engine.name!r}. {reason}"
         )
 
 
