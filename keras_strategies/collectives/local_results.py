@@ -49,10 +49,8 @@ def _of_variable(strategy: StrategyCore, variable: Any) -> tuple[Any, ...]:
     if is_local(variable):
         return tuple(strategy.drivers.run.local_values(variable))
     value = raw_value(variable)
-    moved = [
-        strategy.engine.to_device(value, device)
-        for device in strategy.placement.replicas
-    ]
+    devices = strategy.placement.replicas
+    moved = [strategy.engine.to_device(value, device) for device in devices]
     return tuple(keras.ops.copy(keras.ops.stop_gradient(tensor)) for tensor in moved)
 
 
