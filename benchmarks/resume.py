@@ -34,7 +34,7 @@ def kills(count: int, seed: int) -> str:
     from harness.resumed_training import Resumed, assert_same_end
 
     rng = random.Random(seed)
-    epochs = 40 * count
+    epochs = 10 * count
     done = 0
     with Forker() as forker, tempfile.TemporaryDirectory() as folder:
         expected = Resumed(forker, Path(folder) / "whole", epochs=epochs)
@@ -42,7 +42,9 @@ def kills(count: int, seed: int) -> str:
         killed = Resumed(forker, Path(folder) / "killed", epochs=epochs)
         begun = time.monotonic()
         for _ in range(count):
-            done += killed.killed_at_any_moment(rng.choice(STRATEGIES), rng.random())
+            done += killed.killed_at_any_moment(
+                rng.choice(STRATEGIES), rng.random() / 4
+            )
         found = killed.finished("mirrored")
         assert_same_end(found, whole, 1e-4)
     seconds = time.monotonic() - begun
