@@ -25,15 +25,20 @@ from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 from keras_strategies.keras_compat import thread_state
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.communicator import Communicator
 from keras_strategies.runtime.drivers import Drivers, FitDriver, RunDriver
 from keras_strategies.runtime.engine import Engine, Feature, StrategyCore
 from keras_strategies.runtime.placement import VariableCopy, nbytes_of
+from keras_strategies.runtime.replica_communicators import (
+    MergeArguments,
+    ReplicaCollectives,
+    ReplicaCommunicator,
+    call_merged,
+)
 from keras_strategies.runtime.replica_set import ReplicaSet
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import LocalValues, RunState
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import flatten, map_structure, regroup, select_replica
+from keras_strategies.values import select_replica
 
 PRIMITIVES = NumpyPrimitives()
 
@@ -115,18 +120,19 @@ class NumpyRun(RunDriver):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        communicator = TurnCommunicator(self)
+        collectives = TurnCollectives(self)
+        communicator = ReplicaCommunicator(self.strategy, collectives)
         made = run_state.CreatedVariables()
         around = thread_state.thread_state()
         for i in self.replicas:
             replica = context.ReplicaContext(self.strategy, i, communicator)
             copy, local = functools.partial(_copy, i), self.on_read_values.get
-            communicator.states.append(RunState(replica, copy, local, made))
+            collectives.states.append(RunState(replica, copy, local, made))
 
         def on_replica(i: int) -> Any:
-            state = communicator.states[i]
+            state = collectives.states[i]
             with (
-                communicator.turns(i),
+                collectives.turns(i),
                 thread_state.with_thread_state(around),
                 context.on_replica(state.replica),
                 state.scope(),
@@ -135,9 +141,9 @@ class NumpyRun(RunDriver):
 
         with ThreadPoolExecutor(len(self.replicas)) as pool:
             calls = [pool.submit(on_replica, i) for i in self.replicas]
-        if communicator.error is not None:
-            raise communicator.error
-        self.commit(communicator.states)
+        if collectives.error is not None:
+            raise collectives.error
+        self.commit(collectives.states)
         return [call.result() for call in calls]
 
     def commit(self, states: Sequence[RunState]) -> None:
@@ -207,7 +213,7 @@ class NumpyLocalValues(LocalValues):
         self._values[id(variable)] = run_state.parts(variable, value, self._count)
 
 
-class TurnCommunicator(Communicator):
+class TurnCollectives(ReplicaCollectives):
     """Collectives of threads that take turns: each runs to its next collective."""
 
     def __init__(self, run: NumpyRun):
@@ -258,41 +264,27 @@ class TurnCommunicator(Communicator):
             raise ReplicaMismatchError(f"Not all replicas called `{kind}`.")
         return self._results[replica_id]
 
-    def _collective(
-        self, replica_id: int, kind: str, value: Any, combine: Callable[[Any], Any]
-    ) -> Any:
-        tensors = [keras.ops.convert_to_tensor(leaf) for leaf in flatten(value)]
-        found = iter(self._exchange(replica_id, kind, tensors, combine))
-        return map_structure(lambda _: next(found), value)
-
-    def all_reduce(self, replica_id: int, op: ReduceOp, value: Any) -> Any:
+    def all_reduce(self, replica: int, op: ReduceOp, tensors: Sequence[Any]) -> Any:
         def reduce(values: Any) -> list[Any]:
             return [self._run.replica_set.reduce(op, values)] * len(values)
 
-        return self._collective(replica_id, "all_reduce", value, reduce)
+        return self._exchange(replica, "all_reduce", tensors, reduce)
 
-    def all_gather(self, replica_id: int, value: Any, axis: int) -> Any:
+    def all_gather(self, replica: int, tensors: Sequence[Any], axis: int) -> Any:
         def gather(values: Any) -> list[Any]:
             return [self._run.replica_set.gather(values, axis)[0]] * len(values)
 
-        return self._collective(replica_id, "all_gather", value, gather)
+        return self._exchange(replica, "all_gather", tensors, gather)
 
     def merge_call(
-        self,
-        replica_id: int,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
         def merged(values: Any) -> list[Any]:
-            args, kwargs = regroup([list(value) for value in values])
-            strategy = self._run.strategy
             with thread_state.outside_stateless_scopes():
                 self._run.commit(self.states)
-                with context.merged_replicas(strategy):
-                    result = merge_fn(strategy, *args, **kwargs)
+                results = call_merged(merge, values)
             for state in self.states:
                 state.forget(state.variables_read())
-            return [select_replica(i, result) for i in self._run.replicas]
+            return results
 
-        return self._exchange(replica_id, "merge_call", (list(args), kwargs), merged)
+        return self._exchange(replica, "merge_call", arguments, merged)
