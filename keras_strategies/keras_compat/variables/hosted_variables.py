@@ -213,7 +213,7 @@ def _hosted(kind: Any) -> Any:
 
         def sparse_read(self, indices: Any, name: Any = None) -> Any:
             # `tf.gather` calls it, and with it `tf.nn.embedding_lookup`.
-            from keras_strategies.keras_compat.parameter_server import looked_up
+            from keras_strategies.keras_compat.variables.lookups import looked_up
 
             found = looked_up(self, indices, 0)
             if found is NotImplemented:
