@@ -246,8 +246,8 @@ def _one_device(
     if len(devices) == 1:
         return devices
     raise BackendError(
-        f"ks.ModelParallelStrategy with KERAS_BACKEND={engine.name!r} needs a process "
-        f"for each device of the mesh (torch.distributed with Keras "
+        f"ks.ModelParallelStrategy was made with KERAS_BACKEND={engine.name!r}, where "
+        "each device of the mesh needs its own process (torch.distributed with Keras "
         f"{keras.version()}). This process has {len(devices)}: "
         f"{', '.join(map(str, devices))}. Start one process for each with "
         f"`keras-strategies launch --workers {len(devices)} --devices-per-worker "
