@@ -173,5 +173,5 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
 @pytest.mark.skipif(JAX, reason="JAX cuts variables")
 def test_other_backends_say_what_to_use(mirrored, tmp_path) -> None:
     model = made(mirrored)
-    with pytest.raises(RuntimeError, match=r"Use `model\.save`"):
+    with pytest.raises(RuntimeError, match=r"use `model\.save`"):
         mirrored.save_sharded(model, tmp_path)
