@@ -14,6 +14,7 @@ from keras_strategies.parameter_server.coordinator.process_supervisor import (
 )
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.snapshots import check_folder
+from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server.full_disk import full_disk
 
 KEY = (0, 0)
@@ -168,12 +169,27 @@ def test_two_generations_stay(tmp_path) -> None:
     }
 
 
+class NoProcesses:
+    """Processes of a supervisor that were never started; a test ends them."""
+
+    def __init__(self) -> None:
+        self.reasons: list[tuple[LocalTask, str]] = []
+
+    def start(self, task: LocalTask) -> None:
+        pass
+
+    def ended(self) -> list[tuple[LocalTask, str]]:
+        reasons, self.reasons = self.reasons, []
+        return reasons
+
+
 def test_what_a_coordinator_makes_of_a_servers_files() -> None:
     broken, damaged, problems, sent = [], [], [], []
+    processes = NoProcesses()
     supervisor = ProcessSupervisor(
         0,
         1,
-        make_start=lambda *name: name,
+        processes=processes,
         silence=8.0,
         can_restore=True,
         name="me",
@@ -184,17 +200,21 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
         on_damage=damaged.append,
         on_snapshots=problems.append,
     )
-    supervisor.handle("manager", b"m", 1)
+
+    def end(incarnation: int, reason: str) -> None:
+        processes.reasons.append((LocalTask("ps", 0, incarnation), reason))
+        supervisor.update_processes()
+
     supervisor.handle("server", b"s", (0, 0, 50, False, ""))
-    supervisor.handle("ended", b"m", ("ps", 0, 0, "it was killed"))
+    end(0, "it was killed")
     supervisor.handle("server", b"s", (0, 1, 51, True, "f.snapshot is damaged."))
     assert damaged == ["f.snapshot is damaged."] and not broken
     supervisor.handle("snapshots", b"s", (0, "The disk is full.", False))
     assert problems == ["The disk is full."]
-    supervisor.handle("ended", b"m", ("ps", 0, 1, "it was killed"))
+    end(1, "it was killed")
     assert "Its snapshots are incomplete: The disk is full." in str(broken.pop())
     supervisor.handle("snapshots", b"s", (0, None, True))
     # One that cannot start is abandoned, instead of being waited for.
     for incarnation in (1, 2, 3, 4):
-        supervisor.handle("ended", b"m", ("ps", 0, incarnation, "no memory"))
+        end(incarnation, "no memory")
     assert "before it was ready: no memory" in str(broken.pop())
