@@ -259,10 +259,10 @@ class Membership:
             self._group, self._generation = group, generation
         return generation
 
-    def _end(self) -> None:
+    def _end(self, generation: int) -> None:
         with self._lock:
-            group = self._group
-        if group is not None:
+            group, current = self._group, self._generation
+        if group is not None and current is not None and current.number == generation:
             group.end("the other workers form another group")
 
     def _newcomer(self) -> None:

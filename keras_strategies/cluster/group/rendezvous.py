@@ -447,7 +447,8 @@ class Rendezvous:
         hub = Hub.over([each.line for each in chosen], infos, self._own.limits.timeout)
         facts = {"generation": self._own.target, "previous": list(previous.items())}
         with self._own.changed:
-            if not all(each.uid in self._own.candidates for each in chosen):
+            waiting = list(map(id, self._own.candidates.values()))
+            if not all(id(each) in waiting for each in chosen):
                 return None
             # First of all messages.
             hub.welcome(facts)

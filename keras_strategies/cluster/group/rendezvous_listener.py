@@ -93,7 +93,8 @@ class RendezvousListener:
         info: dict, further information for the other workers.
         job: str, identifies this cluster among others at the same addresses.
         limits: `Limits`.
-        on_end: called on a thread when the other workers end this generation.
+        on_end: called on a thread, with the number of a generation, when the other
+            workers end it.
         on_newcomer: called on a thread of the chief when a worker waits to join.
 
     Raises:
@@ -108,7 +109,7 @@ class RendezvousListener:
         info: dict[str, Any],
         job: str,
         limits: Limits,
-        on_end: Callable[[], None],
+        on_end: Callable[[int], None],
         on_newcomer: Callable[[], None],
     ):
         self.addresses = addresses
@@ -176,8 +177,12 @@ class RendezvousListener:
     def _connected(self, connected: socket.socket) -> None:
         try:
             line = MessageConnection(connected)
+        except OSError:
+            return
+        try:
             message = line.receive(self.limits.timeout)
-        except (OSError, EOFError):
+        except EOFError:
+            line.abort()
             return
         header = message[0] if message is not None else {}
         if header.get("job") != self.job:
@@ -210,12 +215,13 @@ class RendezvousListener:
         with self.changed:
             is_of_mine = previous.get(self.index) == self.uid
             is_newer = header["target"] > self.target
-            ends = self.phase == RUNNING and header["target"] > self.generation
+            generation = self.generation
+            ends = self.phase == RUNNING and header["target"] > generation
             if is_of_mine and self.phase == FORMING and is_newer:
                 self.target, self.previous = header["target"], previous
                 self.changed.notify_all()
         if is_of_mine and ends:
-            self._on_end()
+            self._on_end(generation)
 
     def _vote(self, line: MessageConnection, header: dict[str, Any]) -> None:
         info = {**header["info"], "host": line.other_host}
@@ -239,9 +245,7 @@ class RendezvousListener:
             while candidate.hub is None:
                 received = line.receive(BEAT)
         except EOFError:
-            with self.changed:
-                self.candidates.pop(candidate.uid, None)
-                self.changed.notify_all()
+            self._forget(candidate)
         if candidate.hub is not None:
             candidate.hub.serve(candidate.rank, line, received)
         line.close()
@@ -292,10 +296,16 @@ class RendezvousListener:
                 if candidate.index in members and waited > 2 * self.limits.timeout:
                     self.refuse(candidate, duplicate(candidate.index), is_late=False)
 
+    def _forget(self, candidate: Candidate) -> None:
+        with self.changed:
+            # The worker may wait again, with another connection.
+            if self.candidates.get(candidate.uid) is candidate:
+                del self.candidates[candidate.uid]
+            self.changed.notify_all()
+
     def refuse(self, candidate: Candidate, why: str, *, is_late: bool) -> None:
         """Ends the wait of a worker with an error."""
-        with self.changed:
-            self.candidates.pop(candidate.uid, None)
+        self._forget(candidate)
         candidate.line.send({"kind": "refused", "why": why, "is_late": is_late})
         candidate.line.close()
 
