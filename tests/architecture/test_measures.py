@@ -30,7 +30,7 @@ BOUNDS = {
     "duplicate public class names": 2,
     # Elastic groups of workers, as yet beside what they replace: 750.
     # Snapshots of `fit`: 880.
-    "lines of code": 27_540,
+    "lines of code": 27_544,
     "folders of more than 12 files": 1,
     "files of the largest folder": 14,
     "import cycles": 0,

@@ -77,7 +77,15 @@ class UnshardedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
-        args, kwargs = tree_map(_even, (args, kwargs))
+        even, kwargs = tree_map(_even, (args, kwargs))
+        result = self._run(func, even, kwargs)
+        copies = _written_copies(func, args, even)
+        for written, copy in copies:
+            written.copy_(copy)
+        # An operation on lists returns None.
+        return copies[0][0] if copies and result is not None else result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _aten.convolution.default:
             return _convolution(args)
         if func is _aten.convolution_backward.default:
@@ -116,6 +124,24 @@ def _even(value: Any) -> Any:
     return value.redistribute(value.device_mesh, placements)
 
 
+def _written(func: Any, args: Any) -> list[int]:
+    """The indices of the arguments that an operation writes to."""
+    return [
+        i
+        for i, argument in enumerate(schema_arguments(func)[: len(args)])
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _written_copies(func: Any, args: Any, even: Any) -> list[tuple[Any, Any]]:
+    """Arguments of an operation in place, with the copies that it has written to."""
+    pairs = []
+    for i in _written(func, args):
+        leaves = (tree_flatten(each)[0] for each in (args[i], even[i]))
+        pairs += [pair for pair in zip(*leaves, strict=True) if pair[0] is not pair[1]]
+    return pairs
+
+
 def _mesh(args: Any) -> Any:
     leaves = tree_flatten(args)[0]
     return next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
@@ -144,11 +170,7 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     placements = [Replicate()] * mesh.ndim
     locals_: Any = tree_map(lambda leaf: _local(leaf, mesh, placements), list(args))
     named = {key: _local(value, mesh, placements) for key, value in kwargs.items()}
-    written = [
-        i
-        for i, argument in enumerate(schema_arguments(func)[: len(args)])
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written = _written(func, args)
     for i in written:
         locals_[i] = locals_[i].clone()
     result = func(*locals_, **named)
