@@ -89,7 +89,7 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
     assert process.returncode == 0, process.stderr
     blocks = re.findall("<!-- measured: (.*) -->", PAGES["docs/benchmarks.md"])
     assert {block.partition(",")[0] for block in blocks} == {
-        *("fit", "loops", "two workers", "faults"),
+        *("fit", "first step", "loops", "two workers", "faults"),
         *("parameter servers", "model parallelism"),
     }
 
