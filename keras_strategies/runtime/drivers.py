@@ -1,7 +1,8 @@
 """Interfaces of drivers: what an engine does for one strategy.
 
 `FitDriver` and `RunDriver` are required. The others are for strategies that shard
-variables, write sharded checkpoints or train on parameter servers.
+variables, write sharded checkpoints, train on parameter servers, or continue training
+when their workers change.
 """
 
 from __future__ import annotations
@@ -204,6 +205,64 @@ class ParameterServerDriver(abc.ABC):
         """Entered around `model.export`."""
 
 
+class ElasticDriver(abc.ABC):
+    """State of a step that is repeated when the group of workers has changed.
+
+    See `runtime/elastic_loop.py` for the sequence. All methods are called in the
+    thread that trains. `Workers.end_waits` and `Workers.replace` are the engine's other
+    part.
+    """
+
+    @abc.abstractmethod
+    def keep(self, model: Any, kind: str) -> Callable[[], bool]:
+        """Keeps what a step may change before it fails; called before each step.
+
+        That is everything which an unfinished step changes: batch statistics, seeds,
+        metrics, the framework's random numbers; weights and slots only where a
+        collective follows an update in the same step, or where the framework deletes
+        them (donation).
+
+        Args:
+            model: the model.
+            kind: str, "train", "test" or "predict".
+
+        Returns:
+            A callable that restores the state before the step. It returns False if
+            that is not possible; then this worker receives the state of another one.
+        """
+
+    @abc.abstractmethod
+    def values(self, model: Any) -> dict[str, Any]:
+        """Copies of the values of all variables of a model, on the host.
+
+        Called on the furthest worker, between two steps, possibly inside of `fit`,
+        when the model's variables are elsewhere (JAX).
+
+        Returns:
+            dict as of `training.resume.model_values.model_state`.
+        """
+
+    @abc.abstractmethod
+    def set_values(self, model: Any, values: dict[str, Any]) -> None:
+        """Assigns what `values` returned on another worker.
+
+        The step under way returns these as its result, if the engine's step functions
+        take and return state.
+        """
+
+    @abc.abstractmethod
+    def reformed(self, model: Any, has_new: bool) -> None:
+        """Called on all workers when a new generation has formed and has one state.
+
+        Everything that was compiled or checked for other workers is dropped.
+
+        Args:
+            model: the model.
+            has_new: bool, whether workers have joined, which lack the results of
+                checks that workers have made together.
+        """
+
+
 @dataclass(frozen=True)
 class Drivers:
     """The drivers of one strategy; None for an optional one that it does not need.
@@ -214,6 +273,7 @@ class Drivers:
         sharding: variables with layouts.
         checkpoints: sharded checkpoints.
         servers: models on parameter servers.
+        elastic: steps of elastic groups of workers.
     """
 
     fit: FitDriver
@@ -221,3 +281,4 @@ class Drivers:
     sharding: ShardingDriver | None = None
     checkpoints: CheckpointDriver | None = None
     servers: ParameterServerDriver | None = None
+    elastic: ElasticDriver | None = None

@@ -13,6 +13,7 @@ from keras_strategies.errors import (
     WorkerError,
 )
 from keras_strategies.input.worker_shares import Share
+from keras_strategies.runtime.elastic_loop import ElasticLoop
 from keras_strategies.runtime.worker_steps import WorkerSteps
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -38,7 +39,10 @@ class Workers(abc.ABC):
         self.replicas: tuple[int, ...] = (1,) * group.count
         # The workers that make up one replica, where it takes several.
         self._span = 1
+        self._own_replicas = 1
         self.steps = WorkerSteps(group)
+        #: The loop of an elastic group; None for a fixed one.
+        self.elastic: ElasticLoop | None = None
 
     def _set_replicas(self, count: int, span: int = 1) -> None:
         """Exchanges the number of replicas between all workers.
@@ -49,6 +53,7 @@ class Workers(abc.ABC):
         """
         found = self.group.gather_values("the number of replicas", count)
         self.replicas = tuple(found)
+        self._own_replicas = count
         self._span = span
 
     def with_replicas(self, count: int, span: int = 1) -> Self:
@@ -110,6 +115,32 @@ class Workers(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Closes the connections."""
+
+    def end_waits(self) -> None:
+        """Ends every wait of this process in a collective, with a `WorkerError`.
+
+        Elastic groups call it when a worker is lost, from any thread, possibly several
+        times, and also while no thread waits. It returns at once. Later collectives
+        raise errors until `replace`.
+        """
+        raise NotImplementedError
+
+    def replace(self, group: WorkerGroup) -> None:
+        """Replaces the communicators by those of another generation of workers.
+
+        Called in the thread that trains, on all members of the new group, with no
+        collective under way; also on a new worker, whose group had one member before.
+        Engines replace theirs, and then call this method.
+
+        Args:
+            group: the connected workers; there may be one only.
+
+        Raises:
+            WorkerError: if a worker is lost meanwhile; it is called again, then.
+        """
+        self.group = group
+        self.steps.group = group
+        self._set_replicas(self._own_replicas, self._span)
 
     def method(self, name: str) -> contextlib.AbstractContextManager[bool]:
         """Context manager for a method of a model; see `WorkerSteps.method`."""

@@ -21,7 +21,7 @@ LAYERS = (
     ("types", "devices", "values", "layouts", "reports.tables", "keras_compat"),
     ("cluster", "input.row_splits", "input.worker_shares"),
     ("processes",),
-    ("runtime.worker_steps",),
+    ("runtime.elastic_loop", "runtime.worker_steps"),
     ("runtime.workers",),
     ("runtime.placement",),
     ("runtime.drivers", "runtime.communicator"),

@@ -1,0 +1,72 @@
+"""Interface of the loop that repeats calls of workers when their group has changed.
+
+# Roles
+
+An *action* is a call in which workers exchange values: a step of `fit`, `evaluate` or
+`predict`, or an agreement between steps. All workers take the same actions in the same
+order. `ElasticLoop` takes them, engine-neutral. When a worker is lost in an action:
+
+1. a thread of the group calls `Workers.end_waits`, so that the action ends with a
+   `WorkerError` in the main thread of every other worker;
+2. the loop restores the state before the action, by what `ElasticDriver.keep` has
+   returned;
+3. the loop forms the next generation (`Membership.reform`), and calls
+   `Workers.replace` with its group;
+4. workers that are one action behind, and new ones, receive the state of the furthest:
+   `ElasticDriver.values` on the one, `set_values` on the others;
+5. `ElasticDriver.reformed` is called, and the action is repeated, with the same batch.
+
+Everything but 1 happens in the thread that calls `fit`, inside of the action.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ElasticLoop(abc.ABC):
+    """The actions of one worker of an elastic group; `Workers.elastic`."""
+
+    @abc.abstractmethod
+    def step(self, model: Any, kind: str, take: Callable[[], Any]) -> Any:
+        """Takes a step of a method's loop, or several in one execution.
+
+        Engines call it from the step functions of a model, with the global batch
+        already read from the input: once, also if the step is repeated. `take` splits
+        it over the current workers, so it must look up `Workers.replicas` and `share`
+        whenever it is called, and what was compiled for other workers must not be
+        called.
+
+        Args:
+            model: the model.
+            kind: str, "train", "test" or "predict".
+            take: callable that takes the step and returns its logs (or predictions): a
+                structure of dicts, lists, numbers and arrays, equal on all workers. It
+                is called once for each attempt.
+
+        Returns:
+            What `take` returned; on a worker that was behind, what it returned on the
+            furthest one. Then `take` was not completed here, and the variables were
+            assigned by `ElasticDriver.set_values`.
+
+        Raises:
+            WorkerError: if there are fewer than `min_workers` for too long.
+        """
+
+    @abc.abstractmethod
+    def call(self, what: str, call: Callable[[], T], model: Any = None) -> T:
+        """Takes an action between steps.
+
+        Args:
+            what: str, for messages.
+            call: callable without effects on this process, except on variables of the
+                model; its result is JSON, equal on all workers.
+            model: the model whose variables it assigns, if any.
+
+        Returns:
+            What `call` returned here or on the furthest worker.
+        """
