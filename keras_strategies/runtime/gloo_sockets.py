@@ -1,0 +1,102 @@
+"""Connections of Gloo in this process, and the end of waits in them.
+
+Only the neighbours of a lost worker in the ring notice that its process has ended, and
+none notices that it has stopped. `shutdown` of the process's own sockets ends every
+wait, in C++ too, with an error. Gloo does not name its sockets: they are those at the
+addresses of its listeners, which are new when a group has been made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keras_strategies.cluster.group import WorkerGroup
+
+_Address = tuple[str, int]
+
+
+class GlooSockets:
+    """The connections of one group of processes over Gloo.
+
+    On systems without `/proc` there are none to be found.
+
+    Example:
+
+    >>> sockets = GlooSockets()
+    >>> with sockets.making(group):
+    ...     engine = create_gloo_group(...)
+    >>> sockets.shutdown()  # On another thread, while the engine waits.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: set[_Address] = set()
+
+    @contextlib.contextmanager
+    def making(self, group: WorkerGroup) -> Iterator[None]:
+        """Context manager around the creation of Gloo's group on all workers."""
+        before = _listeners()
+        yield
+        own = sorted(_listeners() - before)
+        found = group.gather_values("the addresses of Gloo", own)
+        self._addresses |= {(host, port) for each in found for host, port in each}
+
+    def shutdown(self) -> int:
+        """Ends all connections, and the calls that wait for them with an error.
+
+        Returns:
+            int, the number of connections.
+        """
+        count = 0
+        for each in _connections():
+            with contextlib.suppress(OSError):
+                if self._addresses & {_address(each.getsockname()), _peer(each)}:
+                    each.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        return count
+
+
+def _address(name: Any) -> _Address:
+    return str(name[0]), int(name[1])
+
+
+def _peer(connection: socket.socket) -> _Address:
+    return _address(connection.getpeername())
+
+
+def _listeners() -> set[_Address]:
+    """The addresses at which this process listens."""
+    return {_address(each.getsockname()) for each in _sockets() if _is_listener(each)}
+
+
+def _connections() -> Iterator[socket.socket]:
+    return (each for each in _sockets() if not _is_listener(each))
+
+
+def _is_listener(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Duplicates of this process's sockets of IPv4 and IPv6, open until the next."""
+    try:
+        numbers = os.listdir("/proc/self/fd")
+    except OSError:
+        return
+    for number in numbers:
+        try:
+            own = os.dup(int(number))
+        except OSError:  # Closed by another thread.
+            continue
+        try:
+            found = socket.socket(fileno=own)
+        except OSError:  # A file.
+            os.close(own)
+            continue
+        with found:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                yield found

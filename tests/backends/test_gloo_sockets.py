@@ -1,0 +1,47 @@
+"""Waits in connections of Gloo end, and no others."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+
+from keras_strategies.runtime.gloo_sockets import GlooSockets
+
+pytestmark = pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="sockets are found in /proc"
+)
+
+
+class Alone:
+    """Stands in for a group of one worker."""
+
+    def gather_values(self, what: str, value: Any) -> list[Any]:
+        return [value]
+
+
+def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    own = socket.create_connection(listener.getsockname(), timeout=60)
+    return own, listener.accept()[0]
+
+
+def test_connections_of_new_listeners_end() -> None:
+    other = socket.create_server(("127.0.0.1", 0))
+    sockets = GlooSockets()
+    with sockets.making(Alone()):  # type: ignore[arg-type]
+        made = socket.create_server(("127.0.0.1", 0))
+    ended, left = connected(made), connected(other)
+    try:
+        assert sockets.shutdown() == 2
+        assert ended[0].recv(1) == ended[1].recv(1) == b""
+        left[0].sendall(b"x")
+        assert left[1].recv(1) == b"x"
+    finally:
+        for each in (*ended, *left, made, other):
+            each.close()
+
+
+def test_without_connections_nothing_ends() -> None:
+    assert GlooSockets().shutdown() == 0
