@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import keras
+
 from keras_strategies.collectives.call_options import (
     all_reduce_in_packs,
     call_options,
@@ -28,8 +30,8 @@ from keras_strategies.errors import (
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.communicator import Communicator
     from keras_strategies.runtime.engine import StrategyCore
+    from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ class ReplicaContext:
         self,
         strategy: StrategyCore,
         replica_id: int,
-        communicator: Communicator,
+        collectives: ReplicaCollectives,
         num_replicas: int | None = None,
     ):
         self._strategy = strategy
         self._replica_id = replica_id
-        self._communicator = communicator
+        self._collectives = collectives
         self._num_replicas = num_replicas
 
     @property
@@ -133,10 +135,25 @@ class ReplicaContext:
         if options is not None:
             size = call_options(options, self._strategy.workers).bytes_per_pack
             if size:
-                return all_reduce_in_packs(
-                    self._communicator, self._replica_id, op, value, size
-                )
-        return self._communicator.all_reduce(self._replica_id, op, value)
+                return all_reduce_in_packs(self._all_reduce, op, value, size)
+        return self._on_tensors(lambda tensors: self._all_reduce(op, tensors), value)
+
+    def _all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> Sequence[Any]:
+        return self._collectives.all_reduce(self._local_id, op, tensors)
+
+    def _on_tensors(
+        self, collective: Callable[[list[Any]], Sequence[Any]], value: Any
+    ) -> Any:
+        """The result of a collective on the leaves of a structure, as tensors."""
+        leaves = keras.tree.flatten(value)
+        found = collective([keras.ops.convert_to_tensor(leaf) for leaf in leaves])
+        return keras.tree.pack_sequence_as(value, list(found))
+
+    @property
+    def _local_id(self) -> int:
+        # In one trace of all replicas the number is a tensor.
+        first = self._collectives.first
+        return self._replica_id - first if first else self._replica_id
 
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None
@@ -158,7 +175,10 @@ class ReplicaContext:
         """
         if options is not None:
             gather_options(options, self._strategy.workers)
-        return self._communicator.all_gather(self._replica_id, value, axis)
+        return self._on_tensors(
+            lambda tensors: self._collectives.all_gather(self._local_id, tensors, axis),
+            value,
+        )
 
     def gather_batch_statistics(self, value: Any) -> Any:
         """Concatenates batch statistics of all replicas along axis 0."""
@@ -175,9 +195,13 @@ class ReplicaContext:
         Every replica must make the call. Arguments that differ arrive as
         `PerReplica`; the result's components go back to their replicas.
         """
-        return self._communicator.merge_call(
-            self._replica_id, merge_fn, args, kwargs or {}
-        )
+
+        def merge(*args: Any, **kwargs: Any) -> Any:
+            with merged_replicas(self._strategy):
+                return merge_fn(self._strategy, *args, **kwargs)
+
+        arguments = tuple(args), dict(kwargs or {})
+        return self._collectives.merge_call(self._local_id, merge, arguments)
 
     def __repr__(self) -> str:
         return (

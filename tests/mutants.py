@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "wrong_rows_of_gradients_over_workers",
-        "runtime/replica_set.py",
+        "runtime/replicas/replica_set.py",
         "return tensor[start : start + rows[index]]",
         "return tensor[: rows[index]]",
         {"torch": "tests/multi_worker/test_exactness.py -k size_3"},

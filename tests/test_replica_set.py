@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from harness.numpy_replicas import NumpyPrimitives, on_workers
 
-from keras_strategies.runtime.replica_set import ReplicaSet, RowSplit
+from keras_strategies.runtime.replicas.replica_set import ReplicaSet, RowSplit
 from keras_strategies.types import ReduceOp
 
 PRIMITIVES = NumpyPrimitives()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -20,7 +20,6 @@ from keras_strategies.values import flatten, map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.devices import Device
-    from keras_strategies.runtime.communicator import Communicator
     from keras_strategies.runtime.workers import Workers
 
 _AT_CONSTRUCTION = (
@@ -108,18 +107,24 @@ def check_implementation(
 
 
 def all_reduce_in_packs(
-    communicator: Communicator,
-    replica_id: int,
+    all_reduce: Callable[[ReduceOp, Sequence[Any]], Sequence[Any]],
     op: ReduceOp,
     value: Any,
     bytes_per_pack: int,
 ) -> Any:
-    """`Communicator.all_reduce` in messages of about so many bytes each."""
+    """Reduces a structure in messages of about so many bytes each.
+
+    Args:
+        all_reduce: reduces a list of tensors.
+        op: the operation.
+        value: structure of tensors.
+        bytes_per_pack: int, bytes of a message.
+    """
     leaves = [keras.ops.convert_to_tensor(leaf) for leaf in flatten(value)]
     results: list[Any] = [None] * len(leaves)
     for indices in _packs(leaves, bytes_per_pack):
         like = [leaves[i] for i in indices]
-        reduced = communicator.all_reduce(replica_id, op, pack(like))
+        [reduced] = all_reduce(op, [pack(like)])
         for i, tensor in zip(indices, unpack(reduced, like), strict=True):
             results[i] = tensor
     rest = iter(results)

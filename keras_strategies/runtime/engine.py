@@ -1,7 +1,7 @@
 """Interface of an engine, and the parts of a strategy that engines use.
 
 Another backend is a folder that implements `Engine`, `FitDriver`, `RunDriver` and
-`Communicator`; nothing else in the package names its framework.
+`ReplicaCollectives`; nothing else in the package names its framework.
 """
 
 from __future__ import annotations

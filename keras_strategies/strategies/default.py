@@ -13,7 +13,7 @@ from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
 from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.replica_communicators import SingleReplica
+from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import default_devices
 from keras_strategies.types import InputContext, InputOptions, RunOptions
@@ -44,7 +44,7 @@ class DefaultStrategy(Strategy):
 
     @functools.cached_property
     def _replica(self) -> context.ReplicaContext:
-        return context.ReplicaContext(self, 0, SingleReplica(self))
+        return context.ReplicaContext(self, 0, SingleReplica())
 
     @property
     def default_replica_context(self) -> context.ReplicaContext:

@@ -261,6 +261,12 @@ def _root(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
+def communicators(source: Source) -> list[str]:
+    """Implementations of the replicas' collectives that no engine has."""
+    found = source.subclasses("Communicator", "ReplicaCollectives")
+    return [f"{m.name}.{n.name}" for m, n in found if m.engine is None]
+
+
 def launchers(source: Source) -> list[str]:
     """Modules that start or fork processes, those of the tests' harness too."""
     harness = source.root.parent / "tests" / "harness"
@@ -474,7 +480,7 @@ def measures(source: Source) -> dict[str, int]:
         ),
         "attributes replaced for a time": temporary_attributes(source),
         "StatelessScope subclasses": len(source.subclasses("StatelessScope")),
-        "communicators": len(source.subclasses("Communicator")),
+        "communicators": len(communicators(source)),
         "modules that start processes": len(launchers(source)),
         "duplicate public class names": len(duplicate_classes(source)),
         "lines of code": by_kind["code"],
@@ -505,9 +511,7 @@ def main(arguments: list[str]) -> None:
         "Scopes": (
             f"{m.name}.{n.name}" for m, n in source.subclasses("StatelessScope")
         ),
-        "Communicators": (
-            f"{m.name}.{n.name}" for m, n in source.subclasses("Communicator")
-        ),
+        "Communicators": communicators(source),
         "Launchers": launchers(source),
         "Duplicates": duplicate_classes(source),
         "Folders": [(f, n) for f, n in files_per_folder(source).items() if n > 12],

@@ -24,7 +24,7 @@ LAYERS = (
     ("runtime.elastic_loop", "runtime.worker_steps"),
     ("runtime.workers",),
     ("runtime.placement",),
-    ("runtime.drivers", "runtime.communicator"),
+    ("runtime.drivers", "runtime.replicas.collectives"),
     ("runtime.engine",),
     (
         "context",

@@ -30,9 +30,9 @@ BOUNDS = {
     "duplicate public class names": 2,
     # Elastic groups of workers, as yet beside what they replace: 750.
     # Snapshots of `fit`: 880.
-    "lines of code": 27_544,
-    "folders of more than 12 files": 1,
-    "files of the largest folder": 14,
+    "lines of code": 27_501,
+    "folders of more than 12 files": 0,
+    "files of the largest folder": 12,
     "import cycles": 0,
     "modules in import cycles": 0,
     "private names outside of compat files": 0,

@@ -28,13 +28,12 @@ from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import Drivers, FitDriver, RunDriver
 from keras_strategies.runtime.engine import Engine, Feature, StrategyCore
 from keras_strategies.runtime.placement import VariableCopy, nbytes_of
-from keras_strategies.runtime.replica_communicators import (
+from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
     ReplicaCollectives,
-    ReplicaCommunicator,
     call_merged,
 )
-from keras_strategies.runtime.replica_set import ReplicaSet
+from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import LocalValues, RunState
 from keras_strategies.types import ReduceOp
@@ -121,11 +120,10 @@ class NumpyRun(RunDriver):
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         collectives = TurnCollectives(self)
-        communicator = ReplicaCommunicator(self.strategy, collectives)
         made = run_state.CreatedVariables()
         around = thread_state.thread_state()
         for i in self.replicas:
-            replica = context.ReplicaContext(self.strategy, i, communicator)
+            replica = context.ReplicaContext(self.strategy, i, collectives)
             copy, local = functools.partial(_copy, i), self.on_read_values.get
             collectives.states.append(RunState(replica, copy, local, made))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.runtime.replica_set import TensorPrimitives
+from keras_strategies.runtime.replicas.replica_set import TensorPrimitives
 from keras_strategies.types import ReduceOp
 
 _REDUCTIONS = {

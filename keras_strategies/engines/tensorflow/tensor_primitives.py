@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import widened
-from keras_strategies.runtime.replica_set import TensorPrimitives
+from keras_strategies.runtime.replicas.replica_set import TensorPrimitives
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from keras_strategies.runtime.replica_set import TensorPrimitives
+from keras_strategies.runtime.replicas.replica_set import TensorPrimitives
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 

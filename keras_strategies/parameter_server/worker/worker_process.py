@@ -20,7 +20,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
 )
 from keras_strategies.parameter_server.worker.worker_loop import Worker
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.replica_communicators import SingleReplica
+from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.types import RunOptions
 
@@ -38,7 +38,7 @@ class WorkerStrategy(Strategy):
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
         get_engine().install()
         self._worker = worker
-        self._replica = context.ReplicaContext(self, 0, SingleReplica(self))
+        self._replica = context.ReplicaContext(self, 0, SingleReplica())
 
     @property
     def replica_context_in_scope(self) -> context.ReplicaContext | None:

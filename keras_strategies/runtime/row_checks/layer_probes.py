@@ -21,10 +21,9 @@ from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.replica_communicators import (
+from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
     ReplicaCollectives,
-    ReplicaCommunicator,
     call_merged,
 )
 from keras_strategies.runtime.state.replica_state import ReplicaState, has_rows
@@ -138,13 +137,12 @@ class _ProbeReplica(context.ReplicaContext):
     def __init__(
         self, strategy: StrategyCore, replica_id: int, collectives: _ReplayedCollectives
     ):
-        communicator = ReplicaCommunicator(strategy, collectives)
-        super().__init__(strategy, replica_id, communicator, num_replicas=2)
-        self._collectives = collectives
+        super().__init__(strategy, replica_id, collectives, num_replicas=2)
+        self._replayed = collectives
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        self._collectives.by_user = True
+        self._replayed.by_user = True
         return super().replica_id_in_sync_group
 
     @property
@@ -152,7 +150,7 @@ class _ProbeReplica(context.ReplicaContext):
         return True
 
     def gather_batch_statistics(self, value: Any) -> Any:
-        return self._collectives.batch_statistics(value)
+        return self._replayed.batch_statistics(value)
 
 
 @dataclass

@@ -39,7 +39,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import MergedState
 from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.state_scope import current_policy
-from keras_strategies.runtime.replica_communicators import SingleReplica
+from keras_strategies.runtime.replicas.collectives import SingleReplica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -167,9 +167,7 @@ def run_single_replica(
     program = current_program()
     if program is not None:
         program.strategies[id(strategy)] = strategy
-    with context.on_replica(
-        context.ReplicaContext(strategy, 0, SingleReplica(strategy))
-    ):
+    with context.on_replica(context.ReplicaContext(strategy, 0, SingleReplica())):
         return fn(*args, **kwargs)
 
 

@@ -36,9 +36,8 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     merged_value,
     with_seed_offset,
 )
-from keras_strategies.runtime.replica_communicators import (
+from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
-    ReplicaCommunicator,
 )
 from keras_strategies.runtime.state import run_state
 from keras_strategies.types import ReduceOp
@@ -156,7 +155,7 @@ class ShardMapReplicas(TracedReplicas):
         replica = _ShardedContext(
             self._mesh.strategy,
             self._replica_id,  # type: ignore[arg-type]
-            ReplicaCommunicator(self._mesh.strategy, self),
+            self,
         )
         self._state = TracedReplicaState(replica, self._copy, self._local, self)
         args, kwargs = self._arguments.build(replicated, parts)

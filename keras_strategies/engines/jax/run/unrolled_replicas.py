@@ -29,9 +29,8 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 )
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.deferred import has_deferred_variables
-from keras_strategies.runtime.replica_communicators import (
+from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
-    ReplicaCommunicator,
     call_merged,
 )
 from keras_strategies.runtime.state import run_state
@@ -49,9 +48,8 @@ class UnrolledReplicas(TracedReplicas):
     def __call__(self, arguments: ReplicaArguments) -> list[Any]:
         has_deferred_variables()  # One list for all threads.
         states, tasks = [], []
-        communicator = ReplicaCommunicator(self._mesh.strategy, self)
         for i in range(self._mesh.count):
-            replica = context.ReplicaContext(self._mesh.strategy, i, communicator)
+            replica = context.ReplicaContext(self._mesh.strategy, i, self)
             state = TracedReplicaState(replica, self._copier(i), self._local, self)
             states.append(state)
             tasks.append(self._task(arguments.calls[i], replica, state))

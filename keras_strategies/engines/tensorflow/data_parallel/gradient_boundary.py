@@ -29,12 +29,12 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
 )
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel import (
+from keras_strategies.runtime.data_parallel.layer_call import (
     Channel,
     ReplicaResult,
 )
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.replica_set import RowSplit
+from keras_strategies.runtime.replicas.replica_set import RowSplit
 
 
 class ReplicaCaller(Protocol):

@@ -44,13 +44,12 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel import (
+from keras_strategies.runtime.data_parallel.layer_call import (
     Channel,
     DataParallelCall,
     ReplicaResult,
 )
-from keras_strategies.runtime.replica_communicators import ReplicaCommunicator
-from keras_strategies.runtime.replica_set import RowSplit
+from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_checks.layer_probes import Randomness
 from keras_strategies.user_warnings import warn_user
 
@@ -182,15 +181,12 @@ class TensorFlowDataParallelCall(DataParallelCall):
         self, job: LayerCallOnReplicas, tasks: Sequence[Callable[[], Any]]
     ) -> list[Any]:
         replicas = job.row_split.replica_set
-        communicator = ReplicaCommunicator(
-            self.strategy, job.collectives, replicas.first
-        )
 
         def in_context(replica_id: int) -> Callable[[], Any]:
             replica = ReplicaOfAny(
                 self.strategy,
                 replicas.first + replica_id,
-                communicator,
+                job.collectives,
                 replicas.total,
             )
 

@@ -26,12 +26,12 @@ from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
-from keras_strategies.runtime.replica_communicators import (
+from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
     ReplicaCollectives,
     call_merged,
 )
-from keras_strategies.runtime.replica_set import ReplicaSet
+from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 
 
@@ -131,6 +131,7 @@ class LockstepCollectives(ReplicaCollectives):
         self.reduction = reduction
         self._merging = merging
         self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
+        self.first = self.replica_set.first
         self._devices = [tf_device(device) for device in devices]
         self._lead = tf_device(lead)
         self._arrived: list[Any] = [None] * len(devices)

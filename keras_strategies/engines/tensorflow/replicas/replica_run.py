@@ -51,8 +51,7 @@ from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import RunDriver
-from keras_strategies.runtime.replica_communicators import ReplicaCommunicator
-from keras_strategies.runtime.replica_set import ReplicaSet
+from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import (
     CreatedVariables,
@@ -214,11 +213,10 @@ class TensorFlowRun(RunDriver):
             merging,
         )
         first = self.replica_set.first
-        communicator = ReplicaCommunicator(self.strategy, collectives, first)
         tasks = []
         made = CreatedVariables()
         for i in range(len(args)):
-            replica = context.ReplicaContext(self.strategy, first + i, communicator)
+            replica = context.ReplicaContext(self.strategy, first + i, collectives)
             state = RunState(
                 replica, self._copier(i), self.on_read_values.get, made, _assigned
             )

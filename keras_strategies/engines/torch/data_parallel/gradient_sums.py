@@ -12,7 +12,7 @@ import torch
 
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.worker_collectives import Pack, TorchWorkers
-from keras_strategies.runtime.replica_set import RowSplit
+from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues
 

@@ -38,13 +38,12 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import wraps_torch_modules
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel import (
+from keras_strategies.runtime.data_parallel.layer_call import (
     Channel,
     DataParallelCall,
     ReplicaResult,
 )
-from keras_strategies.runtime.replica_communicators import ReplicaCommunicator
-from keras_strategies.runtime.replica_set import RowSplit
+from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_checks.layer_probes import Randomness, flags
 from keras_strategies.user_warnings import warn_user
 
@@ -212,11 +211,10 @@ class TorchDataParallelCall(DataParallelCall):
         random: ReplicaRandom,
     ) -> list[Any]:
         replicas = collectives.replica_set
-        communicator = ReplicaCommunicator(self.strategy, collectives, replicas.first)
 
         def in_context(replica_id: int, task: Callable[[], Any]) -> Callable[[], Any]:
             replica = context.ReplicaContext(
-                self.strategy, replicas.first + replica_id, communicator, replicas.total
+                self.strategy, replicas.first + replica_id, collectives, replicas.total
             )
 
             def run() -> Any:

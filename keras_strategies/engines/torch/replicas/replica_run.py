@@ -29,8 +29,7 @@ from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import RunDriver
-from keras_strategies.runtime.replica_communicators import ReplicaCommunicator
-from keras_strategies.runtime.replica_set import ReplicaSet
+from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import (
     CreatedVariables,
@@ -159,12 +158,11 @@ class TorchRun(RunDriver):
         merging: _MergeContext,
     ) -> list[Any]:
         first = self.replica_set.first
-        communicator = ReplicaCommunicator(self.strategy, collectives, first)
         states = merging.states
         tasks = []
         made = CreatedVariables(collectives.is_sequential)
         for i in range(len(args)):
-            replica = context.ReplicaContext(self.strategy, first + i, communicator)
+            replica = context.ReplicaContext(self.strategy, first + i, collectives)
             state = RunState(
                 replica, self._copier(i), self.on_read_values.get, made, _assigned
             )

@@ -18,12 +18,12 @@ from keras_strategies.errors import (
     ReplicaAbortedError,
     ReplicaMismatchError,
 )
-from keras_strategies.runtime.replica_communicators import (
+from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
     ReplicaCollectives,
     call_merged,
 )
-from keras_strategies.runtime.replica_set import ReplicaSet
+from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 
 
@@ -68,6 +68,7 @@ class ThreadCollectives(ReplicaCollectives):
         self._devices = tuple(devices)
         #: All replicas that take part.
         self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
+        self.first = self.replica_set.first
         # The replica that runs; None if they run concurrently.
         self._turn: int | None = 0 if is_sequential else None
         self._condition = threading.Condition()

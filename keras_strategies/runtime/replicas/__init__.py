@@ -1,0 +1,1 @@
+"""Replicas of one computation: their set, collectives and gradients."""

@@ -1,0 +1,74 @@
+"""Collectives that replicas call in `run` and in layer calls."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import regroup, select_replica
+
+#: Arguments and keyword arguments of one replica.
+MergeArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class ReplicaCollectives(abc.ABC):
+    """Collectives of replicas, on lists of tensors; `ReplicaContext` calls them.
+
+    `replica` is the number of the calling replica among those of this process.
+    """
+
+    #: The number of this process's first replica among all.
+    first: int = 0
+
+    @abc.abstractmethod
+    def all_reduce(
+        self, replica: int, op: ReduceOp, tensors: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Reduces each tensor over replicas; its gradient is the same reduction."""
+
+    @abc.abstractmethod
+    def all_gather(
+        self, replica: int, tensors: Sequence[Any], axis: int
+    ) -> Sequence[Any]:
+        """Concatenates each tensor over replicas along `axis`; differentiable."""
+
+    @abc.abstractmethod
+    def merge_call(
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
+    ) -> Any:
+        """Calls `merge` once with the regrouped arguments of all replicas.
+
+        Returns:
+            The component of this replica (`call_merged`).
+        """
+
+
+def call_merged(
+    merge: Callable[..., Any], arguments: Sequence[MergeArguments]
+) -> list[Any]:
+    """Calls a merged function; a result for each replica."""
+    args, kwargs = regroup(arguments)
+    result = merge(*args, **kwargs)
+    return [select_replica(i, result) for i in range(len(arguments))]
+
+
+class SingleReplica(ReplicaCollectives):
+    """Collectives of one replica: each returns its argument."""
+
+    def all_reduce(
+        self, replica: int, op: ReduceOp, tensors: Sequence[Any]
+    ) -> Sequence[Any]:
+        return tensors
+
+    def all_gather(
+        self, replica: int, tensors: Sequence[Any], axis: int
+    ) -> Sequence[Any]:
+        return tensors
+
+    def merge_call(
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
+    ) -> Any:
+        args, kwargs = arguments
+        return merge(*args, **kwargs)
