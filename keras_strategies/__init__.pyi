@@ -51,6 +51,8 @@ from keras_strategies.parameter_server.variables.sharded_variable import (
 from keras_strategies.processes.launch_function import launch as launch
 from keras_strategies.reports.describe import Description as Description
 from keras_strategies.reports.plan import Plan as Plan
+from keras_strategies.reports.worker_status import TrainingStatus as TrainingStatus
+from keras_strategies.reports.worker_status import WorkerStatus as WorkerStatus
 from keras_strategies.runtime.placement import VariableCopy as VariableCopy
 from keras_strategies.strategies.base import Strategy as Strategy
 from keras_strategies.strategies.base import ValueContext as ValueContext

@@ -35,6 +35,7 @@ from keras_strategies.parameter_server.variables.variable_registry import (
 )
 from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
 from keras_strategies.parameter_server.wire.variable_description import server_device
+from keras_strategies.reports.worker_status import TrainingStatus
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
@@ -275,6 +276,13 @@ class ParameterServerStrategy(Strategy):
                 "args=(...))`."
             )
         return self._functions.run(fn, args, kwargs or {})
+
+    def status(self) -> TrainingStatus:
+        raise ContextError(
+            "ParameterServerStrategy has no synchronous workers. "
+            "`ks.ClusterCoordinator(strategy).status()` is the status of its workers "
+            "and servers."
+        )
 
     def input_context(self) -> InputContext:
         return InputContext(1, 0, 1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
 from keras_strategies.errors import WorkerError
+from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
@@ -39,6 +40,8 @@ class WorkerSteps:
         self._method = ""
         self._steps = 0
         self._checks = False
+        # Host and process of the workers that a warning has named.
+        self._slow: set[tuple[str, int]] = set()
 
     @contextlib.contextmanager
     def method(self, name: str) -> Iterator[bool]:
@@ -50,11 +53,13 @@ class WorkerSteps:
         previous = self._method, self._steps, self._checks
         self._method, self._steps, self._checks = name, 0, name.endswith("_on_batch")
         self.group.progress = f"the beginning of {name}"
+        self.group.clock.end()
         try:
             yield not previous[0]
         finally:
             self._method, self._steps, self._checks = previous
             self.group.progress = self._progress()
+            self.group.clock.end()
 
     def begin_steps(self, count: int = 1) -> None:
         """Starts one or more steps.
@@ -65,6 +70,52 @@ class WorkerSteps:
         self._steps += count
         self.group.progress = self._progress()
         self.group.check()
+        self._warn_of_slow_workers()
+        self.group.clock.begin(count)
+
+    def next_batch(self, batches: Iterator[Any]) -> Any:
+        """Starts a step, and reads its batch.
+
+        Raises:
+            StopIteration: at the end of the data; no step is started then.
+            WorkerError: if a worker is lost.
+        """
+        self.begin_steps()
+        try:
+            with self.group.clock.reading():
+                return next(batches)
+        except StopIteration:
+            self._steps -= 1
+            self.group.progress = self._progress()
+            self.group.clock.cancel()
+            raise
+
+    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches; the time of reading them is that of this worker's steps."""
+        iterator = iter(batches)
+        end = object()
+        while True:
+            with self.group.clock.reading():
+                batch = next(iterator, end)
+            if batch is end:
+                return
+            yield batch
+
+    def _warn_of_slow_workers(self) -> None:
+        """Names a worker that the others wait for, once, on the chief."""
+        if not self.group.is_chief:
+            return
+        for index in self.group.slow_workers():
+            member = self.group.members[index]
+            place = str(member["host"]), int(member["pid"])
+            if place not in self._slow:
+                self._slow.add(place)
+                warn_user(
+                    f"Worker {index} ({place[0]}, process {place[1]}) delays the "
+                    f"others in every step.{self.group.lateness(index)} Look for "
+                    "other programs on its machine, slow input or fewer devices; "
+                    "`strategy.status()` has the times of all workers."
+                )
 
     def check_batches(self, wanted: bool) -> None:
         """Sets whether `check_batch` compares, until the method ends."""

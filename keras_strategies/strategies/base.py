@@ -32,6 +32,7 @@ from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.building import build_optimizer
 from keras_strategies.reports.describe import Description, describe
 from keras_strategies.reports.plan import Plan, plan
+from keras_strategies.reports.worker_status import TrainingStatus, worker_status
 from keras_strategies.runtime.drivers import CheckpointDriver
 from keras_strategies.runtime.engine import Feature, StrategyCore, require
 from keras_strategies.runtime.placement import Placement
@@ -442,6 +443,29 @@ class Strategy(StrategyCore):
         """
         self._check_owns(model, "describe")
         return describe(self, model)
+
+    def status(self) -> TrainingStatus:
+        """A table of the workers and of the times of their steps in `fit`.
+
+        Steps take as long as those of the slowest worker, which the others wait for. A
+        worker that takes twice the median of the others over 20 steps is also named in
+        a warning, once.
+
+        Returns:
+            A `TrainingStatus`: text in a terminal, a table in a notebook. Times are at
+            most a second old.
+
+        Raises:
+            RuntimeError: for `ParameterServerStrategy`, whose coordinator has a
+                `status`.
+
+        Example:
+
+        >>> print(strategy.status())
+        """
+        workers = self.workers
+        group = None if workers is None else workers.group
+        return worker_status(type(self).__name__, group)
 
     def plan(self, build_fn: Callable[[], Any], batch_shapes: Any) -> Plan:
         """Memory and communication of training a model, from its shapes.

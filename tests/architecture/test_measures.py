@@ -30,7 +30,8 @@ BOUNDS = {
     "duplicate public class names": 2,
     # Elastic groups of workers, as yet beside what they replace: 750.
     # Snapshots of `fit`: 880.
-    "lines of code": 27_501,
+    # Times of steps, slow workers and their status: 260.
+    "lines of code": 27_761,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

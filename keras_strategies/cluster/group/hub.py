@@ -26,6 +26,7 @@ class _Member:
     info: dict[str, Any]
     seen: float
     progress: str = ""
+    times: tuple[float, ...] = ()
     failure: str = ""
     has_left: bool = False
 
@@ -218,7 +219,9 @@ class Hub:
             with self._lock:
                 chief = self._members.get(0)
                 progress = chief.progress if chief is not None else ""
-                self._send_to_all({"kind": "beat", "progress": progress})
+                times = [self._members[i].times for i in sorted(self._members)]
+                beat = {"kind": "beat", "progress": progress, "times": times}
+                self._send_to_all(beat)
                 if not self.is_complete:
                     if now > deadline:
                         self._refuse(self._missing_workers(), is_late=True)
@@ -275,6 +278,7 @@ class Hub:
             member = self._members[index]
             member.seen = time.monotonic()
             if kind == "beat":
+                member.times = tuple(header["times"])
                 # The progress of a failed worker is reported.
                 if not member.failure:
                     member.progress = header["progress"]

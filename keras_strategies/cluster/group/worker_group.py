@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -19,6 +21,12 @@ from keras_strategies.cluster.group.group_messages import (
     MessageConnection,
 )
 from keras_strategies.cluster.group.hub import Hub
+from keras_strategies.cluster.group.step_clock import (
+    StepClock,
+    StepTimes,
+    others_median,
+    slow_workers,
+)
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 
@@ -91,6 +99,9 @@ class WorkerGroup:
         self.timeout = timeout
         #: Progress of this worker, such as "step 12 of fit", sent to the others.
         self.progress = ""
+        self.clock = StepClock()
+        #: Times of all workers' last steps, by index, after the first heartbeats.
+        self.times: tuple[StepTimes, ...] = ()
         self._line = line
         self._hub = hub
         self._numbers: dict[str, int] = {}
@@ -214,7 +225,9 @@ class WorkerGroup:
         }
         self._line.send(header, payload)
         until = time.monotonic() + self.timeout
-        with self._condition:
+        # Waits of other threads, such as for a later batch, delay no step.
+        wait = contextlib.nullcontext() if stream else self.clock.waiting()
+        with wait, self._condition:
             while key not in self._results:
                 self.check()
                 if time.monotonic() > until:
@@ -319,9 +332,26 @@ class WorkerGroup:
         """Message about a loss."""
         own = f" This is worker {self.index}"
         own += f", at {self.progress}." if self.progress else "."
+        late = self.lateness(loss.index)
         return (
-            f"{loss}{own} Training cannot continue without it. Restart all workers; "
-            "with keras.callbacks.BackupAndRestore they resume where they stopped."
+            f"{loss}{late}{own} Training cannot continue without it. Restart all "
+            "workers; with keras.callbacks.BackupAndRestore they resume where they "
+            "stopped."
+        )
+
+    def slow_workers(self) -> list[int]:
+        """Indices of workers that take twice the median of the others over 20 steps."""
+        return slow_workers(self.times)
+
+    def lateness(self, index: int) -> str:
+        """A sentence about the time of a worker's steps; may be empty."""
+        if len(self.times) < 2 or not self.times[index].steps:
+            return ""
+        times = self.times[index]
+        return (
+            f" Its last steps took {1000 * times.own:.0f} ms each without waits for "
+            "other workers, those of the others "
+            f"{1000 * others_median(self.times, index):.0f} ms."
         )
 
     def loss(self, wait: float = 0.0) -> LostWorker | None:
@@ -384,7 +414,9 @@ class WorkerGroup:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT):
-            self._line.send({"kind": "beat", "progress": self.progress})
+            times = dataclasses.astuple(self.clock.times)
+            beat = {"kind": "beat", "progress": self.progress, "times": times}
+            self._line.send(beat)
             silent = time.monotonic() - self._last_received
             if silent > self.timeout:
                 self._chief_lost(f"{NO_HEARTBEAT} for {silent:.0f} s")
@@ -422,6 +454,8 @@ class WorkerGroup:
         kind = header.get("kind")
         if kind == "beat":
             self._chief_progress = header["progress"]
+            if len(header["times"]) == self.count:
+                self.times = tuple(StepTimes(*each) for each in header["times"])
         elif kind == "gathered":
             self._chief_progress = header["progress"]
             with self._condition:

@@ -49,6 +49,7 @@ class TorchWorkers(Workers):
 
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         super().__init__(group, options)
+        group.clock.sees_waits = True
         self._timeout = datetime.timedelta(seconds=group.timeout)
         self._store = _store(group, self._timeout)
         self._groups: dict[str, Any] = {}
@@ -65,6 +66,9 @@ class TorchWorkers(Workers):
         )
         kind = "nccl" if use_nccl else "gloo"
         if kind not in self._groups:
+            if use_nccl:
+                # Waits are on the GPU.
+                self.group.clock.sees_waits = False
             store = dist.PrefixStore(kind, self._store)
             index, count = self.group.index, self.group.count
             self._groups[kind] = (
@@ -113,6 +117,8 @@ class TorchWorkers(Workers):
                     "strategy creates the group."
                 )
             return
+        # The exchanges of shards are in torch's operations.
+        self.group.clock.sees_waits = False
 
         def gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
             # On the interface that the cluster names, and on no other.
@@ -145,7 +151,8 @@ class TorchWorkers(Workers):
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         try:
-            begin().wait()
+            with self.group.clock.waiting():
+                begin().wait()
         except RuntimeError as error:
             raise lost_worker(self.group, error) from error
 

@@ -20,6 +20,7 @@ import keras
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 from keras_strategies.keras_compat.models.layers import clear_losses
+from keras_strategies.runtime.worker_steps import WorkerSteps
 
 # `step(state, batch)` returns `(outputs, state)`.
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -157,22 +158,17 @@ def loop_function(
     kind: str,
     step: Step,
     prepare: Callable[[Any], Any],
-    count: Callable[[int], None] = lambda steps: None,
+    steps: WorkerSteps | None = None,
 ) -> Callable[..., Any]:
     """The function that Keras calls for each item of its loop: one step, or several.
 
-    `prepare` is called with a state read from the variables; `count` with 1 before each
-    batch is read, and with -1 at the end of the data.
+    `prepare` is called with a state read from the variables; `steps` are begun before
+    each batch is read.
     """
     several = model.steps_per_execution
 
     def read(batches: Iterator[Any]) -> Any:
-        count(1)
-        try:
-            return next(batches)
-        except StopIteration:
-            count(-1)
-            raise
+        return next(batches) if steps is None else steps.next_batch(batches)
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
         if type(state) is not Returned:

@@ -114,11 +114,8 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         if kind == "predict":
             step = self._placing(step)
         workers = self.placement.workers
-        function = compiled_steps.loop_function(model, kind, step, self.prepared)
-        if workers is not None:
-            function = compiled_steps.loop_function(
-                model, kind, step, self.prepared, workers.steps.begin_steps
-            )
+        steps = None if workers is None else workers.steps
+        function = compiled_steps.loop_function(model, kind, step, self.prepared, steps)
         setattr(model, name, function)
 
     def _place_compiled(self, model: Any) -> None:

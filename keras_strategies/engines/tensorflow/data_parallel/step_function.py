@@ -99,7 +99,8 @@ class StepFunction:
             return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
         logs = None
         spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
-        for batch in itertools.islice(batches, self._steps):
+        read = itertools.islice(batches, self._steps)
+        for batch in read if self._workers is None else self._workers.steps.timed(read):
             logs = self._one_step(batch, spec)
         if logs is None:
             raise StopIteration
