@@ -108,7 +108,7 @@ class _CompiledStep(_CentralStep):
     ) -> list[Any]:
         """Runs the update, and records the new state as soon as it exists."""
         arguments = [[array] for array in program.update_arguments(values)]
-        # As in `compiled_steps.compiled`: no interrupt between the call and the list.
+        # As in `CompiledStep`: no interrupt between the call and the list.
         results: list[Any] = []
         try:
             results.extend(map(program.at_home, *arguments))

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
@@ -55,15 +56,10 @@ def compiles(model: Any) -> bool:
 _DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
-def compiled(
-    model: Any,
-    kind: str,
-    step: Step,
-    state_sharding: Callable[[Sequence[jax.Array]], Any] | None = None,
-    outputs: jax.sharding.Sharding | None = None,
-    alternative: Step | None = None,
-) -> Step:
+class CompiledStep:
     """A compiled step, whose new state is recorded as soon as it exists.
+
+    Several batches of equal shapes are one program, a `jax.lax.scan` over them.
 
     Args:
         model: the model.
@@ -75,49 +71,117 @@ def compiled(
         alternative: an equivalent step with other collectives. The first batch
             determines which of the two sends fewer bytes, and is used.
     """
-    donated = _DONATED[kind]
-    programs: dict[tuple[int, ...], Callable[..., Any]] = {}
-    chosen = [step] if alternative is None else []
 
-    def program_for(state: Any, batch: Any) -> Callable[..., Any]:
-        if not chosen:
-            assert alternative is not None
-            found = [jitted(state, each) for each in (step, alternative)]
-            sent = [_sent(each.lower(*state, batch)) for each in found]
-            best = sent.index(min(sent))
-            chosen.append((step, alternative)[best])
-            return found[best]
-        return jitted(state, chosen[0])
+    def __init__(
+        self,
+        model: Any,
+        kind: str,
+        step: Step,
+        state_sharding: Callable[[Sequence[jax.Array]], Any] | None = None,
+        outputs: jax.sharding.Sharding | None = None,
+        alternative: Step | None = None,
+    ):
+        self._model = model
+        self._kind = kind
+        self._candidates = [step] if alternative is None else [step, alternative]
+        self._state_sharding = state_sharding
+        self._outputs = outputs
+        self._programs: dict[tuple[int, ...], Callable[..., Any]] = {}
 
-    def jitted(state: Any, step: Step) -> Any:
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        return self._run(state, [batch])
+
+    def several(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        """Runs a step for each batch, in one program.
+
+        Args:
+            state: groups of arrays.
+            batches: batches of one structure, with equal shapes and dtypes.
+
+        Returns:
+            The outputs of "predict" of all batches, concatenated, or else those of the
+            last batch; and the state after it.
+        """
+        return self._run(state, batches)
+
+    def _run(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        results: list[Any] = []
+        key = (len(batches), *map(len, state))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._program(state, batches)
+        try:
+            # `extend` and `map` run in C, and so does a compiled program: an
+            # interrupt is raised before the call or when its result is in the list.
+            results.extend(map(program, *zip((*state, *batches), strict=True)))
+        finally:
+            if results:
+                record_jax_state(self._model, self._kind, results[0][1])
+        return results[0]
+
+    def _program(self, state: Any, batches: Sequence[Any]) -> Callable[..., Any]:
+        if len(self._candidates) > 1:
+            sent = [
+                _sent(self._jitted(state, each).lower(*state, batches[0]))
+                for each in self._candidates
+            ]
+            self._candidates = [self._candidates[sent.index(min(sent))]]
+        step = self._candidates[0]
+        if len(batches) > 1:
+            step = _scanned(step, self._kind == "predict")
+        return self._jitted(state, step)
+
+    def _jitted(self, state: Any, step: Callable[..., Any]) -> Any:
+        groups = len(state)
+        donated = _DONATED[self._kind]
         shardings = [
-            state_sharding(group)
-            if state_sharding is not None and i in donated
+            self._state_sharding(group)
+            if self._state_sharding is not None and i in donated
             else None
             for i, group in enumerate(state)
         ]
         return jax.jit(
-            lambda *args: step(args[:-1], args[-1]),
+            lambda *args: step(args[:groups], *args[groups:]),
             donate_argnums=donated,
-            out_shardings=(outputs, tuple(shardings)),
+            out_shardings=(self._outputs, tuple(shardings)),
         )
 
-    def recording(state: Any, batch: Any) -> tuple[Any, Any]:
-        results: list[Any] = []
-        key = tuple(map(len, state))
-        program = programs.get(key)
-        if program is None:
-            program = programs[key] = program_for(state, batch)
-        try:
-            # `extend` and `map` run in C, and so does a compiled program: an
-            # interrupt is raised before the call or when its result is in the list.
-            results.extend(map(program, *zip((*state, batch), strict=True)))
-        finally:
-            if results:
-                record_jax_state(model, kind, results[0][1])
-        return results[0]
 
-    return recording
+def _scanned(step: Step, concatenates: bool) -> Callable[..., tuple[Any, Any]]:
+    """A step on several batches of equal shapes, which are arguments of their own."""
+
+    def steps(state: Any, *batches: Any) -> tuple[Any, Any]:
+        structure = jax.tree.structure(batches[0])
+        rows = zip(*map(jax.tree.leaves, batches), strict=True)
+
+        def body(state: Any, leaves: Any) -> tuple[Any, Any]:
+            outputs, new = step(state, jax.tree.unflatten(structure, leaves))
+            # The types of a carry stay: constants of a step can be weakly typed.
+            return jax.tree.map(_strongly_typed, _lists(new)), outputs
+
+        state, outputs = jax.lax.scan(
+            body, _lists(state), [jax.numpy.stack(each) for each in rows]
+        )
+        combine = _merged_rows if concatenates else _last
+        return jax.tree.map(combine, outputs), state
+
+    return steps
+
+
+def _lists(state: Any) -> tuple[list[Any], ...]:
+    return tuple(map(list, state))
+
+
+def _strongly_typed(array: Any) -> Any:
+    return jax.lax.convert_element_type(array, array.dtype)
+
+
+def _merged_rows(stacked: Any) -> Any:
+    return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def _last(stacked: Any) -> Any:
+    return stacked[-1]
 
 
 # Options of a compilation whose program is read and never run. Its collectives are
@@ -159,35 +223,61 @@ def loop_function(
     step: Step,
     prepare: Callable[[Any], Any],
     steps: WorkerSteps | None = None,
+    place: Callable[[Any], Any] = lambda batch: batch,
 ) -> Callable[..., Any]:
     """The function that Keras calls for each item of its loop: one step, or several.
 
     `prepare` is called with a state read from the variables; `steps` are begun before
-    each batch is read.
+    each batch is read; `place` is called with each batch.
     """
     several = model.steps_per_execution
 
     def read(batches: Iterator[Any]) -> Any:
-        return next(batches) if steps is None else steps.next_batch(batches)
+        return place(next(batches) if steps is None else steps.next_batch(batches))
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
         if type(state) is not Returned:
             state = prepare(state)
         record_jax_state(model, kind, state)
-        outputs, state = step(state, read(batches))
         if several == 1:
+            outputs, state = step(state, read(batches))
             return outputs, Returned(state)
-        every = [outputs]
-        for _ in range(several - 1):
+        items = [read(batches)]
+        failure = None
+        while len(items) < several:
             try:
-                batch = read(batches)
+                items.append(read(batches))
             except StopIteration:
                 break
+            except Exception as error:
+                # The steps of the batches before it are done first.
+                failure = error
+                break
+        if len(items) == several and isinstance(step, CompiledStep) and _alike(items):
+            outputs, state = step.several(state, items)
+            return outputs, Returned(state)
+        every = []
+        for batch in items:
             outputs, state = step(state, batch)
             every.append(outputs)
+        if failure is not None:
+            raise failure
         return (concatenated(every) if kind == "predict" else outputs), Returned(state)
 
     return function
+
+
+def _alike(batches: Sequence[Any]) -> bool:
+    """Whether batches have one structure, with equal shapes and dtypes."""
+    first, *others = map(_signature, batches)
+    return all(each == first for each in others)
+
+
+def _signature(batch: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, [
+        (np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves
+    ]
 
 
 def unshared(state: Any) -> tuple[Any, ...]:

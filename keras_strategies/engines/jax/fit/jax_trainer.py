@@ -110,12 +110,16 @@ class JaxTrainer(FitDriver, CheckpointDriver):
             return
         if kind != "predict":
             self._place_compiled(model)
-        step = self.step(model, kind)
-        if kind == "predict":
-            step = self._placing(step)
         workers = self.placement.workers
-        steps = None if workers is None else workers.steps
-        function = compiled_steps.loop_function(model, kind, step, self.prepared, steps)
+        options: dict[str, Any] = {}
+        if workers is not None:
+            options["steps"] = workers.steps
+        if kind == "predict":
+            # Keras 3.15 does not place the input of `predict_on_batch`.
+            options["place"] = self.placer.place
+        function = compiled_steps.loop_function(
+            model, kind, self.step(model, kind), self.prepared, **options
+        )
         setattr(model, name, function)
 
     def _place_compiled(self, model: Any) -> None:
@@ -124,10 +128,6 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         for variable in (*optimizer, *model.metrics_variables):
             if not self.is_placed(variable):
                 self.place(variable)
-
-    def _placing(self, step: compiled_steps.Step) -> compiled_steps.Step:
-        # Keras 3.15 does not place the input of `predict_on_batch`.
-        return lambda state, batch: step(state, self.placer.place(batch))
 
     def _check_model(self, model: Any) -> None:
         """Raises `ModelScopeError` if variables are on other devices."""

@@ -91,7 +91,7 @@ class MeshTrainer(DistributionTrainer):
         outputs = None if self.strategy.workers is None else self.replicated
         if compiled_steps.compiles(model):
             other = self.alternative_step(model, kind)
-            return compiled_steps.compiled(
+            return compiled_steps.CompiledStep(
                 model, kind, step, self.state_sharding, outputs, other
             )
         return step if outputs is None else compiled_steps.with_outputs(step, outputs)
@@ -105,7 +105,7 @@ class MeshTrainer(DistributionTrainer):
             for step in found
             if step is not None
         ]
-        # `compiled_steps.compiled` chooses by the same rule.
+        # `compiled_steps.CompiledStep` chooses by the same rule.
         return min(costs, key=lambda cost: sum(n for _, n in cost.sent.values()))
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:

@@ -29,7 +29,7 @@ class OneDeviceTrainer(JaxTrainer):
         step = compiled_steps.keras_step(model, kind)
         if not compiled_steps.compiles(model):
             return step
-        return compiled_steps.compiled(model, kind, step)
+        return compiled_steps.CompiledStep(model, kind, step)
 
     def prepared(self, state: Any) -> Any:
         # JAX compiles separately for committed arrays, as a program returns them, and

@@ -202,7 +202,7 @@ class CompiledProgram:
         plain = sharding.place_inputs(plain)
         joined = [sharding.join(own) for own in parts]
         kept = self._state(self._kept)
-        # As in `compiled_steps.compiled`: no interrupt between the call and the list.
+        # As in `CompiledStep`: no interrupt between the call and the list.
         done: list[Results] = []
         try:
             donated = _unshared(self._donated)

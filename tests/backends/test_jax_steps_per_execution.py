@@ -1,0 +1,87 @@
+"""Several steps in one program on JAX: `compile(steps_per_execution=)`."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of the JAX backend", allow_module_level=True)
+
+from harness.jax_training import (
+    STRATEGIES,
+    alone,
+    assert_same,
+    on,
+    rows,
+    small_model,
+    train,
+)
+
+import keras_strategies as ks
+from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
+
+ks.set_virtual_cpu_devices(4)
+
+on_each_compiled_kind = on("mirrored_2", "one_device")
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The numbers of steps of the programs that run."""
+    found = []
+    run = CompiledStep._run
+
+    def recording(self, state, batches):
+        found.append(len(batches))
+        return run(self, state, batches)
+
+    monkeypatch.setattr(CompiledStep, "_run", recording)
+    return found
+
+
+def model_of(name, steps):
+    with STRATEGIES[name]().scope():
+        model = small_model()
+        model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=steps)
+    return model
+
+
+@on_each_compiled_kind
+def test_batches_of_equal_shapes_are_one_program(name, programs):
+    model = model_of(name, 3)
+    x, y, _ = rows(27)
+    # Seven batches, the last of three rows.
+    for call in (model.fit, model.evaluate):
+        programs.clear()
+        call(x, y, batch_size=4, verbose=0)
+        assert programs == [3, 3, 1]
+    programs.clear()
+    # The uneven batch is among the three.
+    model.fit(x[:23], y[:23], batch_size=4, verbose=0, shuffle=False)
+    assert programs == [3, 1, 1, 1]
+    programs.clear()
+    assert model.predict(x, batch_size=4, verbose=0).shape == (27, 1)
+    assert programs == [3, 3, 1]
+
+
+@on_each_compiled_kind
+def test_the_numbers_are_those_of_single_steps(name):
+    found = train(STRATEGIES[name](), 27, steps_per_execution=3)
+    assert_same(found, {key: alone(27)[key] for key in found})
+
+
+def test_steps_before_a_failing_batch_are_done():
+    model = model_of("mirrored_2", 4)
+    x, y, _ = rows(4)
+
+    def batches():
+        for _ in range(6):
+            yield x, y
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.fit(batches(), verbose=0)
+    assert int(model.optimizer.iterations) == 6
+    assert all(np.isfinite(each).all() for each in model.get_weights())
