@@ -12,6 +12,10 @@ from keras_strategies.cluster.resolvers import sagemaker, slurm, tf_config, torc
 #: for `--devices-per-worker`.
 DEVICES_PER_WORKER = "KS_DEVICES_PER_WORKER"
 
+#: Minimum and number of workers of an elastic group, such as `1:4`; set by the launcher
+#: for `--elastic`.
+ELASTIC = "KS_ELASTIC"
+
 #: Shared secret of the tasks of a cluster with parameter servers.
 SECRET = "KS_CLUSTER_SECRET"
 

@@ -110,6 +110,8 @@ class ProcessLauncher:
         self._grace = grace_seconds
         self._streams = (out or sys.stdout, err or sys.stderr)
         self._running: dict[LocalTask, ProcessGroup] = {}
+        # Ended tasks with child processes that still run.
+        self._left: dict[LocalTask, ProcessGroup] = {}
         self._groups: set[ProcessGroup] = set()
         self._threads: dict[LocalTask, list[threading.Thread]] = {}
         self._last_errors: dict[LocalTask, str] = {}
@@ -196,14 +198,17 @@ class ProcessLauncher:
                 # Its number may soon be that of another group.
                 self._groups.discard(process)
                 self._notify_guard(f"-{process.pid}")
+            else:
+                self._left[event.task] = process
         else:
             self.signalled = event
         return event
 
     def kill(self, task: LocalTask) -> None:
-        """Kills a task and its child processes, if it runs."""
-        if task in self._running:
-            self._running[task].send(signal.SIGKILL)
+        """Kills a task and its child processes, if any of them runs."""
+        process = self._running.get(task) or self._left.pop(task, None)
+        if process is not None:
+            process.send(signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Ends all processes with a signal, and after the grace period with SIGKILL."""

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keras_strategies import __version__
-from keras_strategies.errors import KerasStrategiesError
+from keras_strategies.errors import InvalidArgumentError, KerasStrategiesError
 from keras_strategies.processes.local_cluster import LocalCluster
 from keras_strategies.tools.doctor import doctor
+from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elastic
 from keras_strategies.tools.launch_command import launch_command
 
 _LAUNCH = (
@@ -20,7 +21,8 @@ _LAUNCH = (
     "gets its place\nin the environment variable TF_CONFIG, where "
     "MultiWorkerMirroredStrategy and\nParameterServerStrategy look for it. Each "
     "line of output has the name of its task in\nfront. When a task fails, all are "
-    "ended, and its exit code is returned.\n"
+    "ended, and its exit code is returned; with\n--elastic it is started again, and "
+    "training continues with the others meanwhile.\n"
 )
 _DOCTOR = (
     "Report what this process would train on: versions, devices, the cluster's "
@@ -45,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # What a task prints should not end the launcher on a terminal that
             # cannot show it.
             stream.reconfigure(errors="replace")
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "launch" and options.workers is options.elastic is None:
+        parser.error("the following arguments are required: --workers or --elastic")
     try:
         if options.command == "doctor":
             return doctor(timeout_seconds=options.timeout)
@@ -70,8 +75,10 @@ def _flush() -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
+    least, most = options.elastic or (None, options.workers)
+    _check_elastic(options)
     cluster = LocalCluster(
-        workers=options.workers,
+        workers=most,
         ps=options.ps,
         chief=options.chief,
         evaluator=options.evaluator,
@@ -87,12 +94,25 @@ def _launch(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    return launch_command(
-        cluster,
-        [sys.executable, "-u", *script, *options.arguments],
-        max_restarts=options.max_restarts,
-        grace_seconds=options.grace_seconds,
-    )
+    command = [sys.executable, "-u", *script, *options.arguments]
+    restarts, grace = options.max_restarts, options.grace_seconds
+    if least is None:
+        return launch_command(cluster, command, restarts or 0, grace)
+    restarts = DEFAULT_RESTARTS if restarts is None else restarts
+    return launch_elastic(cluster, command, least, restarts, grace)
+
+
+def _check_elastic(options: argparse.Namespace) -> None:
+    """Raises an error for options that elastic workers do not have."""
+    if options.elastic is None:
+        return
+    named = ("workers", "ps", "chief", "evaluator")
+    others = [f"--{name}" for name in named if getattr(options, name)]
+    if others:
+        raise InvalidArgumentError(
+            "`--elastic MIN:MAX` starts MAX workers of MultiWorkerMirroredStrategy and "
+            f"no other tasks. Omit {' and '.join(others)}."
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,8 +130,13 @@ def _parser() -> argparse.ArgumentParser:
         description=_LAUNCH,
         formatter_class=raw,
     )
+    launch.add_argument("--workers", type=int, metavar="N", help="number of workers")
     launch.add_argument(
-        "--workers", type=int, required=True, metavar="N", help="number of workers"
+        "--elastic",
+        type=_elastic,
+        metavar="MIN:MAX",
+        help="start MAX workers of MultiWorkerMirroredStrategy; training continues "
+        "with MIN or more while others are started again",
     )
     launch.add_argument(
         "--ps",
@@ -146,9 +171,10 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument(
         "--max-restarts",
         type=_count,
-        default=0,
         metavar="R",
-        help="how often to restart the cluster after a failure, with new ports",
+        help="how often to restart the cluster after a failure, with new ports "
+        "(default: 0); with --elastic, how often to restart each worker in ten minutes "
+        f"(default: {DEFAULT_RESTARTS})",
     )
     launch.add_argument(
         "--grace-seconds",
@@ -177,6 +203,15 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds to wait for the other tasks (default: 10)",
     )
     return parser
+
+
+def _elastic(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdigit() and most.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:4")
+    if not 1 <= int(least) <= int(most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 <= MIN <= MAX")
+    return int(least), int(most)
 
 
 def _count(text: str) -> int:

@@ -53,7 +53,7 @@ def launch_command(
             if restarts == max_restarts:
                 return last.exit_code
             restarts += 1
-            _print_line(f"restarting ({restarts} of {max_restarts}) with new ports.")
+            print_line(f"restarting ({restarts} of {max_restarts}) with new ports.")
 
 
 def _run(
@@ -68,18 +68,19 @@ def _run(
         while waiting and failed is None:
             event = processes.next_event()
             if isinstance(event, Signalled):
-                _print_line(f"{signal.Signals(event.number).name}: ending all tasks.")
+                print_line(f"{signal.Signals(event.number).name}: ending all tasks.")
                 processes.end(event.number)
                 break
             if isinstance(event, Ended):
                 waiting.discard(event.task)
                 if event.code:
-                    _print_line(f"{event}; ending the others.")
+                    print_line(f"{event}; ending the others.")
                     failed = event
     # A signal that came while the others were being ended counts too: who wants the
     # launcher to end wants no restart.
     return processes.signalled or failed
 
 
-def _print_line(line: str) -> None:
+def print_line(line: str) -> None:
+    """Prints a line of the launcher."""
     task_output.write(sys.stderr, "launch", line)

@@ -338,6 +338,71 @@ def test_after_the_last_restart_its_exit_code_is_returned(script, tmp_path):
     assert (tmp_path / "worker0").read_text() == ".."
 
 
+# --- Elastic workers ----------------------------------------------------------
+
+
+def test_an_elastic_worker_that_is_lost_is_started_again(script, tmp_path):
+    path = script(
+        "(here / (me + '.log')).open('a').write(\n"
+        "    json.dumps([os.environ['KS_ELASTIC'], config]) + '\\n')\n"
+        "begun(3)\n"
+        "write(f'{os.getpid()}.process', '')\n"
+        "again = here / 'again'\n"
+        "if me == 'worker1':\n"
+        "    if again.exists():\n"
+        "        write('back', '')\n"
+        "        time.sleep(600)\n"
+        "    again.touch()\n"
+        "    subprocess.Popen([sys.executable, '-S', '-c', 'import time; "
+        "time.sleep(600)'])\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while not (here / 'back').exists(): time.sleep(0.01)\n"
+        # It began first, and may take longer than the grace period.
+        "if me == 'worker0': time.sleep(2)\n"
+        "write(me + '.done', '')\n"
+    )
+    process = launch("--elastic", "2:3", "--grace-seconds", "0.5", path)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.splitlines() == [
+        "[launch] worker 1 was ended by SIGKILL; starting it again in 1 s (1 of 3)."
+    ]
+    first, second = (tmp_path / "worker1.log").read_text().splitlines()
+    assert first == second
+    assert json.loads(first)[0] == "2:3"
+    assert len(json.loads(first)[1]["cluster"]["worker"]) == 3
+    assert sorted(path.name for path in tmp_path.glob("*.done")) == [
+        "worker0.done",
+        "worker2.done",
+    ]
+    assert_gone([int(path.stem) for path in tmp_path.glob("*.process")])
+
+
+def test_elastic_workers_that_fail_again_and_again_end_all(script, tmp_path):
+    path = script(
+        "(here / me).open('a').write('.')\n"
+        "if me != 'worker0': sys.exit(3)\n"
+        "time.sleep(600)\n"
+    )
+    process = launch("--elastic", "2:3", "--max-restarts", "1", path)
+    assert process.returncode == 3
+    assert (tmp_path / "worker1").read_text() == ".."
+    assert (tmp_path / "worker0").read_text() == "."
+    assert "ended with exit code 3; it is not started again." in process.stderr
+    assert "1 of at least 2 workers are left; ending them." in process.stderr
+    assert_gone(pids(tmp_path, 3))
+
+
+def test_a_signal_ends_elastic_workers_and_restarts(script, tmp_path):
+    path = script("begun(2)\nif me == 'worker1': sys.exit(3)\ntime.sleep(600)\n")
+    with launched("--elastic", "1:2", "--max-restarts", "99", path) as process:
+        assert process.stderr is not None
+        assert "starting it again" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 130
+        assert_gone(pids(tmp_path, 2))
+
+
 # --- Bad input ----------------------------------------------------------------
 
 
@@ -356,7 +421,13 @@ def test_after_the_last_restart_its_exit_code_is_returned(script, tmp_path):
         (["--workers", "1", "--max-restarts", "-1", __file__], "-1 is below 0"),
         (["--workers", "1", "--grace-seconds", "x", __file__], "invalid"),
         (["--workers", "1"], "required: SCRIPT"),
-        ([__file__], "required: --workers"),
+        ([__file__], "required: --workers or --elastic"),
+        (["--elastic", "2", __file__], "'2' is not MIN:MAX, such as 1:4"),
+        (["--elastic", "3:2", __file__], "'3:2' is not 1 <= MIN <= MAX"),
+        (
+            ["--elastic", "1:2", "--workers", "2", "--ps", "1", __file__],
+            "no other tasks. Omit --workers and --ps.",
+        ),
     ],
 )
 def test_arguments_that_cannot_be(arguments, message):

@@ -1,0 +1,192 @@
+"""`keras-strategies launch --elastic`: tasks that are started again when they fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import signal
+import time
+from collections.abc import Sequence
+
+from keras_strategies.cluster.environment import ELASTIC
+from keras_strategies.processes.launcher import (
+    Ended,
+    Events,
+    ProcessLauncher,
+    Signalled,
+    signals_as_events,
+)
+from keras_strategies.processes.local_cluster import LocalCluster, LocalTask
+from keras_strategies.tools.launch_command import print_line
+
+#: Default number of restarts of a task.
+DEFAULT_RESTARTS = 3
+# A task that has run for so many seconds has all of its restarts again.
+_STABLE_SECONDS = 600.0
+# Seconds before the first restart of a task, twice as many before each further one.
+_FIRST_DELAY = 1.0
+_LONGEST_DELAY = 30.0
+
+
+def launch_elastic(
+    workers: LocalCluster,
+    command: Sequence[str],
+    min_workers: int,
+    max_restarts: int = DEFAULT_RESTARTS,
+    grace_seconds: float = 10.0,
+) -> int:
+    """Runs a command as every worker, and again when one fails, until training ends.
+
+    Training has ended when a worker has ended well. Then no other one is started again,
+    and restarted ones, which may be too late to take part, get the grace period.
+
+    Args:
+        workers: the workers; their addresses stay the same.
+        command: list of str, the program and its arguments.
+        min_workers: int, with fewer the others are ended.
+        max_restarts: int, how often each worker is started again in ten minutes.
+        grace_seconds: float, seconds that workers get to end before they are killed.
+
+    Returns:
+        int, 0, or the exit code of the last worker that failed; 128 + n after signal n.
+    """
+    events: Events = queue.SimpleQueue()
+    with (
+        signals_as_events(events),
+        ProcessLauncher(events, grace_seconds) as processes,
+    ):
+        run = _ElasticRun(processes, workers, command, min_workers, max_restarts)
+        run.grace_seconds = grace_seconds
+        code = run.run()
+    return 128 + processes.signalled.number if processes.signalled else code
+
+
+@dataclasses.dataclass
+class _Worker:
+    """One worker and its restarts."""
+
+    task: LocalTask
+    environment: dict[str, str]
+    begin: float = 0.0
+    restarts: int = 0
+    # When to start it again; None while it runs, or for one that has ended.
+    due: float | None = None
+    is_running: bool = False
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it runs or will."""
+        return self.is_running or self.due is not None
+
+
+class _ElasticRun:
+    """The workers from the first start to the end of training."""
+
+    def __init__(
+        self,
+        processes: ProcessLauncher,
+        cluster: LocalCluster,
+        command: Sequence[str],
+        min_workers: int,
+        max_restarts: int,
+    ):
+        self.grace_seconds = 0.0
+        self._processes = processes
+        self._command = command
+        self._min_workers = min_workers
+        self._max_restarts = max_restarts
+        outer = {**os.environ, ELASTIC: f"{min_workers}:{cluster.workers}"}
+        self._workers = {
+            task.index: _Worker(task, environment)
+            for task, environment in cluster.environments(outer).items()
+        }
+        # When the first worker had ended well.
+        self._done: float | None = None
+        self._code = 0
+
+    def run(self) -> int:
+        """The exit code."""
+        for worker in self._workers.values():
+            self._start(worker)
+        while self._is_going_on():
+            event = self._processes.next_event(self._timeout())
+            if isinstance(event, Signalled):
+                name = signal.Signals(event.number).name
+                print_line(f"{name}: ending all tasks.")
+                self._processes.end(event.number)
+                break
+            if isinstance(event, Ended):
+                self._ended(event)
+            self._start_due()
+        return 0 if self._done is not None else self._code
+
+    def _is_going_on(self) -> bool:
+        left = [worker for worker in self._workers.values() if worker.is_left]
+        if self._done is not None:
+            is_late = time.monotonic() - self._done > self.grace_seconds
+            return any(not (is_late and self._may_be_late(each)) for each in left)
+        if len(left) >= self._min_workers:
+            return True
+        if left:
+            print_line(
+                f"{len(left)} of at least {self._min_workers} workers are left; "
+                "ending them."
+            )
+        return False
+
+    def _may_be_late(self, worker: _Worker) -> bool:
+        """Whether it was restarted, and others have been there for longer.
+
+        The first of all is the chief, which may still save.
+        """
+        oldest = min(self._workers.values(), key=lambda each: each.begin)
+        return worker.task.incarnation > 0 and worker is not oldest
+
+    def _timeout(self) -> float | None:
+        """Seconds to the next start or end; None if only events matter."""
+        times = [each.due for each in self._workers.values() if each.due is not None]
+        if self._done is not None:
+            times.append(self._done + self.grace_seconds)
+            if time.monotonic() > times[-1]:
+                return None
+        return max(0.0, min(times) - time.monotonic()) + 0.01 if times else None
+
+    def _start(self, worker: _Worker) -> None:
+        worker.begin, worker.due, worker.is_running = time.monotonic(), None, True
+        self._processes.start(worker.task, self._command, worker.environment)
+
+    def _start_due(self) -> None:
+        for worker in self._workers.values():
+            if worker.due is not None and worker.due <= time.monotonic():
+                number = worker.task.incarnation + 1
+                worker.task = dataclasses.replace(worker.task, incarnation=number)
+                self._start(worker)
+
+    def _ended(self, event: Ended) -> None:
+        worker = self._workers[event.task.index]
+        worker.is_running = False
+        if not event.code:
+            if self._done is None:
+                self._done = time.monotonic()
+                for each in self._workers.values():
+                    each.due = None
+            return
+        # Its child processes, which would be in the way of the next one.
+        self._processes.kill(event.task)
+        self._code = event.exit_code
+        if self._done is not None:
+            print_line(f"{event} after the end of training.")
+            return
+        if time.monotonic() - worker.begin > _STABLE_SECONDS:
+            worker.restarts = 0
+        if worker.restarts == self._max_restarts:
+            print_line(f"{event}; it is not started again.")
+            return
+        delay = min(_FIRST_DELAY * 2**worker.restarts, _LONGEST_DELAY)
+        worker.restarts += 1
+        worker.due = time.monotonic() + delay
+        print_line(
+            f"{event}; starting it again in {delay:g} s "
+            f"({worker.restarts} of {self._max_restarts})."
+        )
