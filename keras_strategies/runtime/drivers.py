@@ -239,7 +239,7 @@ class ElasticDriver(abc.ABC):
         when the model's variables are elsewhere (JAX).
 
         Returns:
-            dict as of `training.resume.model_values.model_state`.
+            dict as of `runtime.state.model_values.model_state`.
         """
 
     @abc.abstractmethod

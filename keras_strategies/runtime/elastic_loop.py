@@ -31,6 +31,19 @@ T = TypeVar("T")
 class ElasticLoop(abc.ABC):
     """The actions of one worker of an elastic group; `Workers.elastic`."""
 
+    @property
+    @abc.abstractmethod
+    def has_joined(self) -> bool:
+        """bool, whether this worker is in the group of the others.
+
+        Until it reaches `fit`, a new worker is in a group of itself.
+        """
+
+    @property
+    @abc.abstractmethod
+    def is_new(self) -> bool:
+        """bool, whether this worker has joined and not yet taken a step."""
+
     @abc.abstractmethod
     def step(self, model: Any, kind: str, take: Callable[[], Any]) -> Any:
         """Takes a step of a method's loop, or several in one execution.

@@ -61,6 +61,15 @@ class WorkerSteps:
             self.group.progress = self._progress()
             self.group.clock.end()
 
+    @property
+    def count(self) -> int:
+        """int, the steps of the method that have begun."""
+        return self._steps
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._steps = count
+
     def begin_steps(self, count: int = 1) -> None:
         """Starts one or more steps.
 

@@ -116,6 +116,18 @@ class Workers(abc.ABC):
     def close(self) -> None:
         """Closes the connections."""
 
+    @property
+    def is_chief(self) -> bool:
+        """bool, whether this worker writes files and shows progress."""
+        has_joined = self.elastic is None or self.elastic.has_joined
+        return self.group.is_chief and has_joined
+
+    def gather_values(self, what: str, value: Any) -> list[Any]:
+        """Every worker's JSON value, on every worker."""
+        if self.elastic is None:
+            return self.group.gather_values(what, value)
+        return self.elastic.call(what, lambda: self.group.gather_values(what, value))
+
     def end_waits(self) -> None:
         """Ends every wait of this process in a collective, with a `WorkerError`.
 

@@ -17,6 +17,8 @@ from keras_strategies.cluster import (
     SimpleClusterResolver,
 )
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.membership import Membership
+from keras_strategies.cluster.group.rendezvous_listener import Limits
 from keras_strategies.cluster.resolver import as_resolver
 from keras_strategies.cluster.resolvers.torchrun import TorchrunClusterResolver
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
@@ -33,8 +35,9 @@ from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
+from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.seeds import sync_random_numbers
-from keras_strategies.types import CommunicationOptions
+from keras_strategies.types import CommunicationOptions, Elastic
 
 #: Default timeout between workers, in seconds.
 DEFAULT_TIMEOUT = 300.0
@@ -69,6 +72,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             engine of `communication_options`.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
+        elastic: `Elastic`, for training that continues when workers are lost, return or
+            join; None to end with an error when one is lost.
 
     Raises:
         ValueError: for an invalid cluster, a port in use, two workers with one index,
@@ -93,6 +98,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[object] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         sync_batch_norm: bool = True,
+        elastic: Elastic | None = None,
     ):
         engine = get_engine()
         check_cross_device_ops(cross_device_ops)
@@ -104,7 +110,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             check_implementation(options, engine.name, as_devices(devices))
         # Before the devices are looked at: engines add those of other workers.
         resolver, workers = find_workers(
-            engine, cluster_resolver, communication_options
+            engine, cluster_resolver, communication_options, elastic
         )
         self._cluster_resolver = resolver
         if devices is None:
@@ -114,6 +120,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_implementation(options, engine.name, replicas)
         if workers is not None:
             workers = workers.with_replicas(len(replicas))
+            if isinstance(workers.elastic, ElasticActions):
+                workers.elastic.register(workers)
         placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
         super().__init__(placement, cross_device_ops, sync_batch_norm)
         if workers is not None:
@@ -129,6 +137,7 @@ def find_workers(
     engine: Engine,
     cluster_resolver: ClusterResolver | None,
     communication_options: CommunicationOptions | None,
+    elastic: Elastic | None = None,
 ) -> tuple[ClusterResolver | None, Workers | None]:
     """The resolver, given or from the environment, and the connected workers.
 
@@ -142,7 +151,7 @@ def find_workers(
         resolver = as_resolver(cluster_resolver, "cluster_resolver")
     if resolver is None:
         return None, None
-    workers = join_workers(resolver, engine, options)
+    workers = join_workers(resolver, engine, options, elastic)
     if workers is not None and communication_options is not None:
         workers = workers.with_options(options)
     return resolver, workers
@@ -153,7 +162,10 @@ _joined: dict[tuple[Any, ...], Workers] = {}
 
 
 def join_workers(
-    resolver: ClusterResolver, engine: Engine, options: CommunicationOptions
+    resolver: ClusterResolver,
+    engine: Engine,
+    options: CommunicationOptions,
+    elastic: Elastic | None = None,
 ) -> Workers | None:
     """Connects the workers of a cluster; None if this is the only one."""
     if isinstance(resolver, LocalClusterResolver):
@@ -172,6 +184,7 @@ def join_workers(
     index = cluster.id_in_cluster(spec, resolver.task_type, resolver.task_id)
     key = (tuple(addresses), index)
     if key in _joined:
+        _check_elastic(_joined[key], elastic)
         return _joined[key]
     if _joined:
         raise ClusterError(
@@ -179,22 +192,44 @@ def join_workers(
             f"another cluster: {list(next(iter(_joined))[0])}. Use a separate "
             "process for each cluster."
         )
-    group = WorkerGroup.join(
-        addresses,
-        index,
-        {"the backend": engine.name, "the Keras version": keras.__version__},
-        timeout=options.timeout_seconds or DEFAULT_TIMEOUT,
-        job=_job(addresses, resolver),
-        shares_port=_is_port_shared(resolver),
-    )
+    same = {"the backend": engine.name, "the Keras version": keras.__version__}
+    timeout = options.timeout_seconds or DEFAULT_TIMEOUT
+    job = _job(addresses, resolver)
+    actions: ElasticActions | None = None
+    if elastic is None:
+        group = WorkerGroup.join(
+            addresses,
+            index,
+            same,
+            timeout=timeout,
+            job=job,
+            shares_port=_is_port_shared(resolver),
+        )
+    else:
+        limits = Limits.of(elastic, len(addresses), timeout)
+        membership = Membership.join(
+            addresses, index, same, limits=limits, job=job, is_ready=False
+        )
+        actions = ElasticActions(membership)
+        group = membership.group
     try:
         workers = engine.connect(group, options)
     except BaseException as error:
         group.report(error)
         group.leave()
         raise
+    workers.elastic = actions
     _joined[key] = workers
     return workers
+
+
+def _check_elastic(workers: Workers, elastic: Elastic | None) -> None:
+    if (workers.elastic is None) != (elastic is None):
+        raise ClusterError(
+            "The workers are already connected "
+            f"{'without' if workers.elastic is None else 'with'} `elastic`, shared by "
+            "all strategies. Pass the same to each of them."
+        )
 
 
 def _is_port_shared(resolver: ClusterResolver) -> bool:
@@ -216,7 +251,10 @@ def leave_cluster() -> None:
     for key in list(_joined):
         workers = _joined.pop(key)
         workers.close()
-        workers.group.leave()
+        if isinstance(workers.elastic, ElasticActions):
+            workers.elastic.leave()
+        else:
+            workers.group.leave()
 
 
 def _end_process() -> None:

@@ -135,7 +135,7 @@ class StrategyHooks:
 
     def saves(self, model: Any) -> bool:
         strategy = strategy_of(model)
-        if strategy.workers is None or strategy.workers.group.is_chief:
+        if strategy.workers is None or strategy.workers.is_chief:
             return True
         with _reading(model):
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,12 @@ from keras_strategies.keras_compat.models.fit_loop import (
 from keras_strategies.keras_compat.models.input_adapters import is_adapter
 from keras_strategies.runtime.state.variable_sync import sync_model
 from keras_strategies.runtime.workers import Workers
+from keras_strategies.training.elastic.chief_callbacks import (
+    ChiefCallback,
+    ChiefCallbacks,
+)
+from keras_strategies.training.elastic.elastic_actions import ElasticActions
+from keras_strategies.training.elastic.elastic_fit import ElasticFit
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 from keras_strategies.training.seeds import sync_random_numbers
 
@@ -44,13 +51,16 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
     if workers is None or name == "compile":
         yield
         return
-    group = workers.group
     with workers.method(name) as is_outermost:
         try:
-            group.check()
-            if name in _LOOPS:
-                sync_random_numbers(strategy.engine, group)
-            sync_model(strategy, model, all_of_them=name == "fit")
+            if workers.elastic is None:
+                _begin(strategy, model, name)
+            else:
+                workers.elastic.call(
+                    f"the beginning of {name}",
+                    lambda: _begin(strategy, model, name),
+                    model,
+                )
             yield
         except WorkerError:
             raise
@@ -59,8 +69,17 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
             if cause is not error:
                 raise cause from error
             if is_outermost:
-                group.report(error)
+                workers.group.report(error)
             raise
+
+
+def _begin(strategy: StrategyCore, model: Any, name: str) -> None:
+    assert strategy.workers is not None
+    group = strategy.workers.group
+    group.check()
+    if name in _LOOPS:
+        sync_random_numbers(strategy.engine, group)
+    sync_model(strategy, model, all_of_them=name == "fit")
 
 
 def arguments(
@@ -78,20 +97,25 @@ def arguments(
     # Arrays have been compared; joined batches are the same by how they are made.
     x = given.get("x")
     workers.steps.check_batches(not _is_arrays(x) and not is_adapter(x))
-    changed: dict[str, Any] = {}
-    if not workers.group.is_chief and name in _LOOPS:
-        changed["verbose"] = 0
     callbacks = given.get("callbacks")
     _check_backups(strategy, callbacks)
+    changed: dict[str, Any] = {}
+    if not workers.is_chief:
+        changed["verbose"] = 0
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return changed
     mine = _callbacks_of_worker(workers, _listed(callbacks))
+    verbose = given.get("verbose", "auto")
     if name == "fit":
         mine.append(_ChiefDecisions(strategy, mine))
-    if workers.group.is_chief:
-        count = workers.group.count
-        bar = WorkerProgress(lambda: count, lambda: count)
-        mine = with_progress(mine, given.get("verbose", "auto"), bar)
+    if workers.is_chief or workers.elastic is not None:
+        bar = WorkerProgress(lambda: workers.group.count, lambda: workers.group.count)
+        mine = with_progress(mine, verbose, bar)
+    if workers.elastic is not None:
+        following = ChiefCallbacks(mine, verbose, lambda: workers.is_chief)
+        if name == "fit":
+            assert isinstance(workers.elastic, ElasticActions)
+            mine.append(ElasticFit(workers.elastic, following))
     changed["callbacks"] = mine
     return changed
 
@@ -112,7 +136,7 @@ def agree(workers: Workers, model: Any, name: str, given: dict[str, Any]) -> Non
     optimizer = getattr(model, "optimizer", None)
     facts["the optimizer"] = type(optimizer).__name__
     facts["`steps_per_execution`"] = model.steps_per_execution
-    found = workers.group.gather_values(f"the beginning of {name}", facts)
+    found = workers.gather_values(f"the arguments of {name}", facts)
     for what in facts:
         values = [each.get(what) for each in found]
         for other, value in enumerate(values):
@@ -152,6 +176,13 @@ def _listed(callbacks: Any) -> list[Any]:
 
 def _callbacks_of_worker(workers: Workers, callbacks: list[Any]) -> list[Any]:
     """The callbacks that run on this worker."""
+    if workers.elastic is not None:
+        return [
+            ChiefCallback(each, lambda: workers.is_chief)
+            if isinstance(each, _WRITERS)
+            else each
+            for each in callbacks
+        ]
     if workers.group.is_chief:
         return callbacks
     mine = [each for each in callbacks if not isinstance(each, _WRITERS)]
@@ -168,7 +199,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
         super().__init__()
         self._strategy = strategy
         assert strategy.workers is not None
-        self._group = strategy.workers.group
+        self._workers = strategy.workers
         names = ("on_train_batch_end", "on_batch_end")
         self._each_batch = any(
             getattr(type(other), name) is not getattr(keras.callbacks.Callback, name)
@@ -178,12 +209,19 @@ class _ChiefDecisions(keras.callbacks.Callback):
         )
 
     def on_train_begin(self, logs: Any = None) -> None:
+        elastic = self._workers.elastic
+        if elastic is not None and elastic.is_new:
+            # The others have begun before.
+            return
         # The chief may have restored a backup.
-        epoch = self._group.gather_values("the first epoch", initial_epoch(self.model))[
-            0
-        ]
+        own = initial_epoch(self.model)
+        epoch = self._workers.gather_values("the first epoch", own)[0]
         set_initial_epoch(self.model, epoch)
-        sync_model(self._strategy, self.model, all_of_them=True)
+        sync = functools.partial(sync_model, self._strategy, self.model, True)
+        if elastic is None:
+            sync()
+        else:
+            elastic.call("the weights at the beginning", sync, self.model)
         self._decide("the beginning of training")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -196,7 +234,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
     def _decide(self, when: str) -> None:
         rate = _learning_rate(self.model)
         own = [bool(self.model.stop_training), rate]
-        stop, chiefs_rate = self._group.gather_values(when, own)[0]
+        stop, chiefs_rate = self._workers.gather_values(when, own)[0]
         self.model.stop_training = stop
         if chiefs_rate is not None and chiefs_rate != rate:
             self.model.optimizer.learning_rate = chiefs_rate

@@ -11,17 +11,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import socket
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any, Self
 
-from keras_strategies.cluster.group.rendezvous import Formed, Rendezvous
+from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.hub import Hub
+from keras_strategies.cluster.group.rendezvous import (
+    Formed,
+    GroupIsRunningError,
+    Rendezvous,
+)
 from keras_strategies.cluster.group.rendezvous_listener import (
     Limits,
     RendezvousListener,
 )
 from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import WorkerError
+
+# Seconds in which a loss is reported that a collective has noticed.
+_LOSS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,7 @@ class Membership:
         *,
         limits: Limits,
         job: str | None = None,
+        is_ready: bool = True,
     ) -> Self:
         """Forms the first generation with the other workers, or joins a running one.
 
@@ -167,7 +180,10 @@ class Membership:
         name = job or hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]
         membership = cls(addresses, index, same, info or {}, name, limits)
         try:
-            membership.reform(None)
+            try:
+                membership.reform(None, is_ready=is_ready)
+            except GroupIsRunningError:
+                membership._begin_alone()
         except BaseException:
             membership.leave()
             raise
@@ -201,13 +217,61 @@ class Membership:
         self._is_agreed = not may_begin
         return may_begin
 
-    def reform(self, step: int | None) -> Generation:
+    @property
+    def count(self) -> int:
+        """int, the workers of the cluster, members or not."""
+        return len(self._listener.addresses)
+
+    @property
+    def is_member(self) -> bool:
+        """bool, whether this worker is in the group of the others."""
+        return self._generation is not None
+
+    def _begin_alone(self) -> None:
+        """A group of this worker, while the others train without it."""
+        listener = self._listener
+        host, _ = split_address(listener.addresses[listener.index])
+        info = {**listener.info, "index": listener.index, "host": host}
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            line = MessageConnection(socket.create_connection(server.getsockname()))
+            served = MessageConnection(server.accept()[0])
+        hub = Hub.over([served], [info], self._limits.timeout)
+        listener.start(hub.serve, 0, served)
+        hub.welcome({})
+        group = WorkerGroup.over(0, [info], line, hub, self._limits.timeout)
+        with self._lock:
+            self._group = group
+        self._rendezvous.only_joins = True
+
+    def is_broken(self) -> bool:
+        """Whether a worker is lost, after a call has raised `WorkerError`.
+
+        A worker that has reported its failure is lost when its process ends.
+        """
+        until = time.monotonic() + _LOSS_SECONDS
+        failed_until = time.monotonic() + self._limits.timeout
+        while True:
+            try:
+                self.group.check()
+            except WorkerError:
+                return True
+            has_failed = self.group.loss() is not None
+            if time.monotonic() > (failed_until if has_failed else until):
+                return False
+            time.sleep(BEAT / 5)
+
+    def reform(
+        self, step: int | None, *, is_ready: bool = True, admits: bool = True
+    ) -> Generation:
         """Forms the next generation with all workers that are alive or wait.
 
         Args:
             step: int, the last step that this worker has finished, counted from the
                 start of training; its state must be the one after this step. None
                 without training state.
+            is_ready: bool, whether this worker can join a group that trains.
+            admits: bool, whether new workers can begin after `step`; otherwise they
+                wait for a later generation.
 
         Returns:
             A `Generation`; the workers in `behind` need the state of `source`.
@@ -223,7 +287,8 @@ class Membership:
             silent = self._silent(self._group)
             self._group.abandon()
             self._is_agreed = False
-        formed = self._rendezvous.form(step, silent)
+        formed = self._rendezvous.form(step, silent, is_ready=is_ready, admits=admits)
+        self._rendezvous.only_joins = False
         generation = self._note(formed)
         self._newcomer()
         return generation

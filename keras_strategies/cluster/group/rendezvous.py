@@ -20,7 +20,9 @@ Then the leader, now the chief, makes the votes' connections those of the new gr
 chief, where they wait for the next generation.
 
 Votes carry the last finished step of a worker; a worker without training state has
-none.
+none. A new worker waits when it is ready to train: before that, it learns that the
+others train and forms no group. New workers begin after a step where the furthest
+worker admits them.
 """
 
 from __future__ import annotations
@@ -66,6 +68,10 @@ class Formed:
     facts: dict[str, Any]
 
 
+class GroupIsRunningError(Exception):
+    """The other workers train already, and this one is not ready to join them."""
+
+
 @dataclass
 class _Finding:
     """Result of a probe."""
@@ -84,27 +90,42 @@ class Rendezvous:
     def __init__(self, listener: RendezvousListener):
         self._own = listener
         self._step: int | None = None
+        self._is_ready = True
+        self._admits = True
+        #: Whether this worker only joins a group that trains, and forms none itself.
+        self.only_joins = False
         # A worker that has sent no heartbeat for the timeout.
         self._silent: int | None = None
         # Workers that have accepted a connection since, but have not answered.
         self._stopped: set[int] = set()
 
-    def form(self, step: int | None, silent: int | None = None) -> Formed:
+    def form(
+        self,
+        step: int | None,
+        silent: int | None = None,
+        *,
+        is_ready: bool = True,
+        admits: bool = True,
+    ) -> Formed:
         """Forms the next generation with all workers that are alive.
 
         Args:
             step: int, the last finished step of this worker; None without a state.
             silent: int or None, a worker that has sent no heartbeat for the timeout.
+            is_ready: bool, whether this worker can join a group that trains.
+            admits: bool, whether new workers can begin after `step`.
 
         Returns:
             `Formed`.
 
         Raises:
             ClusterError: if workers differ, or two have one index.
+            GroupIsRunningError: if the others train and this worker is not ready.
             WorkerError: if there are fewer workers than the minimum for too long.
         """
         with self._own.changed:
             self._step, self._silent = step, silent
+            self._is_ready, self._admits = is_ready, admits
             self._stopped.clear()
             self._own.target = self._own.generation + 1
         skipped: set[int] = set()
@@ -146,6 +167,8 @@ class Rendezvous:
                 "target": self._own.target,
                 "previous": list(self._own.previous.items()),
                 "step": self._step,
+                "is_ready": self._is_ready,
+                "admits": self._admits,
                 "info": self._own.info,
             }
 
@@ -209,6 +232,7 @@ class Rendezvous:
             if header["kind"] not in ("wait", "moved"):
                 return header
             is_running = header["phase"] == RUNNING
+            self._check_ready(is_running)
             if is_running and header["generation"] >= self._own.target:
                 self._join_as_new()
             if header["chief"] not in (None, index):
@@ -216,6 +240,10 @@ class Rendezvous:
             if header["leads"] or (is_running and self._own.phase == JOINING):
                 since = time.monotonic()
         return None
+
+    def _check_ready(self, is_running: bool) -> None:
+        if is_running and not self._is_ready:
+            raise GroupIsRunningError
 
     def _join_as_new(self) -> None:
         """Notes that a generation has formed without this worker: its state is old."""
@@ -313,6 +341,7 @@ class Rendezvous:
             answer = found.answer
             if answer.get("kind") != "alive":
                 continue
+            self._check_ready(answer["phase"] == RUNNING)
             if answer["phase"] in (RUNNING, JOINING):
                 is_newer = answer["generation"] >= self._own.target
                 if is_newer and answer["phase"] == RUNNING:
@@ -350,6 +379,9 @@ class Rendezvous:
                 self._own.refuse(each, **refusal)
                 return None
         voters, newcomers = self._sorted(candidates, previous)
+        if previous:
+            admits = max(voters, key=lambda each: _steps_of(each)).admits
+            newcomers = [each for each in newcomers if each.is_ready and admits]
         missing = [i for i in self._others() if i not in {v.index for v in voters}]
         limit = self._own.limits.max_workers or len(self._own.addresses)
         if previous:
@@ -364,7 +396,8 @@ class Rendezvous:
         chosen = (voters + newcomers)[: max(limit, len(voters) if previous else 0)]
         cut = [i for i in missing if _state_of(findings, i) == _UNREACHABLE]
         is_quorum = not previous or _is_quorum([v.index for v in voters], cut)
-        if len(chosen) >= self._own.limits.min_workers and is_quorum:
+        is_enough = len(chosen) >= self._own.limits.min_workers
+        if is_enough and is_quorum and (previous or not self.only_joins):
             return self._welcome(chosen, previous)
         if is_late:
             self._refuse_all(
@@ -425,6 +458,10 @@ class Rendezvous:
             f"{len(chosen)} of {len(self._own.addresses)} workers are connected after "
             f"{self._own.limits.patience:g} s, without {named or 'new ones'}. "
         )
+        if self.only_joins:
+            return text + (
+                "The workers that trained have ended, so this one cannot join them."
+            )
         if not is_quorum:
             return text + (
                 f"{len(cut)} cannot be reached and may continue without this one; a "
@@ -461,6 +498,10 @@ class Rendezvous:
 def _state_of(findings: dict[int, _Finding], index: int) -> str:
     found = findings.get(index)
     return found.state if found is not None else _UNREACHABLE
+
+
+def _steps_of(candidate: Candidate) -> int:
+    return -1 if candidate.step is None else candidate.step
 
 
 def _is_quorum(present: list[int], cut: list[int]) -> bool:

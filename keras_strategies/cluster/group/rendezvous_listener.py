@@ -24,13 +24,25 @@ STARTING, FORMING, JOINING, RUNNING = "starting", "forming", "joining", "running
 
 @dataclass
 class Candidate:
-    """A worker that waits for the next generation."""
+    """A worker that waits for the next generation.
+
+    Args:
+        line: its connection.
+        index: int, its number in the cluster.
+        uid: str, its process.
+        step: int, the last step that it has finished; None without training state.
+        info: dict, its information for the others.
+        is_ready: bool, whether it can become a member of a group that trains.
+        admits: bool, whether new workers can begin after its step.
+    """
 
     line: MessageConnection
     index: int
     uid: str
     step: int | None
     info: dict[str, Any]
+    is_ready: bool = True
+    admits: bool = True
     since: float = field(default_factory=time.monotonic)
     hub: Hub | None = None
     rank: int = -1
@@ -226,7 +238,13 @@ class RendezvousListener:
     def _vote(self, line: MessageConnection, header: dict[str, Any]) -> None:
         info = {**header["info"], "host": line.other_host}
         candidate = Candidate(
-            line, int(header["index"]), header["uid"], header["step"], info
+            line,
+            int(header["index"]),
+            header["uid"],
+            header["step"],
+            info,
+            header["is_ready"],
+            header["admits"],
         )
         with self.changed:
             answer = self._answer(candidate)
@@ -257,7 +275,7 @@ class RendezvousListener:
         """Answer to a vote; None for a candidate that waits. The lock is held."""
         if self.phase in (STARTING, FORMING) or candidate.uid in self._uids():
             return None
-        if self.phase == JOINING or self.chief != self.index:
+        if self.phase == JOINING or self.chief != self.index or not candidate.is_ready:
             return self.state("moved")
         why = self.refusal(candidate)
         return why and {"kind": "refused", **why}
@@ -322,7 +340,8 @@ class RendezvousListener:
         """The number of workers that wait at the chief and may become members."""
         with self.changed:
             members = self.previous if self.phase == RUNNING else {}
-            waiting = {each.index for each in self.candidates.values()}
+            ready = [each for each in self.candidates.values() if each.is_ready]
+            waiting = {each.index for each in ready}
             limit = self.limits.max_workers or len(self.addresses)
             return min(len(waiting - set(members)), limit - len(members))
 

@@ -122,7 +122,8 @@ class TorchEngine(Engine):
             sharded = ShardedTrainer(strategy)
             return Drivers(sharded, ShardedRun(strategy), sharded)
         fit = TorchTrainer(strategy)
-        return Drivers(fit, TorchRun(strategy, fit.threads, fit.variables))
+        run = TorchRun(strategy, fit.threads, fit.variables)
+        return Drivers(fit, run, elastic=fit.elastic)
 
 
 def _lacks() -> Mapping[Feature, str]:

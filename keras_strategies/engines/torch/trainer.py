@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from keras_strategies.engines.torch.devices import (
     memories,
     torch_device,
 )
+from keras_strategies.engines.torch.elastic_steps import TorchElasticSteps
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.input.row_splits import check_batch
@@ -44,6 +46,9 @@ class TorchTrainer(FitDriver):
             if self.placement.is_single
             else TorchDataParallelCall(strategy, self.threads, self.variables)
         )
+        workers = self.placement.workers
+        is_elastic = workers is not None and workers.elastic is not None
+        self.elastic = TorchElasticSteps(self._call, workers) if is_elastic else None
         home = torch_device(self.placement.variables)
         # Several replicas take their rows from the host.
         self.placer = (
@@ -67,7 +72,22 @@ class TorchTrainer(FitDriver):
         if getattr(model, name) is not None and not force:
             return
         function = keras_function(model, kind, make, force)
-        setattr(model, name, self._routed(function))
+        setattr(model, name, self._repeated(model, kind, self._routed(function)))
+
+    def _repeated(
+        self, model: Any, kind: str, step: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """The steps of elastic workers."""
+        workers = self.placement.workers
+        elastic = None if workers is None else workers.elastic
+        if elastic is None:
+            return step
+        owner = weakref.ref(model)
+
+        def repeated(data: Any) -> Any:
+            return elastic.step(owner(), kind, lambda: step(data))
+
+        return repeated
 
     def _routed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         call = self._call

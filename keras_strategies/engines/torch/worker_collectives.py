@@ -15,6 +15,7 @@ import torch.distributed as dist
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.torch.compat import create_gloo_group, set_timeout
+from keras_strategies.engines.torch.gloo_sockets import listening_ports, shut_down
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import (
@@ -51,8 +52,12 @@ class TorchWorkers(Workers):
         super().__init__(group, options)
         group.clock.sees_waits = True
         self._timeout = datetime.timedelta(seconds=group.timeout)
-        self._store = _store(group, self._timeout)
+        self._store, self._store_port = _store(group, self._timeout)
         self._groups: dict[str, Any] = {}
+        # Of an elastic group: the ports of all workers' Gloo, and of the store.
+        self._ports: set[int] = set()
+        #: Called before each collective of an elastic group.
+        self.on_exchange: Callable[[], None] | None = None
         # The engines below torch's default process group, where there is one.
         self._default: list[Any] = []
         self._aborting = threading.Lock()
@@ -60,6 +65,8 @@ class TorchWorkers(Workers):
 
     def _engine(self, device: torch.device) -> Any:
         """The process group for tensors of a device, created on demand."""
+        if self.on_exchange is not None:
+            self.on_exchange()
         wanted = self.options.implementation
         use_nccl = device.type == "cuda" and (
             wanted is not CommunicationImplementation.RING
@@ -74,17 +81,46 @@ class TorchWorkers(Workers):
             self._groups[kind] = (
                 _nccl(store, index, count, self._timeout)
                 if use_nccl
-                else create_gloo_group(
-                    store, index, count, self._timeout, self.group.own_host
-                )
+                else self._gloo(store)
             )
         return self._groups[kind]
+
+    def _gloo(self, store: Any) -> Any:
+        group = self.group
+        begin = functools.partial(
+            create_gloo_group,
+            *(store, group.index, group.count, self._timeout, group.own_host),
+        )
+        if self.elastic is None:
+            return begin()
+        self._ports.add(self._store_port)
+        before = listening_ports()
+        try:
+            engine = begin()
+        except RuntimeError as error:
+            raise lost_worker(group, error) from error
+        own = sorted(listening_ports() - before)
+        for ports in group.gather_values("the ports of Gloo", own):
+            self._ports.update(ports)
+        return engine
 
     def _abort(self) -> None:
         """Aborts the wait for a worker that does not answer."""
         with self._aborting:
-            for engine in (*self._groups.values(), *self._default):
+            for engine in (*list(self._groups.values()), *self._default):
                 engine.abort()
+
+    def end_waits(self) -> None:
+        self._abort()
+        shut_down(self._ports)
+
+    def replace(self, group: WorkerGroup) -> None:
+        with self._aborting:
+            # Copies of this object for other strategies have the same ones.
+            self._groups.clear()
+            self._groups, self._ports = {}, set()
+        self._store, self._store_port = _store(group, self._timeout)
+        super().replace(group)
 
     def close(self) -> None:
         # A thread that comes back from C++ when the interpreter has ended is ended
@@ -249,8 +285,8 @@ class Pack:
         return found
 
 
-def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
-    """Store for the addresses of process groups, in the chief's process."""
+def _store(group: WorkerGroup, timeout: datetime.timedelta) -> tuple[Any, int]:
+    """Store for the addresses of process groups, in the chief's process; its port."""
     store = None
     port = b""
     if group.is_chief:
@@ -280,7 +316,7 @@ def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
             timeout=timeout,
             wait_for_workers=False,
         )
-    return store
+    return store, found
 
 
 def _nccl(store: Any, index: int, count: int, timeout: datetime.timedelta) -> Any:

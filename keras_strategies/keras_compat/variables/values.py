@@ -55,6 +55,9 @@ class IdSet:
             value, lambda _: self._references.pop(key, None)
         )
 
+    def discard(self, value: Any) -> None:
+        self._references.pop(id(value), None)
+
     def __contains__(self, value: Any) -> bool:
         reference = self._references.get(id(value))
         return reference is not None and reference() is value

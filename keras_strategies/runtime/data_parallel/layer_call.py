@@ -70,8 +70,7 @@ class DataParallelCall(abc.ABC):
         self.strategy = strategy
         self.placement = strategy.placement
         self._not_by_rows: weakref.WeakSet[Any] = weakref.WeakSet()
-        workers = strategy.placement.workers
-        self._row_checks = RowChecks(None if workers is None else workers.group)
+        self._row_checks = RowChecks(strategy.placement.workers)
         # The call that is being split; calls do not nest.
         self._layer_call: LayerCall | None = None
         # Layers of which gradients of gradients were computed.
@@ -158,6 +157,10 @@ class DataParallelCall(abc.ABC):
 
         Random numbers are constants inside: this quantile of their range.
         """
+
+    def workers_changed(self) -> None:
+        """Drops results of checks that the workers have made together."""
+        self._row_checks.clear()
 
     # The call.
 

@@ -37,7 +37,7 @@ from keras_strategies.runtime.row_checks.layer_probes import (
 from keras_strategies.runtime.state.replica_state import has_rows, merged_value
 
 if TYPE_CHECKING:
-    from keras_strategies.cluster.group import WorkerGroup
+    from keras_strategies.runtime.workers import Workers
 
 PROBE_ROWS = 32
 # Repetitions of each of the two rows of the second batch.
@@ -71,13 +71,13 @@ class RowChecks:
     """Results of the checks of all layers that a strategy calls.
 
     Args:
-        group: the workers that make the same calls, or None. A layer is split on all
-            of them or on none: rounding near the tolerance could make one worker find
-            a difference that another one does not find, and wait for its collectives.
+        workers: those that make the same calls, or None. A layer is split on all of
+            them or on none: rounding near the tolerance could make one worker find a
+            difference that another one does not find, and wait for its collectives.
     """
 
-    def __init__(self, group: WorkerGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, workers: Workers | None = None) -> None:
+        self._workers = workers
         self._found: weakref.WeakKeyDictionary[Any, dict[Any, RowCheck]] = (
             weakref.WeakKeyDictionary()
         )
@@ -102,9 +102,9 @@ class RowChecks:
 
     def _agreed(self, call: LayerCall, own: RowCheck) -> RowCheck:
         """The result of all workers: a problem that one of them has found counts."""
-        if self._group is None:
+        if self._workers is None:
             return own
-        every = self._group.gather_values(
+        every = self._workers.group.gather_values(
             f"the check of layer {call.layer.name!r}", [own.problem, own.loss_kinds]
         )
         for problem, _ in every:
@@ -113,6 +113,10 @@ class RowChecks:
         if any(tuple(kinds) != own.loss_kinds for _, kinds in every):
             return RowCheck(own.rows, "workers disagree on the kinds of its losses")
         return own
+
+    def clear(self) -> None:
+        """Drops all results: other workers may lack the last one."""
+        self._found.clear()
 
     def add(self, call: LayerCall, result: RowCheck) -> None:
         self._found.setdefault(call.layer, {})[call.key()] = result

@@ -53,3 +53,17 @@ def sync_variables(
         variable.assign(value)
     for variable in variables:
         synced.add(variable)
+
+
+def are_synced(strategy: StrategyCore, model: Any) -> list[bool]:
+    """Whether each variable of a model has been the same on all workers."""
+    return [v in strategy.synced_variables for v in all_variables(model)]
+
+
+def set_synced(strategy: StrategyCore, model: Any, synced: Sequence[bool]) -> None:
+    """Restores what `are_synced` returned on another worker."""
+    for variable, is_synced in zip(all_variables(model), synced, strict=True):
+        if is_synced:
+            strategy.synced_variables.add(variable)
+        else:
+            strategy.synced_variables.discard(variable)

@@ -109,12 +109,20 @@ class InputPosition:
         stream: "skip" or "continue", for input that cannot begin anew; "raise".
         between_steps: called after each step, before the next batch is read, with the
             number of steps in the epoch.
+        reorders: bool, whether arrays that `fit` shuffles come in an order that is the
+            same on every backend; False for that of Keras.
 
     Raises:
         ValueError: for such input without a choice.
     """
 
-    def __init__(self, epochs: Any, stream: str, between_steps: Callable[[int], None]):
+    def __init__(
+        self,
+        epochs: Any,
+        stream: str,
+        between_steps: Callable[[int], None],
+        reorders: bool = True,
+    ):
         self._epochs = epochs
         self._between_steps = between_steps
         self._continues = False
@@ -126,7 +134,7 @@ class InputPosition:
         self._arrived: Point | None = None
         self._read = 0
         self._shuffled: ShuffledBatches | None = None
-        arrays = fit_position.shuffled_arrays(epochs)
+        arrays = fit_position.shuffled_arrays(epochs) if reorders else None
         if arrays is not None:
             self._shuffled = ShuffledBatches(arrays, self.point.seed)
             fit_position.replace_input(
@@ -171,6 +179,14 @@ class InputPosition:
         return dataclasses.replace(
             now, epoch=epoch, done=done, num_batches=self.num_batches, random=states
         )
+
+    def in_epoch(self, epoch: int) -> Point:
+        """The point after the steps of an epoch so far, called in the next one."""
+        point = self.at(epoch, self._read)
+        if not self._read:
+            # The order of the epoch has been drawn already.
+            point.random["now"] = self.point.random["epoch"]
+        return point
 
     def end_epoch(self) -> None:
         """Called at the end of each epoch."""

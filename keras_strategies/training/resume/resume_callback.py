@@ -16,6 +16,11 @@ from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.models import fit_position
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.runtime.state.model_values import (
+    check_model,
+    model_state,
+    restore_model,
+)
 from keras_strategies.training.resume.callback_states import (
     appended_logs,
     callback_states,
@@ -24,11 +29,6 @@ from keras_strategies.training.resume.callback_states import (
 from keras_strategies.training.resume.input_position import (
     InputPosition,
     Point,
-)
-from keras_strategies.training.resume.model_values import (
-    check_model,
-    model_state,
-    restore_model,
 )
 from keras_strategies.training.resume.snapshot_clock import SnapshotClock
 from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed

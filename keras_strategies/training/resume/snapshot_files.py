@@ -16,7 +16,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -136,14 +136,21 @@ def parsed(data: bytes) -> Any:
         return _decoded(contents["state"], array)
 
 
-def _write_archive(path: Path, state: Any) -> None:
+def packed(state: Any) -> bytes:
+    """A state as the bytes of a snapshot, which `parsed` reads."""
+    file = io.BytesIO()
+    _write_archive(file, state)
+    return file.getvalue()
+
+
+def _write_archive(file: Path | IO[bytes], state: Any) -> None:
     arrays: list[Any] = []
     contents = {"version": _VERSION, "state": encoded(state, arrays)}
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_CONTENTS, json.dumps(contents))
         for i, array in enumerate(arrays):
-            with archive.open(f"arrays/{i}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
+            with archive.open(f"arrays/{i}.npy", "w", force_zip64=True) as part:
+                np.lib.format.write_array(part, array, allow_pickle=False)
 
 
 def _check_archive(data: bytes, path: Path) -> None:

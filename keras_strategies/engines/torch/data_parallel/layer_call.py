@@ -66,7 +66,6 @@ class TorchDataParallelCall(DataParallelCall):
         self._threads = threads
         self._variables = variables
         self._workers = self.placement.workers
-        self._share = self.placement.share
         #: The strategy's `CrossDeviceOps`, None for torch's own sums.
         self.reduction = LocalReduction.of(strategy)
         self._collectives: ThreadCollectives | None = None
@@ -137,7 +136,7 @@ class TorchDataParallelCall(DataParallelCall):
     ) -> list[int] | None:
         if self._has_torch_modules(layer):
             return None
-        every = split_sizes(rows, self._share.total)
+        every = split_sizes(rows, self.placement.share.total)
         if self._workers is None:
             row_split = RowSplit.local(PRIMITIVES, every)
         else:

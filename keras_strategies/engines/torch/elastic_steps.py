@@ -1,0 +1,127 @@
+"""Steps of elastic workers on Torch: undo of a step that has failed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.keras_compat.models.building import all_variables
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel import DataParallelCall
+from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.state.model_values import model_state, restore_model
+
+
+class TorchElasticSteps(ElasticDriver):
+    """Keeps what collectives may interrupt: all but weights and slots.
+
+    Weights and slots change after the exchange of gradients. Where a step has another
+    exchange after that, as those of GANs, they are kept, too: in the first step of a
+    model, and in the following ones if the first one had such an exchange.
+
+    Args:
+        call: the data-parallel call of the strategy; None with one replica.
+        workers: the communicator between workers; None with one worker.
+    """
+
+    def __init__(self, call: DataParallelCall | None, workers: TorchWorkers | None):
+        self._call = call
+        self._current: _KeptTensors | None = None
+        if workers is not None:
+            workers.on_exchange = self._exchanging
+        self._kept: weakref.WeakKeyDictionary[Any, _KeptTensors] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def keep(self, model: Any, kind: str) -> Callable[[], bool]:
+        kept = self._kept.get(model)
+        if kept is None:
+            kept = self._kept[model] = _KeptTensors()
+        self._current = kept
+        random = torch.get_rng_state()
+        restore = kept.keep(model, kind == "train")
+
+        def undo() -> bool:
+            torch.set_rng_state(random)
+            return restore()
+
+        return undo
+
+    def _exchanging(self) -> None:
+        if self._current is not None:
+            self._current.exchanging()
+
+    def values(self, model: Any) -> dict[str, Any]:
+        return model_state(model)
+
+    def set_values(self, model: Any, values: dict[str, Any]) -> None:
+        restore_model(model, values)
+
+    def reformed(self, model: Any, has_new: bool) -> None:
+        if self._call is not None:
+            self._call.workers_changed()
+
+
+class _KeptTensors:
+    """Copies of the variables of one model, in memory that is used again."""
+
+    def __init__(self) -> None:
+        self._sources: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        # Weights and slots, and their versions before the step.
+        self._late: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._keeps_all = True
+        self._steps = 0
+
+    def keep(self, model: Any, is_training: bool) -> Callable[[], bool]:
+        """Copies the variables; returns a function that restores them, if it can."""
+        trained = _trained(model) if is_training else set()
+        variables = all_variables(model)
+        rest = [raw_value(v) for v in variables if id(v) not in trained]
+        self._late = [raw_value(v) for v in variables if id(v) in trained]
+        self._versions = [tensor._version for tensor in self._late]
+        if is_training:
+            self._steps += 1
+        keeps_all = self._keeps_all or self._steps <= 1
+        self._copy([*rest, *self._late] if keeps_all else rest)
+
+        def restore() -> bool:
+            is_changed = self._is_changed()
+            with torch.no_grad():
+                for tensor, copy in zip(self._sources, self._copies, strict=True):
+                    tensor.copy_(copy)
+            return keeps_all or not is_changed
+
+        self._keeps_all = False if self._steps <= 1 else self._keeps_all
+        return restore
+
+    def exchanging(self) -> None:
+        """Notices a collective after an update of weights in the same step."""
+        if not self._keeps_all and self._is_changed():
+            self._keeps_all = True
+
+    def _is_changed(self) -> bool:
+        return [tensor._version for tensor in self._late] != self._versions
+
+    def _copy(self, tensors: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            if list(map(id, tensors)) == list(map(id, self._sources)):
+                for copy, tensor in zip(self._copies, tensors, strict=True):
+                    copy.copy_(tensor)
+            else:
+                self._copies = [tensor.detach().clone() for tensor in tensors]
+        self._sources = tensors
+
+
+def _trained(model: Any) -> set[int]:
+    """The identities of weights and of the optimizer's variables."""
+    optimizer = getattr(model, "optimizer", None)
+    found = list(model.trainable_variables)
+    if optimizer is not None:
+        found += optimizer.variables
+    return {id(variable) for variable in found}

@@ -1,0 +1,1 @@
+"""Training that continues when workers are lost, return or join."""

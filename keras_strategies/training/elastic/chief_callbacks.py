@@ -1,0 +1,148 @@
+"""Callbacks of the chief, which the next chief takes over."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from keras_strategies.keras_compat.models import fit_position
+
+_HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
+
+
+class ChiefCallback(keras.callbacks.Callback):
+    """A callback that writes files, called on the chief only.
+
+    Every worker has one. A worker that becomes the chief begins it, and writes what
+    the chief before has not written.
+
+    Args:
+        callback: the callback.
+        is_chief: returns whether this worker is the chief now.
+    """
+
+    def __init__(self, callback: Any, is_chief: Callable[[], bool]):
+        super().__init__()
+        self.callback = callback
+        self._is_chief = is_chief
+        self._has_begun = False
+        # The arguments of the last `on_epoch_end`.
+        self._last: tuple[int, Any] | None = None
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Calls a method of the callback, on the chief."""
+        is_chief = self._is_chief()
+        if is_chief and not self._has_begun and name != "on_train_begin":
+            self.take_over()
+        if name == "on_epoch_end":
+            self._last = args[0], kwargs.get("logs", args[1] if args[1:] else None)
+        if is_chief:
+            self._begin()
+            getattr(self.callback, name)(*args, **kwargs)
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self.callback.set_params(self.params)
+            self.callback.set_model(self.model)
+
+    def take_over(self) -> None:
+        """Begins the callback in the middle of training."""
+        if self._has_begun:
+            return
+        self._begin()
+        if isinstance(self.callback, keras.callbacks.BackupAndRestore):
+            # It would read the backup.
+            return
+        if not isinstance(self.callback, keras.callbacks.CSVLogger):
+            self.callback.on_train_begin()
+            return
+        done = -1 if self._last is None else self._last[0]
+        written = _last_epoch(Path(self.callback.filename), self.callback.sep, done)
+        with fit_position.appending(self.callback):
+            self.callback.on_train_begin()
+        if self._last is not None and written != done:
+            self.callback.on_epoch_end(*self._last)
+
+
+def _forwarded(name: str) -> Callable[..., None]:
+    def forwarded(self: ChiefCallback, *args: Any, **kwargs: Any) -> None:
+        self.call(name, *args, **kwargs)
+
+    return forwarded
+
+
+for _name in _HOOKS:
+    setattr(ChiefCallback, _name, _forwarded(_name))
+
+
+def _last_epoch(path: Path, separator: str, done: int) -> int | None:
+    """The epoch of the last row of a log; later and incomplete rows are removed."""
+    if not path.exists():
+        return None
+    lines = path.read_bytes().splitlines(keepends=True)
+    while lines:
+        epoch = _epoch_of(lines[-1], separator)
+        if epoch is None and len(lines) == 1 and lines[0].endswith(b"\n"):
+            break
+        if epoch is not None and epoch <= done:
+            break
+        lines.pop()
+    path.write_bytes(b"".join(lines))
+    return _epoch_of(lines[-1], separator) if lines else None
+
+
+def _epoch_of(line: bytes, separator: str) -> int | None:
+    """The epoch of a complete row."""
+    if not line.endswith(b"\n"):
+        return None
+    row = next(csv.reader([line.decode()], delimiter=separator), [])
+    return int(row[0]) if row and row[0].isdigit() else None
+
+
+class ChiefCallbacks:
+    """The callbacks of one method whose output follows the chief.
+
+    Args:
+        callbacks: all callbacks of the method.
+        verbose: the argument of the method.
+        is_chief: returns whether this worker is the chief now.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Any], verbose: Any, is_chief: Callable[[], bool]
+    ):
+        self._is_chief = is_chief
+        shown = 1 if verbose == "auto" else verbose
+        self._verbose = [
+            (each, shown if _is_bar(each) else each.verbose)
+            for each in callbacks
+            if hasattr(each, "verbose")
+        ]
+        self._callbacks = [
+            each for each in callbacks if isinstance(each, ChiefCallback)
+        ]
+        self._was_chief = is_chief()
+        if not self._was_chief:
+            for callback, _ in self._verbose:
+                callback.verbose = 0
+
+    def follow(self) -> None:
+        """Begins the output of a worker that has become the chief."""
+        if self._was_chief or not self._is_chief():
+            return
+        self._was_chief = True
+        for callback, verbose in self._verbose:
+            callback.verbose = verbose
+            if getattr(callback, "progbar", None) is not None:
+                callback.progbar.verbose = verbose
+        for each in self._callbacks:
+            each.take_over()
+
+
+def _is_bar(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.ProgbarLogger)

@@ -1,0 +1,289 @@
+"""Actions of elastic workers: repeated in the next generation when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar, cast
+
+from keras_strategies.cluster.group.membership import Generation, Membership
+from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.errors import WorkerError
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.elastic_loop import ElasticLoop
+from keras_strategies.runtime.state.variable_sync import are_synced, set_synced
+from keras_strategies.runtime.workers import Workers
+from keras_strategies.training.resume.input_position import (
+    random_state,
+    set_random_state,
+)
+from keras_strategies.training.resume.snapshot_files import packed, parsed
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("keras_strategies.elastic")
+
+
+class Fit(Protocol):
+    """The `fit` under way on this worker."""
+
+    def capture(self) -> dict[str, Any]:
+        """Position in the input and states of callbacks after the last step."""
+
+    def reformed(self) -> None:
+        """Called when the group has changed."""
+
+
+class ElasticActions(ElasticLoop):
+    """The actions of this process.
+
+    Args:
+        membership: the elastic group.
+    """
+
+    def __init__(self, membership: Membership):
+        self._membership = membership
+        self._workers: list[Workers] = []
+        #: The number of finished actions.
+        self._done = 0
+        self._result: Any = None
+        # Whether this worker has the state after its last finished action.
+        self._is_clean = True
+        self._is_inside = False
+        self._is_new = False
+        self._fit: Fit | None = None
+        # Held while waits are ended, which must not reach the next generation.
+        self._ending = threading.Lock()
+
+    def register(self, workers: Workers) -> None:
+        """Adds the communicator of a strategy, which follows the generations."""
+        self._workers.append(workers)
+        self._watch(self._membership.group)
+
+    @property
+    def membership(self) -> Membership:
+        """The elastic group."""
+        return self._membership
+
+    @property
+    def has_joined(self) -> bool:
+        """bool, whether this worker is in the group of the others."""
+        return self._membership.is_member
+
+    @property
+    def is_new(self) -> bool:
+        return self._is_new
+
+    # Actions
+
+    def step(self, model: Any, kind: str, take: Callable[[], Any]) -> Any:
+        admits = kind == "train" and self._fit is not None
+        driver = _driver_of(model)
+        return self._act(take, lambda: driver.keep(model, kind), model, admits)
+
+    def call(self, what: str, call: Callable[[], T], model: Any = None) -> T:
+        return cast(T, self._act(call, lambda: _nothing_to_undo, model, False))
+
+    def _act(
+        self,
+        take: Callable[[], Any],
+        keep: Callable[[], Callable[[], bool]],
+        model: Any,
+        admits: bool,
+    ) -> Any:
+        if self._is_inside or not self.has_joined:
+            return take()
+        with self._inside():
+            begun = self._done
+            counts = [workers.steps.count for workers in self._workers]
+            while self._done == begun:
+                restore = keep()
+                try:
+                    if admits and not self._membership.begin_step():
+                        self._reform(model, admits)
+                        continue
+                    self._membership.group.check()
+                    self._finish(take())
+                    break
+                except WorkerError:
+                    if not self._membership.is_broken():
+                        raise
+                self._is_clean = restore()
+                for workers, count in zip(self._workers, counts, strict=True):
+                    workers.steps.count = count
+                self._reform(model, admits)
+            return self._result
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+
+    def _finish(self, result: Any) -> None:
+        self._done += 1
+        self._result = result
+        self._is_new = False
+
+    # Generations
+
+    def _watch(self, group: WorkerGroup) -> None:
+        group.on_loss(lambda loss: self._end_waits(group))
+        if group.loss() is not None:
+            self._end_waits(group)
+
+    def _end_waits(self, group: WorkerGroup) -> None:
+        with self._ending:
+            for workers in self._workers:
+                if workers.group is group:
+                    workers.end_waits()
+
+    def _reform(self, model: Any, admits: bool) -> None:
+        """Forms generations until one has the same state on all of its workers."""
+        progress = self._membership.group.progress
+        lost: set[int] = set()
+        joined: set[int] = set()
+        while True:
+            step = self._done if self._is_clean else None
+            generation = self._membership.reform(step, admits=admits)
+            lost = (lost | set(generation.lost)) - set(generation.joined)
+            joined |= set(generation.joined)
+            if self._replaced(model, generation):
+                break
+        self._report(generation, lost, joined, progress)
+        if model is not None:
+            _driver_of(model).reformed(model, bool(joined))
+        if self._fit is not None:
+            self._fit.reformed()
+
+    def _replaced(self, model: Any, generation: Generation) -> bool:
+        """Whether a generation has begun; False if a worker was lost meanwhile."""
+        try:
+            self._replace()
+            self._synchronize(model, generation)
+        except WorkerError:
+            if not self._membership.is_broken():
+                raise
+            return False
+        return True
+
+    def _replace(self) -> None:
+        group = self._membership.group
+        with self._ending:
+            # A thread may still end the waits of the generation before.
+            for workers in self._workers:
+                group.progress = workers.group.progress
+        for workers in self._workers:
+            workers.replace(group)
+        self._watch(group)
+
+    def _synchronize(self, model: Any, generation: Generation) -> None:
+        """Gives the state of the furthest worker to those that need it."""
+        if not generation.behind and generation.source is not None:
+            return
+        source = generation.source
+        if source is None:
+            raise WorkerError(
+                "No worker has the state before the step in which a worker was lost. "
+                "Restart all workers."
+            )
+        own = b""
+        if generation.rank == source:
+            own = packed(self._state(model))
+        found = self._membership.group.gather("the state of training", own)[source]
+        if generation.rank in generation.behind:
+            self._receive(model, parsed(found))
+
+    def _state(self, model: Any) -> dict[str, Any]:
+        return {
+            "done": self._done,
+            "result": self._result,
+            "steps": [workers.steps.count for workers in self._workers],
+            "random": random_state(),
+            "model": None if model is None else _driver_of(model).values(model),
+            "synced": None if model is None else are_synced(strategy_of(model), model),
+            "fit": None if self._fit is None else self._fit.capture(),
+        }
+
+    def _receive(self, model: Any, state: dict[str, Any]) -> None:
+        if model is not None and state["model"] is not None:
+            _driver_of(model).set_values(model, state["model"])
+            set_synced(strategy_of(model), model, state["synced"])
+        set_random_state(state["random"])
+        for workers, count in zip(self._workers, state["steps"], strict=True):
+            workers.steps.count = count
+        self._done, self._result = state["done"], state["result"]
+        self._is_clean = True
+
+    def _report(
+        self, generation: Generation, lost: set[int], joined: set[int], progress: str
+    ) -> None:
+        if generation.rank != 0 or not (lost or joined):
+            return
+        count = len(generation.members)
+        changes = [f"worker {index} was lost" for index in sorted(lost)]
+        changes += [f"worker {index} has joined" for index in sorted(joined)]
+        total = self._membership.count
+        at = f" at {progress}" if progress else ""
+        _logger.warning(
+            f"{' and '.join(changes)}{at}; training continues with {count} of {total} "
+            "workers."
+        )
+
+    # New workers
+
+    def begin_fit(self, model: Any, fit: Fit) -> dict[str, Any] | None:
+        """Begins a `fit`, in which workers can join.
+
+        Args:
+            model: the model, built.
+            fit: provides and follows the state of the `fit`.
+
+        Returns:
+            On a new worker, what `Fit.capture` returned on a worker that trains.
+        """
+        self._fit = fit
+        if self.has_joined:
+            return None
+        while True:
+            generation = self._membership.reform(None)
+            try:
+                state = self._joined(generation)
+            except WorkerError:
+                if not self._membership.is_broken():
+                    raise
+            else:
+                return state
+
+    def _joined(self, generation: Generation) -> dict[str, Any]:
+        self._replace()
+        assert generation.source is not None
+        group = self._membership.group
+        found = group.gather("the state of training", b"")[generation.source]
+        state: dict[str, Any] = parsed(found)
+        self._receive(None, state)
+        self._is_new = True
+        return state
+
+    def end_fit(self) -> None:
+        """Ends a `fit`."""
+        self._fit = None
+
+    def leave(self) -> None:
+        """Leaves the group."""
+        self._membership.leave()
+
+
+def _nothing_to_undo() -> bool:
+    return True
+
+
+def _driver_of(model: Any) -> ElasticDriver:
+    driver = strategy_of(model).drivers.elastic
+    assert driver is not None
+    return cast(ElasticDriver, driver)

@@ -1,0 +1,123 @@
+"""Callback by which workers join a `fit` that is under way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from keras_strategies.keras_compat.models import fit_position
+from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.runtime.state.model_values import check_model, restore_model
+from keras_strategies.runtime.state.variable_sync import set_synced
+from keras_strategies.training.elastic.chief_callbacks import ChiefCallbacks
+from keras_strategies.training.elastic.elastic_actions import ElasticActions
+from keras_strategies.training.resume.callback_states import (
+    callback_states,
+    restore_callbacks,
+)
+from keras_strategies.training.resume.input_position import InputPosition, Point
+
+
+class ElasticFit(fit_position.OrderedCallback):
+    """Position and callbacks of a `fit` of elastic workers.
+
+    On a new worker, `fit` begins with the state of the others: finished epochs and
+    steps are skipped.
+
+    Args:
+        actions: the actions of this worker.
+        chief_callbacks: those that follow the chief.
+    """
+
+    def __init__(self, actions: ElasticActions, chief_callbacks: ChiefCallbacks):
+        super().__init__()
+        self._actions = actions
+        self._chief_callbacks = chief_callbacks
+        self._others: list[Any] = []
+        self._epochs: Any = None
+        self._position: InputPosition | None = None
+        self._state: dict[str, Any] | None = None
+        self._point = Point()
+        self._epoch = 0
+        fit_position.order_callbacks()
+
+    @property
+    def is_new(self) -> bool:
+        """bool, whether this worker has joined and not trained yet."""
+        return self._state is not None
+
+    def companion(self) -> keras.callbacks.Callback:
+        return _First(self)
+
+    def joined(self, others: list[Any], epochs: Any) -> None:
+        self._others, self._epochs = others, epochs
+
+    def begin(self) -> None:
+        """Joins the others, before all other callbacks begin."""
+        if self._epochs is None:
+            return
+        self._position = InputPosition(
+            self._epochs, "skip", lambda done: None, reorders=False
+        )
+        self._state = self._actions.begin_fit(self.model, self)
+        if self._state is None:
+            return
+        fit_position.build_for_input(self.model, self._epochs)
+        check_model(self.model, self._state["model"])
+        self._point = Point(**self._state["fit"]["point"])
+        self._position.check(self._point)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._state is None or self._position is None:
+            return
+        self._restore()
+        self._position.resume(self._point)
+        set_initial_epoch(self.model, self._point.epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._state is not None:
+            set_initial_epoch(self.model, 0)
+            # Metrics were reset, and callbacks were called, as on the other workers.
+            self._restore()
+        self._state = None
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._position is not None:
+            self._position.end_epoch()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._actions.end_fit()
+
+    def _restore(self) -> None:
+        assert self._state is not None
+        restore_model(self.model, self._state["model"])
+        set_synced(strategy_of(self.model), self.model, self._state["synced"])
+        states = self._state["fit"]["callbacks"]
+        restore_callbacks(self._others, states, is_chief=False)
+
+    # For `ElasticActions`
+
+    def capture(self) -> dict[str, Any]:
+        assert self._position is not None
+        return {
+            "point": dataclasses.asdict(self._position.in_epoch(self._epoch)),
+            "callbacks": callback_states(self._others),
+        }
+
+    def reformed(self) -> None:
+        self._chief_callbacks.follow()
+
+
+class _First(keras.callbacks.Callback):
+    """The part of `ElasticFit` that runs before all other callbacks."""
+
+    def __init__(self, elastic: ElasticFit):
+        super().__init__()
+        self._elastic = elastic
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._elastic.begin()

@@ -1,0 +1,68 @@
+"""Training whose workers are lost and join ends as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness.elastic_training import (
+    STEPS_PER_EPOCH,
+    ElasticCluster,
+    Kill,
+    Settings,
+)
+from harness.forker import Forker
+from harness.training import ADAM_TOLERANCE
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def cluster(forker: Forker, tmp_path: Path) -> Iterator[Callable[..., ElasticCluster]]:
+    """Starts the workers of a training."""
+    made: list[ElasticCluster] = []
+
+    def make(**settings: Any) -> ElasticCluster:
+        made.append(ElasticCluster(forker, Settings(str(tmp_path), **settings)))
+        for index in range(-1, made[-1].count):
+            made[-1].start(index)
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
+    """Fails if a worker's weights, history or log differ from those of one device."""
+    found = cluster.results()
+    expected = found.pop(-1)
+    for index, each in found.items():
+        for mine, other in zip(each["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(mine, other, ADAM_TOLERANCE, ADAM_TOLERANCE)
+        assert each["history"].keys() == expected["history"].keys()
+        for name, values in expected["history"].items():
+            np.testing.assert_allclose(
+                each["history"][name], values, 1e-4, 1e-4, err_msg=f"{name} of {index}"
+            )
+    rows, others = (
+        [[float(v) for v in row.split(",")] for row in text.splitlines()[1:]]
+        for text in (cluster.log("log.csv"), cluster.log("one.csv"))
+    )
+    np.testing.assert_allclose(rows, others, 1e-4, 1e-4)
+    return found
+
+
+def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster):
+    elastic = cluster(kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1})
+    elastic.await_kill(2)
+    elastic.await_kill(0)
+    elastic.start(2, is_new=True)
+    found = assert_like_one_device(elastic)
+    assert found[1]["trained"] == 6 * STEPS_PER_EPOCH
+    assert 0 < found[2]["trained"] <= 6 * STEPS_PER_EPOCH - 8
+    text = elastic.text()
+    assert "worker 2 was lost at step 3 of fit" in text

@@ -1,0 +1,263 @@
+"""Trainings of elastic workers that are lost and join, and what they end with.
+
+    python elastic_training.py SETTINGS INDEX
+
+`SETTINGS` is a JSON file. Index -1 trains on one device, without a strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.forker import Forked, Forker
+from harness.processes import TIMEOUT, wait_until
+
+BATCH_SIZE = 25
+#: The last batch has 11 rows.
+ROWS = 86
+STEPS_PER_EPOCH = -(-ROWS // BATCH_SIZE)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A worker that kills itself.
+
+    Args:
+        index: int, its number.
+        step: int, counted from 1 over all epochs.
+        place: str, "begin" or "end" of the step, "layer" in the middle of it,
+            "validation", or "epoch end".
+    """
+
+    index: int
+    step: int
+    place: str = "layer"
+
+
+@dataclass
+class Settings:
+    """What all processes of a training need.
+
+    Args:
+        folder: str, for their files.
+        workers: int.
+        epochs: int.
+        kills: workers that kill themselves; those that are started later do not.
+        waits: steps at which workers wait until so many new ones are about to join.
+        min_workers: int.
+        source: str, the kind of input: "arrays" or "generator".
+        fails: int, seconds to wait for `min_workers`.
+    """
+
+    folder: str
+    workers: int = 3
+    epochs: int = 6
+    kills: list[Any] = field(default_factory=list)
+    waits: dict[str, int] = field(default_factory=dict)
+    min_workers: int = 1
+    source: str = "arrays"
+    fails: float = TIMEOUT
+    addresses: list[str] = field(default_factory=list)
+
+
+class ElasticCluster:
+    """The processes of one training.
+
+    Args:
+        forker: starts them.
+        settings: `Settings`.
+    """
+
+    def __init__(self, forker: Forker, settings: Settings):
+        from keras_strategies.cluster.resolvers.local_processes import free_addresses
+
+        self.folder = Path(settings.folder)
+        self.folder.mkdir(exist_ok=True)
+        settings.addresses = free_addresses(settings.workers)
+        settings.kills = [vars(kill) for kill in settings.kills]
+        self._forker = forker
+        self._settings = settings
+        self._path = self.folder / "settings.json"
+        self._path.write_text(json.dumps(vars(settings)))
+        self.all: list[Forked] = []
+        self.processes: dict[int, Forked] = {}
+
+    def start(self, index: int, *, is_new: bool = False) -> None:
+        number = len(self.all)
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": self._settings.addresses}, "task": task}
+        environment = {"OMP_NUM_THREADS": "1"}
+        if index >= 0:
+            environment["TF_CONFIG"] = json.dumps(config)
+        log = self.folder / f"{number}-{index}.log"
+        arguments = str(self._path), str(index), str(int(is_new))
+        process = self._forker.start(log, __file__, *arguments, **environment)
+        self.all.append(process)
+        self.processes[index] = process
+
+    def await_kill(self, index: int) -> None:
+        code, _ = self.processes.pop(index).wait(TIMEOUT)
+        assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), self.text()
+
+    def results(self) -> dict[int, Any]:
+        """What the workers have at the end of training."""
+        found = {}
+        for index, process in self.processes.items():
+            code, _ = process.wait(TIMEOUT)
+            assert code == 0, self.text()
+            found[index] = read_results(self.folder, index)
+        return found
+
+    @property
+    def count(self) -> int:
+        """int, the workers at the start."""
+        return self._settings.workers
+
+    def log(self, name: str) -> str:
+        """The text of a file."""
+        return (self.folder / name).read_text()
+
+    def text(self) -> str:
+        return "\n".join(process.text() for process in self.all)
+
+    def close(self) -> None:
+        for process in self.all:
+            process.kill()
+
+
+def read_results(folder: Path, index: int) -> dict[str, Any]:
+    found = json.loads((folder / f"results{index}.json").read_text())
+    with np.load(folder / f"results{index}.npz") as file:
+        found["weights"] = [file[f"arr_{i}"] for i in range(len(file.files))]
+    return dict(found)
+
+
+def _data() -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 4)).astype("float32")
+    y = (x[:, :1] + 0.3 * x[:, 1:2] > 0).astype("float32")
+    return x, y, rng.uniform(0.5, 1.5, ROWS).astype("float32")
+
+
+def _generator(arrays: Any) -> Any:
+    while True:
+        for start in range(0, ROWS, BATCH_SIZE):
+            yield tuple(array[start : start + BATCH_SIZE] for array in arrays)
+
+
+def main() -> None:
+    import keras
+
+    import keras_strategies as ks
+    from keras_strategies.types import Elastic
+
+    settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
+    index, is_new = int(sys.argv[2]), sys.argv[3] == "1"
+    folder = Path(settings.folder)
+    strategy = None
+    if index >= 0:
+        elastic = Elastic(settings.min_workers, timeout_seconds=settings.fails)
+        options = ks.CommunicationOptions(timeout_seconds=TIMEOUT)
+        strategy = ks.MultiWorkerMirroredStrategy(
+            communication_options=options, elastic=elastic
+        )
+    kills = [] if is_new else [Kill(**each) for each in settings.kills]
+    mine = [kill for kill in kills if kill.index == index]
+    step = 0
+
+    def die(place: str) -> None:
+        if any(kill.step == step and kill.place == place for kill in mine):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Gate(keras.layers.Layer):
+        def call(self, x: Any, training: bool = False) -> Any:
+            if not isinstance(x, keras.KerasTensor):
+                die("layer" if training else "validation")
+            return x
+
+    keras.utils.set_random_seed(11)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(6, "tanh"),
+                keras.layers.BatchNormalization(),
+                Gate(),
+                keras.layers.Dropout(0.0, seed=5),
+                keras.layers.Dense(1, "sigmoid"),
+            ]
+        )
+        auc = keras.metrics.AUC(num_thresholds=20, name="auc")
+        model.compile(
+            keras.optimizers.Adam(0.03), "binary_crossentropy", weighted_metrics=[auc]
+        )
+    trained = 0
+
+    class Steps(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            nonlocal step
+            step = epoch * STEPS_PER_EPOCH
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            nonlocal step
+            step = step // STEPS_PER_EPOCH * STEPS_PER_EPOCH + batch + 1
+            die("begin")
+            count = settings.waits.get(str(step))
+            if count is not None and index >= 0 and not is_new:
+                wait_until(
+                    lambda: len(list(folder.glob("new*"))) >= count, "workers join"
+                )
+                # Until the new worker waits at the chief.
+                time.sleep(1.0)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            nonlocal trained
+            trained += 1
+            die("end")
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            die("epoch end")
+
+    x, y, weights = _data()
+    arguments: dict[str, Any] = {
+        "x": x,
+        "y": y,
+        "sample_weight": weights,
+        "batch_size": BATCH_SIZE,
+    }
+    if settings.source == "generator":
+        arguments = {
+            "x": _generator((x, y, weights)),
+            "steps_per_epoch": STEPS_PER_EPOCH,
+        }
+    if is_new:
+        (folder / f"new{index}-{os.getpid()}").touch()
+    history = model.fit(
+        **arguments,
+        epochs=settings.epochs,
+        verbose=2 if index >= 0 else 0,
+        validation_data=(x[:41], y[:41]),
+        validation_batch_size=BATCH_SIZE,
+        callbacks=[
+            Steps(),
+            keras.callbacks.CSVLogger(folder / ("one.csv" if index < 0 else "log.csv")),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
+        ],
+    )
+    np.savez(folder / f"results{index}.npz", *model.get_weights())
+    found = {"history": history.history, "trained": trained}
+    (folder / f"results{index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
