@@ -25,14 +25,13 @@ class TorchElasticSteps(ElasticDriver):
 
     Args:
         call: the data-parallel call of the strategy; None with one replica.
-        workers: the communicator between workers; None with one worker.
+        workers: the communicator between workers.
     """
 
-    def __init__(self, call: DataParallelCall | None, workers: TorchWorkers | None):
+    def __init__(self, call: DataParallelCall | None, workers: TorchWorkers):
         self._call = call
         self._current: _KeptTensors | None = None
-        if workers is not None:
-            workers.on_exchange = self._exchanging
+        workers.on_exchange = self._exchanging
         self._kept: weakref.WeakKeyDictionary[Any, _KeptTensors] = (
             weakref.WeakKeyDictionary()
         )

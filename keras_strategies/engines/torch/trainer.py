@@ -23,6 +23,7 @@ from keras_strategies.engines.torch.devices import (
 from keras_strategies.engines.torch.elastic_steps import TorchElasticSteps
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
+from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -47,8 +48,9 @@ class TorchTrainer(FitDriver):
             else TorchDataParallelCall(strategy, self.threads, self.variables)
         )
         workers = self.placement.workers
-        is_elastic = workers is not None and workers.elastic is not None
-        self.elastic = TorchElasticSteps(self._call, workers) if is_elastic else None
+        self.elastic: TorchElasticSteps | None = None
+        if isinstance(workers, TorchWorkers) and workers.elastic is not None:
+            self.elastic = TorchElasticSteps(self._call, workers)
         home = torch_device(self.placement.variables)
         # Several replicas take their rows from the host.
         self.placer = (
