@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,13 +18,12 @@ import numpy as np
 
 from harness.numpy_gradients import finite_differences
 from harness.numpy_replicas import NumpyPrimitives
-from keras_strategies import context
 from keras_strategies.devices import Device
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 from keras_strategies.keras_compat import thread_state
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.drivers import Drivers, FitDriver, RunDriver
+from keras_strategies.runtime.drivers import Drivers, FitDriver
 from keras_strategies.runtime.engine import Engine, Feature, StrategyCore
 from keras_strategies.runtime.placement import VariableCopy, nbytes_of
 from keras_strategies.runtime.replicas.collectives import (
@@ -33,11 +31,9 @@ from keras_strategies.runtime.replicas.collectives import (
     ReplicaCollectives,
     call_merged,
 )
-from keras_strategies.runtime.replicas.replica_set import ReplicaSet
-from keras_strategies.runtime.state import run_state
-from keras_strategies.runtime.state.run_state import LocalValues, RunState
+from keras_strategies.runtime.replicas.replica_run import MergeContext, ReplicaRun
+from keras_strategies.runtime.state.run_state import CreatedVariables
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import select_replica
 
 PRIMITIVES = NumpyPrimitives()
 
@@ -104,14 +100,12 @@ class NumpyFit(FitDriver):
         return [VariableCopy("cpu:0", nbytes_of(variable), "variable", value)]
 
 
-class NumpyRun(RunDriver):
+class NumpyRun(ReplicaRun):
     """Runs functions on the replicas of one strategy."""
 
     def __init__(self, strategy: StrategyCore):
-        self.strategy = strategy
+        super().__init__(strategy, PRIMITIVES)
         self.replicas = range(len(strategy.placement.replicas))
-        self.replica_set = ReplicaSet.local(PRIMITIVES, len(self.replicas))
-        self.on_read_values = NumpyLocalValues(len(self.replicas))
 
     def run(
         self,
@@ -119,104 +113,40 @@ class NumpyRun(RunDriver):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        collectives = TurnCollectives(self)
-        made = run_state.CreatedVariables()
+        merging, made = MergeContext(self), CreatedVariables()
+        collectives = TurnCollectives(self, merging)
+        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
         around = thread_state.thread_state()
-        for i in self.replicas:
-            replica = context.ReplicaContext(self.strategy, i, collectives)
-            copy, local = functools.partial(_copy, i), self.on_read_values.get
-            collectives.states.append(RunState(replica, copy, local, made))
 
-        def on_replica(i: int) -> Any:
-            state = collectives.states[i]
-            with (
-                collectives.turns(i),
-                thread_state.with_thread_state(around),
-                context.on_replica(state.replica),
-                state.scope(),
-            ):
-                return fn(*args[i], **kwargs[i])
+        def on_thread(i: int) -> Any:
+            with collectives.turns(i), thread_state.with_thread_state(around):
+                return tasks[i]()
 
-        with ThreadPoolExecutor(len(self.replicas)) as pool:
-            calls = [pool.submit(on_replica, i) for i in self.replicas]
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            calls = [pool.submit(on_thread, i) for i in self.replicas]
         if collectives.error is not None:
             raise collectives.error
-        self.commit(collectives.states)
+        self.commit(merging.states)
         return [call.result() for call in calls]
 
-    def commit(self, states: Sequence[RunState]) -> None:
-        """Assigns the replicas' values to variables."""
-        updated = {k: v for state in states for k, (v, _) in state.updates.items()}
-        for key, variable in updated.items():
-            if run_state.is_local(variable):
-                values = [state.read(variable) for state in states]
-                self.on_read_values.commit(variable, values)
-            else:
-                having = [s.updates[key][1] for s in states if key in s.updates]
-                variable.assign(run_state.merged(variable, having))
-            for state in states:
-                state.forget([variable])
+    def copier(self, replica_id: int) -> Callable[[Any], Any]:
+        def copy(variable: Any) -> Any:
+            # Seeds differ, so that replicas draw apart.
+            offset, value = seed_offset(variable, replica_id), raw_value(variable)
+            return value + np.array([offset, 0], value.dtype) if offset else value
 
-    def apply_gradients(
-        self,
-        apply: Callable[[Sequence[Any], Sequence[Any] | None], Any],
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
-        aggregate: bool,
-    ) -> None:
-        def update(strategy: StrategyCore, gradients: Sequence[Any]) -> None:
-            columns = [[select_replica(i, g) for i in self.replicas] for g in gradients]
-            present = [[part for part in c if part is not None] for c in columns]
-            sums = [PRIMITIVES.reduce(ReduceOp.SUM, c) if c else None for c in present]
-            apply(sums if aggregate else [c[0] for c in columns], variables)
-
-        replica: Any = context.current_replica()
-        replica.merge_call(update, args=(list(gradients),))
-
-    def local_values(self, variable: Any) -> Any:
-        return [self.on_read_values.get(variable, i) for i in self.replicas]
-
-    def variable_assigned(self, variable: Any, value: Any) -> None:
-        self.on_read_values.assigned(variable, value)
+        return copy
 
     def creating_variable(self) -> Any:
         return thread_state.outside_stateless_scopes()
 
 
-def _copy(replica_id: int, variable: Any) -> Any:
-    """A variable's value on a replica; seeds differ, so that replicas draw apart."""
-    offset, value = seed_offset(variable, replica_id), raw_value(variable)
-    return value + np.array([offset, 0], value.dtype) if offset else value
-
-
-class NumpyLocalValues(LocalValues):
-    """On-read values: an array for each replica."""
-
-    def __init__(self, count: int):
-        self._count = count
-        self._values: dict[int, list[Any]] = {}
-
-    def get(self, variable: Any, replica_id: int) -> Any:
-        if id(variable) not in self._values:
-            weakref.finalize(variable, self._values.pop, id(variable), None)
-            self.assigned(variable, raw_value(variable))
-        return self._values[id(variable)][replica_id]
-
-    def commit(self, variable: Any, values: Sequence[Any]) -> None:
-        variable.assign(run_state.cross_replica_value(variable, values))
-        self._values[id(variable)] = list(values)
-
-    def assigned(self, variable: Any, value: Any) -> None:
-        value = keras.ops.convert_to_tensor(value, variable.dtype)
-        self._values[id(variable)] = run_state.parts(variable, value, self._count)
-
-
 class TurnCollectives(ReplicaCollectives):
     """Collectives of threads that take turns: each runs to its next collective."""
 
-    def __init__(self, run: NumpyRun):
+    def __init__(self, run: NumpyRun, merging: MergeContext):
         self._run = run
-        self.states: list[RunState] = []
+        self._merging = merging
         self.error: BaseException | None = None
         self._condition = threading.Condition()
         self._order = list(run.replicas)  # Replicas that run; the first has its turn.
@@ -278,11 +208,7 @@ class TurnCollectives(ReplicaCollectives):
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
         def merged(values: Any) -> list[Any]:
-            with thread_state.outside_stateless_scopes():
-                self._run.commit(self.states)
-                results = call_merged(merge, values)
-            for state in self.states:
-                state.forget(state.variables_read())
-            return results
+            with self._merging():
+                return call_merged(merge, values)
 
         return self._exchange(replica, "merge_call", arguments, merged)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.runtime.replicas.replica_set import TensorPrimitives
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
 
 _REDUCTIONS = {
@@ -39,6 +40,24 @@ class NumpyPrimitives(TensorPrimitives):
 
     def reduce(self, op, tensors):
         return _REDUCTIONS[op](np.stack(list(tensors)), axis=0)
+
+    def add(self, tensors):
+        return sum(tensors[1:], start=tensors[0])
+
+    def widened(self, tensor):
+        return tensor.astype("float32") if tensor.dtype == "float16" else tensor
+
+    def cast(self, tensor, dtype):
+        return tensor.astype(dtype)
+
+    def to_device(self, tensor, device):
+        return tensor
+
+    def read(self, variable):
+        return np.array(raw_value(variable))
+
+    def assign(self, variable, value):
+        variable._value = np.asarray(value, variable.dtype)
 
     def to_device_of(self, tensor, other):
         return tensor

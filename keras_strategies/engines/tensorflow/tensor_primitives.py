@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.data_parallel.gradient_sums import widened
-from keras_strategies.runtime.replicas.replica_set import TensorPrimitives
+from keras_strategies.devices import Device
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.replicas.tensor_primitives import (
+    SparseGradients,
+    TensorPrimitives,
+)
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 
+class RowsOfTables(SparseGradients):
+    """Gradients that are `tf.IndexedSlices`."""
+
+    def is_sparse(self, gradient: Any) -> bool:
+        return isinstance(gradient, tf.IndexedSlices)
+
+    def join(self, gradients: Sequence[Any]) -> Any:
+        values, indices = _joined(gradients)
+        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+
+    def dense(self, column: Sequence[Any]) -> tuple[list[Any], Callable[[Any], Any]]:
+        present = [gradient for gradient in column if gradient is not None]
+        _, indices = _joined(present)
+        dense: list[Any] = []
+        for i, own in enumerate(column):
+            if own is None:
+                dense.append(None)
+                continue
+            parts = [
+                other.values if i == j else tf.zeros_like(other.values)
+                for j, other in enumerate(column)
+                if other is not None
+            ]
+            dense.append(tf.concat(parts, 0))
+        shape = present[0].dense_shape
+        return dense, lambda total: tf.IndexedSlices(total, indices, shape)
+
+    def gather(self, gradient: Any, workers: Workers) -> Any:
+        own = tf.shape(gradient.indices)[:1]
+        count = workers.group.count
+        counts = tf.unstack(workers.gather_rows(own, [1] * count), count)
+        return tf.IndexedSlices(
+            workers.gather_rows(gradient.values, counts),
+            workers.gather_rows(gradient.indices, counts),
+            gradient.dense_shape,
+        )
+
+
+def _joined(slices: Sequence[Any]) -> tuple[Any, Any]:
+    values = tf.concat([each.values for each in slices], 0)
+    return values, tf.concat([each.indices for each in slices], 0)
+
+
 class TensorFlowPrimitives(TensorPrimitives):
     """Operations on the current device, eagerly and in programs."""
+
+    sparse = RowsOfTables()
 
     def concatenate(self, tensors: Sequence[Any], axis: int = 0) -> Any:
         return tf.concat(list(tensors), axis)
@@ -37,10 +86,30 @@ class TensorFlowPrimitives(TensorPrimitives):
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             along = tf.reduce_min if op is ReduceOp.MIN else tf.reduce_max
             return along(tf.stack(list(tensors)), 0)
-        wide = [widened(tensor) for tensor in tensors]
+        wide = [self.widened(tensor) for tensor in tensors]
         is_sum = op is ReduceOp.SUM
         total = tf.add_n(wide) if is_sum else tf.reduce_mean(tf.stack(wide), 0)
         return tf.cast(total, tensors[0].dtype)
+
+    def add(self, tensors: Sequence[Any]) -> Any:
+        return tf.add_n([tf.convert_to_tensor(tensor) for tensor in tensors])
+
+    def widened(self, tensor: Any) -> Any:
+        is_half = tensor.dtype in (tf.float16, tf.bfloat16)
+        return tf.cast(tensor, tf.float32) if is_half else tensor
+
+    def cast(self, tensor: Any, dtype: Any) -> Any:
+        return tensor if tensor.dtype == dtype else tf.cast(tensor, dtype)
+
+    def to_device(self, tensor: Any, device: Device) -> Any:
+        # Operations take tensors of any device.
+        return tensor
+
+    def read(self, variable: Any) -> Any:
+        return raw_value(variable).read_value()
+
+    def assign(self, variable: Any, value: Any) -> None:
+        raw_value(variable).assign(value)
 
     def to_device_of(self, tensor: Any, other: Any) -> Any:
         # Operations take tensors of any device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ _TORCH_KIND = {"gpu": "cuda", "tpu": "xla"}
 _KIND = {kind: name for name, kind in _TORCH_KIND.items()}
 
 
+@functools.cache
 def torch_device(device: Device) -> torch.device:
     """The torch device of a name. All virtual CPUs are the one CPU of torch."""
     if device.kind == "cpu":

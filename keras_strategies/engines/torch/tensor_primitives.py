@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from keras_strategies.runtime.replicas.replica_set import TensorPrimitives
+from keras_strategies.devices import Device
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
@@ -42,6 +46,29 @@ class TorchPrimitives(TensorPrimitives):
         if op is ReduceOp.MEAN:
             return stacked.mean(0)
         return stacked.amin(0) if op is ReduceOp.MIN else stacked.amax(0)
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        total = tensors[0]
+        for tensor in tensors[1:]:
+            total = total + tensor
+        return total
+
+    def widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+        return tensor.float() if is_half else tensor
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
+
+    def to_device(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
+        return tensor.detach().to(torch_device(device))
+
+    def read(self, variable: Any) -> torch.Tensor:
+        value: torch.Tensor = raw_value(variable).detach().clone()
+        return value
+
+    def assign(self, variable: Any, value: torch.Tensor) -> None:
+        raw_value(variable).detach().copy_(value)
 
     def to_device_of(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return tensor.to(other.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,52 +9,9 @@ from typing import Any
 
 import keras
 
+from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
-
-
-class TensorPrimitives(abc.ABC):
-    """Functions of a framework's tensors that combining replicas takes."""
-
-    @abc.abstractmethod
-    def concatenate(self, tensors: Sequence[Any], axis: int = 0) -> Any:
-        """Concatenates tensors of one device."""
-
-    @abc.abstractmethod
-    def stack(self, tensors: Sequence[Any]) -> Any:
-        """Stacks tensors of one device along a new first axis."""
-
-    @abc.abstractmethod
-    def split(self, tensor: Any, sizes: Sequence[Any], axis: int = 0) -> list[Any]:
-        """Splits a tensor into parts of these sizes."""
-
-    @abc.abstractmethod
-    def reshape(self, tensor: Any, shape: Sequence[int]) -> Any:
-        """Reshapes a tensor; one size may be -1."""
-
-    @abc.abstractmethod
-    def move_axis(self, tensor: Any, source: int, destination: int) -> Any:
-        """Moves an axis of a tensor to another position."""
-
-    @abc.abstractmethod
-    def reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> Any:
-        """Reduces tensors of one device, in their order."""
-
-    @abc.abstractmethod
-    def to_device_of(self, tensor: Any, other: Any) -> Any:
-        """A tensor on the device of another one."""
-
-    @abc.abstractmethod
-    def all_lengths(
-        self, lengths: Sequence[Any], workers: Workers, counts: Sequence[int]
-    ) -> list[Any]:
-        """Lengths of the replicas of all workers.
-
-        Args:
-            lengths: those of the local replicas.
-            workers: the communicator between workers.
-            counts: the number of replicas of each worker.
-        """
 
 
 @dataclass(frozen=True)

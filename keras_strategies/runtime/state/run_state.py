@@ -13,7 +13,6 @@ In replica context a variable behaves by how it was made, as in `tf.distribute`:
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,26 +34,6 @@ def is_local(variable: Any) -> bool:
 def is_aggregated(variable: Any) -> bool:
     """Whether an assignment is a collective of the replicas."""
     return not is_local(variable) and variable.aggregation not in (None, "none")
-
-
-class LocalValues(abc.ABC):
-    """The values of on-read variables, one for each replica, kept between runs.
-
-    The variable itself holds what is read outside of `run`; assigning it there
-    gives every replica its part.
-    """
-
-    @abc.abstractmethod
-    def get(self, variable: Any, replica_id: int) -> Any:
-        """The value of one replica."""
-
-    @abc.abstractmethod
-    def commit(self, variable: Any, values: Sequence[Any]) -> None:
-        """Stores new values, and their aggregate in the variable."""
-
-    @abc.abstractmethod
-    def assigned(self, variable: Any, value: Any) -> None:
-        """The variable was assigned outside of `run`."""
 
 
 def cross_replica_value(variable: Any, values: Sequence[Any]) -> Any:

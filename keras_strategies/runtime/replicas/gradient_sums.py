@@ -1,0 +1,93 @@
+"""Sums of gradients over replicas and workers.
+
+Gradients of half precision are summed in float32 and rounded once, to the dtype that
+they have on one device. A gradient is None where nothing depends on the variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
+from keras_strategies.runtime.workers import Workers
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import DistributedValues
+
+
+def sums_over_replicas(
+    ops: TensorPrimitives,
+    columns: Sequence[Sequence[Any]],
+    reduction: LocalReduction | None = None,
+) -> list[Any]:
+    """Sums gradients over the replicas of this process, in float32 at least.
+
+    Args:
+        ops: the functions of the framework's tensors.
+        columns: for each variable the gradient of each replica, on the device of sums.
+        reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
+
+    Returns:
+        list with a gradient or None for each variable, sparse where its terms are.
+    """
+    wide = [
+        [None if part is None else ops.widened(part) for part in column]
+        for column in columns
+    ]
+    if reduction is None:
+        return [_sum(ops, [p for p in column if p is not None]) for column in wide]
+    restored = {}
+    for i, column in enumerate(wide):
+        if _are_sparse(ops, column):
+            assert ops.sparse is not None
+            wide[i], restored[i] = ops.sparse.dense(column)
+    sums = reduction.sums(wide)
+    for i, restore in restored.items():
+        sums[i] = restore(sums[i])
+    return sums
+
+
+def _sum(ops: TensorPrimitives, gradients: Sequence[Any]) -> Any:
+    if len(gradients) < 2:
+        return gradients[0] if gradients else None
+    if _are_sparse(ops, gradients):
+        assert ops.sparse is not None
+        return ops.sparse.join(gradients)
+    return ops.add(gradients)
+
+
+def _are_sparse(ops: TensorPrimitives, column: Sequence[Any]) -> bool:
+    present = [gradient for gradient in column if gradient is not None]
+    if ops.sparse is None or not present:
+        return False
+    return all(map(ops.sparse.is_sparse, present))
+
+
+def sums_over_workers(
+    ops: TensorPrimitives, gradients: Sequence[Any], workers: Workers | None
+) -> list[Any]:
+    """Sums gradients over workers; those of the same variables are None on all of them.
+
+    Layers that come last have their gradients first, so these are sent first. Sparse
+    gradients stay sparse.
+    """
+    results = list(gradients)
+    if workers is None:
+        return results
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    dense = [i for i in reversed(present) if not _are_sparse(ops, [gradients[i]])]
+    totals = workers.all_reduce(ReduceOp.SUM, [gradients[i] for i in dense])
+    for i, total in zip(dense, totals, strict=True):
+        results[i] = total
+    for i in sorted(set(present) - set(dense)):
+        assert ops.sparse is not None
+        results[i] = ops.sparse.gather(gradients[i], workers)
+    return results
+
+
+def rounded(ops: TensorPrimitives, total: Any, gradient: Any) -> Any:
+    """A sum in the dtype of its terms, a tensor or a `PerReplica` of them."""
+    terms = gradient.values if isinstance(gradient, DistributedValues) else [gradient]
+    dtypes = [term.dtype for term in terms if term is not None]
+    return ops.cast(total, dtypes[0]) if total is not None and dtypes else total

@@ -1,0 +1,250 @@
+"""`Strategy.run` on separate replicas: their tasks, and what they assign."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from keras_strategies import context
+from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.drivers import RunDriver
+from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
+from keras_strategies.runtime.replicas.gradient_sums import (
+    rounded,
+    sums_over_replicas,
+    sums_over_workers,
+)
+from keras_strategies.runtime.replicas.replica_set import ReplicaSet
+from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
+from keras_strategies.runtime.state import run_state
+from keras_strategies.runtime.state.local_values import LocalValues
+from keras_strategies.runtime.state.run_state import CreatedVariables, RunState
+from keras_strategies.values import DistributedValues, select_replica
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
+
+
+class ReplicaRun(RunDriver):
+    """Functions on the replicas of one strategy, each with a state of its own.
+
+    Args:
+        strategy: the strategy.
+        primitives: the functions of the framework's tensors.
+    """
+
+    #: How the engine stores values of on-read variables.
+    local_values_class: type[LocalValues] = LocalValues
+
+    def __init__(self, strategy: StrategyCore, primitives: TensorPrimitives):
+        self.strategy = strategy
+        self.placement = strategy.placement
+        workers, share = self.placement.workers, self.placement.share
+        counts = (share.count,) if workers is None else workers.replicas
+        self.replica_set = ReplicaSet(primitives, workers, counts, share.first)
+        self.reduction = LocalReduction.of(strategy)
+        self.on_read_values = self.local_values_class(self.replica_set, self.placement)
+
+    # How an engine differs.
+
+    @abc.abstractmethod
+    def copier(self, replica_id: int) -> Callable[[Any], Any]:
+        """A function that returns the value of a variable for a local replica."""
+
+    def assigned_value(self, variable: Any, value: Any) -> Any:
+        """The value that a replica reads from a variable after assigning `value`."""
+        return value
+
+    def on_replica(self, replica_id: int) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the function on a local replica."""
+        return contextlib.nullcontext()
+
+    def merged(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around functions of `merge_call`."""
+        return contextlib.nullcontext()
+
+    def updating(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around updates of variables, which have no gradient."""
+        return contextlib.nullcontext()
+
+    def version(self, variable: Any) -> Any:
+        """A number that changes with the value of a variable; None if unknown."""
+        return None
+
+    # Runs.
+
+    def tasks(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        collectives: ReplicaCollectives,
+        merging: MergeContext,
+        made: CreatedVariables,
+    ) -> list[Callable[[], Any]]:
+        """The call of each local replica, in its context; states are in `merging`."""
+        found = []
+        for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
+            replica_id = self.replica_set.first + i
+            replica = context.ReplicaContext(self.strategy, replica_id, collectives)
+            state = self._state(i, replica, made)
+            merging.states.append(state)
+            found.append(self._task(i, fn, own_args, own_kwargs, replica, state))
+        return found
+
+    def _state(
+        self, i: int, replica: context.ReplicaContext, made: CreatedVariables
+    ) -> RunState:
+        return RunState(
+            replica,
+            self.copier(i),
+            self.on_read_values.get,
+            made,
+            self.assigned_value,
+        )
+
+    def _task(
+        self,
+        i: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        replica: context.ReplicaContext,
+        state: RunState,
+    ) -> Callable[[], Any]:
+        def run() -> Any:
+            with context.on_replica(replica), state.scope(), self.on_replica(i):
+                return fn(*args, **kwargs)
+
+        return run
+
+    def commit(self, states: Sequence[RunState]) -> None:
+        """Assigns the replicas' values to variables."""
+        updated = {k: v for state in states for k, (v, _) in state.updates.items()}
+        if not updated:
+            return
+        variables = list(updated.values())
+        with self.updating():
+            columns = [self._assigned(states, variable) for variable in variables]
+            everywhere = self._on_all_workers(variables, columns)
+            for variable, own, every in zip(
+                variables, columns, everywhere, strict=True
+            ):
+                if run_state.is_local(variable):
+                    self.on_read_values.commit(variable, own, every)
+                else:
+                    total = run_state.merged(variable, every)
+                    self.replica_set.primitives.assign(variable, total)
+        for state in states:
+            state.forget(variables)
+
+    def _assigned(self, states: Sequence[RunState], variable: Any) -> list[Any]:
+        """What the local replicas have assigned; with workers, a value of each."""
+        if run_state.is_local(variable):
+            return [state.read(variable) for state in states]
+        key = id(variable)
+        having = [state.updates[key][1] for state in states if key in state.updates]
+        if self.replica_set.workers is None or len(having) == len(states):
+            return having
+        before = self.replica_set.primitives.read(variable)
+        return [state.updates.get(key, (variable, before))[1] for state in states]
+
+    def _on_all_workers(
+        self, variables: Sequence[Any], columns: Sequence[Sequence[Any]]
+    ) -> list[list[Any]]:
+        """The values of all replicas, each on the device of the variable."""
+        to_device_of = self.replica_set.primitives.to_device_of
+        return self.replica_set.all_values(
+            [
+                [to_device_of(value, raw_value(variable)) for value in column]
+                for variable, column in zip(variables, columns, strict=True)
+            ]
+        )
+
+    # What Keras calls in a run.
+
+    def apply_gradients(
+        self,
+        apply: Callable[[Sequence[Any], Sequence[Any] | None], Any],
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        aggregate: bool,
+    ) -> None:
+        replica = context.current_replica()
+        assert replica is not None
+
+        def update(strategy: StrategyCore, gradients: Sequence[Any]) -> None:
+            with self.updating():
+                if aggregate:
+                    own = self._summed(gradients)
+                else:
+                    own = [select_replica(0, gradient) for gradient in gradients]
+                apply(own, variables)
+
+        replica.merge_call(update, args=(list(gradients),))
+
+    def _summed(self, gradients: Sequence[Any]) -> list[Any]:
+        """Sums over all replicas; a gradient is equal on them, or a `PerReplica`."""
+        ops, lead = self.replica_set.primitives, self.placement.variables
+        count = len(self.placement.replicas)
+        columns = [
+            gradient.values
+            if isinstance(gradient, DistributedValues)
+            else [gradient] * count
+            for gradient in gradients
+        ]
+        if self.reduction is None:
+            columns = [
+                [None if part is None else ops.to_device(part, lead) for part in column]
+                for column in columns
+            ]
+        own = sums_over_replicas(ops, columns, self.reduction)
+        total = sums_over_workers(ops, own, self.replica_set.workers)
+        pairs = zip(total, gradients, strict=True)
+        return [rounded(ops, each, gradient) for each, gradient in pairs]
+
+    def local_values(self, variable: Any) -> Sequence[Any]:
+        first = self.replica_set.first
+        replicas = range(len(self.placement.replicas))
+        return [self.on_read_values.get(variable, first + i) for i in replicas]
+
+    def variable_assigned(self, variable: Any, value: Any) -> None:
+        self.on_read_values.assigned(variable)
+
+
+class MergeContext:
+    """Context of functions of `merge_call`: they read and assign the variables.
+
+    Args:
+        run: the run of the replicas.
+    """
+
+    def __init__(self, run: ReplicaRun):
+        self._run = run
+        #: The states of the local replicas.
+        self.states: list[RunState] = []
+        #: bool, whether a function was merged.
+        self.was_used = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.was_used = True
+        version = self._run.version
+        with outside_stateless_scopes(), self._run.merged():
+            self._run.commit(self.states)
+            read = {id(v): v for state in self.states for v in state.variables_read()}
+            before = {key: version(variable) for key, variable in read.items()}
+            try:
+                yield
+            finally:
+                changed = [
+                    variable
+                    for key, variable in read.items()
+                    if before[key] is None or version(variable) != before[key]
+                ]
+                for state in self.states:
+                    state.forget(changed)

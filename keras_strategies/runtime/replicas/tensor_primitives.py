@@ -1,0 +1,110 @@
+"""Interface of a framework's tensors: what combining replicas takes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_strategies.devices import Device
+from keras_strategies.runtime.workers import Workers
+from keras_strategies.types import ReduceOp
+
+
+class SparseGradients(abc.ABC):
+    """Gradients of tables that are rows and their indices."""
+
+    @abc.abstractmethod
+    def is_sparse(self, gradient: Any) -> bool:
+        """Whether a gradient is rows of a table."""
+
+    @abc.abstractmethod
+    def join(self, gradients: Sequence[Any]) -> Any:
+        """The sum of gradients that are all sparse: their rows, concatenated."""
+
+    @abc.abstractmethod
+    def dense(self, column: Sequence[Any]) -> tuple[list[Any], Callable[[Any], Any]]:
+        """Tensors of one shape with the rows of all replicas.
+
+        Args:
+            column: the gradient of each replica; None where one has none.
+
+        Returns:
+            list of tensors, zeros in place of other replicas' rows, and a function that
+            makes a sparse gradient of their sum.
+        """
+
+    @abc.abstractmethod
+    def gather(self, gradient: Any, workers: Workers) -> Any:
+        """The rows of all workers."""
+
+
+class TensorPrimitives(abc.ABC):
+    """Functions of a framework's tensors that combining replicas takes."""
+
+    #: Gradients that are rows of tables; None where all gradients are tensors.
+    sparse: SparseGradients | None = None
+
+    @abc.abstractmethod
+    def concatenate(self, tensors: Sequence[Any], axis: int = 0) -> Any:
+        """Concatenates tensors of one device."""
+
+    @abc.abstractmethod
+    def stack(self, tensors: Sequence[Any]) -> Any:
+        """Stacks tensors of one device along a new first axis."""
+
+    @abc.abstractmethod
+    def split(self, tensor: Any, sizes: Sequence[Any], axis: int = 0) -> list[Any]:
+        """Splits a tensor into parts of these sizes."""
+
+    @abc.abstractmethod
+    def reshape(self, tensor: Any, shape: Sequence[int]) -> Any:
+        """Reshapes a tensor; one size may be -1."""
+
+    @abc.abstractmethod
+    def move_axis(self, tensor: Any, source: int, destination: int) -> Any:
+        """Moves an axis of a tensor to another position."""
+
+    @abc.abstractmethod
+    def reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> Any:
+        """Reduces tensors of one device, in their order."""
+
+    @abc.abstractmethod
+    def add(self, tensors: Sequence[Any]) -> Any:
+        """Adds tensors of one device, in their order."""
+
+    @abc.abstractmethod
+    def widened(self, tensor: Any) -> Any:
+        """A tensor or sparse gradient, in float32 if it is of half precision."""
+
+    @abc.abstractmethod
+    def cast(self, tensor: Any, dtype: Any) -> Any:
+        """A tensor or sparse gradient in a dtype of the framework."""
+
+    @abc.abstractmethod
+    def to_device(self, tensor: Any, device: Device) -> Any:
+        """A tensor without gradient on a device."""
+
+    @abc.abstractmethod
+    def read(self, variable: Any) -> Any:
+        """A copy of the value of a `keras.Variable`, without gradient."""
+
+    @abc.abstractmethod
+    def assign(self, variable: Any, value: Any) -> None:
+        """Assigns a `keras.Variable`, past hooks of assignments."""
+
+    @abc.abstractmethod
+    def to_device_of(self, tensor: Any, other: Any) -> Any:
+        """A tensor on the device of another one."""
+
+    @abc.abstractmethod
+    def all_lengths(
+        self, lengths: Sequence[Any], workers: Workers, counts: Sequence[int]
+    ) -> list[Any]:
+        """Lengths of the replicas of all workers.
+
+        Args:
+            lengths: those of the local replicas.
+            workers: the communicator between workers.
+            counts: the number of replicas of each worker.
+        """
