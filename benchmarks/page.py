@@ -104,6 +104,7 @@ def table(name: str) -> str:
     import model_parallel
     import multi_worker
     import parameter_server as ps
+    import steps_per_execution
 
     file, _, what = name.partition(", ")
     if file == "parameter servers":
@@ -114,7 +115,13 @@ def table(name: str) -> str:
             "memory": model_parallel.memory_table,
         }
         return part("model_parallel", what, tables[what])
-    modules = {"fit": fit, "loops": loops, "faults": faults, "first step": first_step}
+    modules = {
+        "fit": fit,
+        "loops": loops,
+        "faults": faults,
+        "first step": first_step,
+        "steps per execution": steps_per_execution,
+    }
     if file in modules:
         return whole(file.replace(" ", "_"), modules[file].table)
     return {

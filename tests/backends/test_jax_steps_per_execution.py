@@ -9,6 +9,7 @@ import pytest
 if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX backend", allow_module_level=True)
 
+import jax
 from harness.jax_training import (
     STRATEGIES,
     alone,
@@ -33,9 +34,9 @@ def programs(monkeypatch):
     found = []
     run = CompiledStep._run
 
-    def recording(self, state, batches):
-        found.append(len(batches))
-        return run(self, state, batches)
+    def recording(self, state, batch, count):
+        found.append(count or 1)
+        return run(self, state, batch, count)
 
     monkeypatch.setattr(CompiledStep, "_run", recording)
     return found
@@ -85,3 +86,19 @@ def test_steps_before_a_failing_batch_are_done():
         model.fit(batches(), verbose=0)
     assert int(model.optimizer.iterations) == 6
     assert all(np.isfinite(each).all() for each in model.get_weights())
+
+
+def test_jax_arrays_are_stacked_on_the_devices(programs):
+    x, y, _ = rows(12)
+    batches = [
+        (jax.numpy.asarray(x[i : i + 4]), jax.numpy.asarray(y[i : i + 4]))
+        for i in (0, 4, 8)
+    ]
+    found = []
+    for data in (batches, [(np.asarray(a), np.asarray(b)) for a, b in batches]):
+        model = model_of("mirrored_2", 3)
+        programs.clear()
+        model.fit((batch for batch in data), verbose=0)
+        assert programs == [3]
+        found.append({"weights": model.get_weights()})
+    assert_same(*found)

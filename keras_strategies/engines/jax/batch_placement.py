@@ -27,8 +27,19 @@ class JaxBatchPlacer(abc.ABC):
         """The sharding of an array of a batch."""
 
     @abc.abstractmethod
-    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches on the devices, transferred at or before `next`."""
+    def place_several(self, batches: Sequence[Any]) -> Any:
+        """Batches of equal shapes on the devices, stacked along a new first axis."""
+
+    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+        """The batches on the devices, transferred at or before `next`.
+
+        Where `several` are one call of Keras's loop they stay where they are, for
+        `place_several`.
+        """
+        return iter(batches) if several > 1 else self._placed(batches)
+
+    @abc.abstractmethod
+    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]: ...
 
     def _begin(self, batch: Any) -> Callable[[], Any]:
         # The transfer is asynchronous: programs wait for their inputs.
@@ -54,6 +65,8 @@ class MeshPlacer(JaxBatchPlacer):
         self._size = mesh.shape[axis]
         self._split = jax.NamedSharding(mesh, jax.P(axis))
         self._replicated = jax.NamedSharding(mesh, jax.P())
+        self._split_several = jax.NamedSharding(mesh, jax.P(None, axis))
+        self._replicated_several = jax.NamedSharding(mesh, jax.P(None))
         self._ahead = mesh.devices.flat[0].platform != "cpu"
 
     def place(self, batch: Any) -> Any:
@@ -66,10 +79,26 @@ class MeshPlacer(JaxBatchPlacer):
         shardings = [self.sharding(leaf.shape) for leaf in leaves]
         return jax.tree.unflatten(structure, put(leaves, shardings))
 
+    def place_several(self, batches: Sequence[Any]) -> Any:
+        if any(map(_has_jax_arrays, batches)):
+            batches = [self.place(batch) for batch in batches]
+            shardings = jax.tree.map(self._sharding_of_several, batches[0])
+            return jax.jit(_stack, out_shardings=shardings)(*batches)
+        for batch in batches:
+            check_batch(batch)
+            self._compare(batch)
+        leaves, structure = jax.tree.flatten(_stacked(batches))
+        shardings = [self._sharding_of_several(leaf[0]) for leaf in leaves]
+        return jax.tree.unflatten(structure, put(leaves, shardings))
+
+    def _sharding_of_several(self, leaf: Any) -> jax.sharding.Sharding:
+        is_split = splits(leaf.shape, self._size)
+        return self._split_several if is_split else self._replicated_several
+
     def sharding(self, shape: Sequence[int]) -> jax.sharding.Sharding:
         return self._split if splits(shape, self._size) else self._replicated
 
-    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
         if not self._ahead:
             return (self.place(batch) for batch in batches)
         return prefetch_one(batches, self._begin)
@@ -91,6 +120,9 @@ class DevicePlacer(JaxBatchPlacer):
             return batch
         return jax.tree.map(self._place_leaf, batch)
 
+    def place_several(self, batches: Sequence[Any]) -> Any:
+        return self.place(_stacked(batches))
+
     def sharding(self, shape: Sequence[int]) -> jax.sharding.Sharding:
         return jax.sharding.SingleDeviceSharding(self._device)
 
@@ -102,7 +134,7 @@ class DevicePlacer(JaxBatchPlacer):
             return leaf
         return jax.device_put(leaf, self._device)
 
-    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
         if self._is_cpu:
             return (self.place(batch) for batch in batches)
         return prefetch_one(batches, self._begin)
@@ -114,3 +146,14 @@ def _as_array(leaf: Any) -> Any:
 
 def _has_jax_arrays(batch: Any) -> bool:
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
+
+
+def _stacked(batches: Sequence[Any]) -> Any:
+    """Batches of equal shapes, stacked; those on devices by a program."""
+    if any(map(_has_jax_arrays, batches)):
+        return jax.jit(_stack)(*batches)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+
+
+def _stack(*batches: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *batches)

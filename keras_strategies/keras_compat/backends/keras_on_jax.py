@@ -32,7 +32,9 @@ def epoch_batches(original: Any, self: Any) -> Any:
     placer = thread_input.placer
     if placer is None:
         return original(self)
-    return placer.batches(self.data_adapter.get_jax_iterator())
+    return placer.batches(
+        self.data_adapter.get_jax_iterator(), self.steps_per_execution
+    )
 
 
 class _Placement:

@@ -18,6 +18,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 from keras_strategies.keras_compat.models.layers import clear_losses
@@ -86,53 +87,54 @@ class CompiledStep:
         self._candidates = [step] if alternative is None else [step, alternative]
         self._state_sharding = state_sharding
         self._outputs = outputs
-        self._programs: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self._programs: dict[tuple[int | None, ...], Callable[..., Any]] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        return self._run(state, [batch])
+        return self._run(state, batch, None)
 
-    def several(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        """Runs a step for each batch, in one program.
+    def several(self, state: Any, batches: Any, count: int) -> tuple[Any, Any]:
+        """Runs a step for each of several batches, in one program.
 
         Args:
             state: groups of arrays.
-            batches: batches of one structure, with equal shapes and dtypes.
+            batches: structure of arrays of shape `(count, rows, ...)`.
+            count: int, the number of batches.
 
         Returns:
             The outputs of "predict" of all batches, concatenated, or else those of the
             last batch; and the state after it.
         """
-        return self._run(state, batches)
+        return self._run(state, batches, count)
 
-    def _run(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+    def _run(self, state: Any, batch: Any, count: int | None) -> tuple[Any, Any]:
         results: list[Any] = []
-        key = (len(batches), *map(len, state))
+        key = (count, *map(len, state))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._program(state, batches)
+            program = self._programs[key] = self._program(state, batch, count)
         try:
             # `extend` and `map` run in C, and so does a compiled program: an
             # interrupt is raised before the call or when its result is in the list.
-            results.extend(map(program, *zip((*state, *batches), strict=True)))
+            results.extend(map(program, *zip((*state, batch), strict=True)))
         finally:
             if results:
                 record_jax_state(self._model, self._kind, results[0][1])
         return results[0]
 
-    def _program(self, state: Any, batches: Sequence[Any]) -> Callable[..., Any]:
+    def _program(self, state: Any, batch: Any, count: int | None) -> Callable[..., Any]:
         if len(self._candidates) > 1:
+            one = batch if count is None else jax.tree.map(_abstract_row, batch)
             sent = [
-                _sent(self._jitted(state, each).lower(*state, batches[0]))
+                _sent(self._jitted(state, each).lower(*state, one))
                 for each in self._candidates
             ]
             self._candidates = [self._candidates[sent.index(min(sent))]]
         step = self._candidates[0]
-        if len(batches) > 1:
+        if count is not None:
             step = _scanned(step, self._kind == "predict")
         return self._jitted(state, step)
 
-    def _jitted(self, state: Any, step: Callable[..., Any]) -> Any:
-        groups = len(state)
+    def _jitted(self, state: Any, step: Step) -> Any:
         donated = _DONATED[self._kind]
         shardings = [
             self._state_sharding(group)
@@ -141,31 +143,36 @@ class CompiledStep:
             for i, group in enumerate(state)
         ]
         return jax.jit(
-            lambda *args: step(args[:groups], *args[groups:]),
+            lambda *args: step(args[:-1], args[-1]),
             donate_argnums=donated,
             out_shardings=(self._outputs, tuple(shardings)),
         )
 
 
-def _scanned(step: Step, concatenates: bool) -> Callable[..., tuple[Any, Any]]:
-    """A step on several batches of equal shapes, which are arguments of their own."""
+def _scanned(step: Step, concatenates: bool) -> Step:
+    """A step on several batches, stacked along a new first axis."""
 
-    def steps(state: Any, *batches: Any) -> tuple[Any, Any]:
-        structure = jax.tree.structure(batches[0])
-        rows = zip(*map(jax.tree.leaves, batches), strict=True)
+    def steps(state: Any, batches: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(batches)
 
         def body(state: Any, leaves: Any) -> tuple[Any, Any]:
             outputs, new = step(state, jax.tree.unflatten(structure, leaves))
             # The types of a carry stay: constants of a step can be weakly typed.
             return jax.tree.map(_strongly_typed, _lists(new)), outputs
 
-        state, outputs = jax.lax.scan(
-            body, _lists(state), [jax.numpy.stack(each) for each in rows]
-        )
+        state, outputs = jax.lax.scan(body, _lists(state), leaves)
         combine = _merged_rows if concatenates else _last
         return jax.tree.map(combine, outputs), state
 
     return steps
+
+
+def _abstract_row(stacked: jax.Array) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and sharding of one of several batches on a mesh."""
+    sharding = stacked.sharding
+    assert isinstance(sharding, jax.NamedSharding)
+    one = jax.NamedSharding(sharding.mesh, jax.P(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, sharding=one)
 
 
 def _lists(state: Any) -> tuple[list[Any], ...]:
@@ -222,25 +229,30 @@ def loop_function(
     kind: str,
     step: Step,
     prepare: Callable[[Any], Any],
+    placer: JaxBatchPlacer,
     steps: WorkerSteps | None = None,
-    place: Callable[[Any], Any] = lambda batch: batch,
 ) -> Callable[..., Any]:
     """The function that Keras calls for each item of its loop: one step, or several.
 
     `prepare` is called with a state read from the variables; `steps` are begun before
-    each batch is read; `place` is called with each batch.
+    each batch is read. The `placer` puts batches on devices where its iterator has not.
     """
     several = model.steps_per_execution
+    # Keras 3.15 does not place the input of `predict_on_batch`.
+    places = kind == "predict" or several > 1
 
     def read(batches: Iterator[Any]) -> Any:
-        return place(next(batches) if steps is None else steps.next_batch(batches))
+        return next(batches) if steps is None else steps.next_batch(batches)
+
+    def one(state: Any, batch: Any) -> tuple[Any, Any]:
+        return step(state, placer.place(batch) if places else batch)
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
         if type(state) is not Returned:
             state = prepare(state)
         record_jax_state(model, kind, state)
         if several == 1:
-            outputs, state = step(state, read(batches))
+            outputs, state = one(state, read(batches))
             return outputs, Returned(state)
         items = [read(batches)]
         failure = None
@@ -254,11 +266,11 @@ def loop_function(
                 failure = error
                 break
         if len(items) == several and isinstance(step, CompiledStep) and _alike(items):
-            outputs, state = step.several(state, items)
+            outputs, state = step.several(state, placer.place_several(items), several)
             return outputs, Returned(state)
         every = []
         for batch in items:
-            outputs, state = step(state, batch)
+            outputs, state = one(state, batch)
             every.append(outputs)
         if failure is not None:
             raise failure

@@ -111,14 +111,13 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         if kind != "predict":
             self._place_compiled(model)
         workers = self.placement.workers
-        options: dict[str, Any] = {}
-        if workers is not None:
-            options["steps"] = workers.steps
-        if kind == "predict":
-            # Keras 3.15 does not place the input of `predict_on_batch`.
-            options["place"] = self.placer.place
         function = compiled_steps.loop_function(
-            model, kind, self.step(model, kind), self.prepared, **options
+            model,
+            kind,
+            self.step(model, kind),
+            self.prepared,
+            self.placer,
+            None if workers is None else workers.steps,
         )
         setattr(model, name, function)
 

@@ -1,0 +1,136 @@
+"""`compile(steps_per_execution=k)` on JAX: one call of Keras's loop for k steps.
+
+A process pinned to one core trains plain Keras and OneDeviceStrategy in turn, and one
+with two cores `keras.distribution.DataParallel` and MirroredStrategy on two CPU
+replicas, for k of 1, 10 and 100. Keras 3.15 calls a program for each step from Python,
+3.16 one `lax.scan` for all k. Run it with each version; results of both are kept:
+
+    python benchmarks/steps_per_execution.py
+    .venv-nightly/bin/python benchmarks/steps_per_execution.py
+
+Milliseconds per step of an epoch, medians over rounds in which the contestants take
+turns. Ratios above 1 mean that ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fit import keras_contestant, no_scope
+from measuring import RESULTS, Contestants, Results, measure, run_worker, use_cores
+from models import WORKLOADS, Workload
+from page import write_page
+
+STEPS = (1, 10, 100)
+MODELS = ("mlp",)
+_STEPS_OF_EPOCH = 300
+_BATCH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Several(Workload):
+    """A workload whose model runs several steps for each call."""
+
+    steps_per_execution: int = 1
+
+    def compiled(self) -> Any:
+        model = super().compiled()
+        model.compile(
+            model.optimizer, model.loss, steps_per_execution=self.steps_per_execution
+        )
+        return model
+
+
+def workload(name: str, per_call: int) -> Workload:
+    known = WORKLOADS[name]
+    return _Several(
+        name,
+        known.build,
+        known.example,
+        _BATCH,
+        _STEPS_OF_EPOCH,
+        per_call,
+    )
+
+
+def work(cores: int, name: str, rounds: int) -> None:
+    """Measures on one or two cores and prints a line of JSON."""
+    use_cores("jax", cores)
+    import keras
+
+    import keras_strategies as ks
+
+    scopes: dict[str, Callable[[], Any]]
+    if cores == 1:
+        scopes = {"plain": no_scope, "one_device": ks.OneDeviceStrategy("cpu:0").scope}
+    else:
+        devices = ["cpu:0", "cpu:1"]
+        peer = keras.distribution.DataParallel(devices=devices)
+        scopes = {
+            "DataParallel": peer.scope,
+            "mirrored": ks.MirroredStrategy(devices).scope,
+        }
+    contestants: Contestants = {
+        f"{contestant} {k}": keras_contestant(workload(name, k), scope)
+        for k in STEPS
+        for contestant, scope in scopes.items()
+    }
+    print(json.dumps(measure(contestants, rounds)))
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as a Markdown table."""
+    lines = [
+        "| Keras | model | steps per call | plain Keras, 1 core | OneDevice "
+        "| plain / ours | DataParallel, 2 cores | Mirrored | DataParallel / ours |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for version, models in results.items():
+        for name, ms in models.items():
+            for k in STEPS:
+                plain, one = ms[f"plain {k}"], ms[f"one_device {k}"]
+                peer, ours = ms[f"DataParallel {k}"], ms[f"mirrored {k}"]
+                lines.append(
+                    f"| {version} | {name} | {k} | {plain:.2f} ms | {one:.2f} ms "
+                    f"| {plain / one:.2f} | {peer:.2f} ms | {ours:.2f} ms "
+                    f"| {peer / ours:.2f} |"
+                )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round each")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.cores, options.model, options.rounds)
+        return
+    import keras
+
+    rounds = 1 if options.quick else options.rounds
+    results = Results(options.output / "steps_per_execution.json")
+    print(f"measuring Keras {keras.__version__} ...", file=sys.stderr, flush=True)
+    found = {
+        name: run_worker(__file__, "jax", 1, name, rounds)
+        | run_worker(__file__, "jax", 2, name, rounds)
+        for name in options.models.split(",")
+    }
+    results.put(".".join(keras.__version__.split(".")[:2]), found)
+    print(table(results.values))
+    write_page(options.output)
+
+
+if __name__ == "__main__":
+    main()
