@@ -66,3 +66,39 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster):
     assert 0 < found[2]["trained"] <= 6 * STEPS_PER_EPOCH - 8
     text = elastic.text()
     assert "worker 2 was lost at step 3 of fit" in text
+
+
+#: Places in which a worker is lost: the worker, the step and the place.
+PLACES = [
+    Kill(1, 2, "begin"),
+    Kill(0, 4, "layer"),
+    Kill(1, 4, "end"),
+    Kill(0, 5, "begin"),
+    Kill(2, 8, "validation"),
+    Kill(0, 8, "validation"),
+    Kill(0, 8, "epoch end"),
+    Kill(1, 8, "epoch end"),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", ["arrays", "generator"])
+@pytest.mark.parametrize("kill", PLACES, ids=str)
+def test_a_worker_is_lost_anywhere(cluster, kill, source):
+    elastic = cluster(kills=[kill], epochs=3, source=source)
+    elastic.await_kill(kill.index)
+    assert_like_one_device(elastic)
+    assert elastic.text().count(f"worker {kill.index} was lost at ") == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("step", [1, 4, 5, 7])
+@pytest.mark.parametrize("source", ["arrays", "generator"])
+def test_a_worker_joins_anywhere(cluster, step, source):
+    elastic = cluster(
+        kills=[Kill(0, 1)], waits={str(step + 1): 1}, epochs=4, source=source
+    )
+    elastic.await_kill(0)
+    elastic.start(0, is_new=True)
+    found = assert_like_one_device(elastic)
+    assert found[0]["trained"] < found[1]["trained"]

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -106,11 +107,20 @@ class ElasticCluster:
         self.processes[index] = process
 
     def await_kill(self, index: int) -> None:
-        code, _ = self.processes.pop(index).wait(TIMEOUT)
+        process = self.processes.pop(index)
+        until = time.monotonic() + TIMEOUT
+        while not process.ended():
+            assert time.monotonic() < until, self.text()
+            time.sleep(0.02)
+        code, _ = process.wait(TIMEOUT)
         assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), self.text()
 
     def results(self) -> dict[int, Any]:
         """What the workers have at the end of training."""
+        until = time.monotonic() + TIMEOUT
+        while not all(each.ended() for each in self.processes.values()):
+            assert time.monotonic() < until, self.text()
+            time.sleep(0.02)
         found = {}
         for index, process in self.processes.items():
             code, _ = process.wait(TIMEOUT)
@@ -128,7 +138,7 @@ class ElasticCluster:
         return (self.folder / name).read_text()
 
     def text(self) -> str:
-        return "\n".join(process.text() for process in self.all)
+        return "\n".join(f"{each.log.name}: {each.text()}" for each in self.all)
 
     def close(self) -> None:
         for process in self.all:
@@ -161,6 +171,7 @@ def main() -> None:
     import keras_strategies as ks
     from keras_strategies.types import Elastic
 
+    faulthandler.dump_traceback_later(TIMEOUT / 3)
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     index, is_new = int(sys.argv[2]), sys.argv[3] == "1"
     folder = Path(settings.folder)

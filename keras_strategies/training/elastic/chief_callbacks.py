@@ -39,7 +39,9 @@ class ChiefCallback(keras.callbacks.Callback):
         if is_chief and not self._has_begun and name != "on_train_begin":
             self.take_over()
         if name == "on_epoch_end":
-            self._last = args[0], kwargs.get("logs", args[1] if args[1:] else None)
+            logs = kwargs.get("logs", args[1] if args[1:] else None)
+            # Other callbacks add to it.
+            self._last = args[0], dict(logs or {})
         if is_chief:
             self._begin()
             getattr(self.callback, name)(*args, **kwargs)
@@ -62,9 +64,13 @@ class ChiefCallback(keras.callbacks.Callback):
             self.callback.on_train_begin()
             return
         done = -1 if self._last is None else self._last[0]
-        written = _last_epoch(Path(self.callback.filename), self.callback.sep, done)
+        header, written = _log_so_far(
+            Path(self.callback.filename), self.callback.sep, done
+        )
         with fit_position.appending(self.callback):
             self.callback.on_train_begin()
+        if header:
+            self.callback.keys = header[1:]
         if self._last is not None and written != done:
             self.callback.on_epoch_end(*self._last)
 
@@ -80,28 +86,27 @@ for _name in _HOOKS:
     setattr(ChiefCallback, _name, _forwarded(_name))
 
 
-def _last_epoch(path: Path, separator: str, done: int) -> int | None:
-    """The epoch of the last row of a log; later and incomplete rows are removed."""
+def _log_so_far(path: Path, separator: str, done: int) -> tuple[list[str], int | None]:
+    """The columns of a log and its last epoch, without later or incomplete rows."""
     if not path.exists():
-        return None
+        return [], None
     lines = path.read_bytes().splitlines(keepends=True)
-    while lines:
-        epoch = _epoch_of(lines[-1], separator)
-        if epoch is None and len(lines) == 1 and lines[0].endswith(b"\n"):
-            break
-        if epoch is not None and epoch <= done:
-            break
-        lines.pop()
-    path.write_bytes(b"".join(lines))
-    return _epoch_of(lines[-1], separator) if lines else None
+    rows = [_cells(line, separator) for line in lines]
+    while len(rows) > 1 and not (rows[-1] and int(rows[-1][0]) <= done):
+        rows.pop()
+    if not rows[0]:
+        rows.clear()
+    path.write_bytes(b"".join(lines[: len(rows)]))
+    if len(rows) < 2:
+        return (rows[0] if rows else []), None
+    return rows[0], int(rows[-1][0])
 
 
-def _epoch_of(line: bytes, separator: str) -> int | None:
-    """The epoch of a complete row."""
+def _cells(line: bytes, separator: str) -> list[str]:
+    """The cells of a complete row."""
     if not line.endswith(b"\n"):
-        return None
-    row = next(csv.reader([line.decode()], delimiter=separator), [])
-    return int(row[0]) if row and row[0].isdigit() else None
+        return []
+    return next(csv.reader([line.decode()], delimiter=separator), [])
 
 
 class ChiefCallbacks:
