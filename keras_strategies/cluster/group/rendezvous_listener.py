@@ -262,6 +262,11 @@ class RendezvousListener:
         try:
             while candidate.hub is None:
                 received = line.receive(BEAT)
+                if received is not None:
+                    # It follows the welcome, whose sender holds the lock until the
+                    # candidate has its hub.
+                    with self.changed:
+                        pass
         except EOFError:
             self._forget(candidate)
         if candidate.hub is not None:
