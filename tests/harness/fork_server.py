@@ -29,6 +29,8 @@ from typing import Any, TextIO
 SERVERS = "KS_FORK_SERVERS"
 #: A file that gets a line for each fork; see `lean/sitecustomize.py`.
 PROCESSES = "KS_PROCESSES"
+#: Whether TensorFlow runs graphs as they were traced; see `harness.tensorflow_graphs`.
+PLAIN_GRAPHS = "KS_PLAIN_GRAPHS"
 # How often a server looks for scripts that have ended, in seconds.
 _TICK = 0.02
 # What scripts find imported: Keras alone, or also `keras_strategies` and pytest.
@@ -312,6 +314,8 @@ def _ready_to_fork() -> None:
 
 def _main(plain: int, full: int) -> None:
     importlib.import_module("keras")
+    if os.environ.get(PLAIN_GRAPHS) and os.environ["KERAS_BACKEND"] == "tensorflow":
+        importlib.import_module("harness.tensorflow_graphs").set_optimized(False)
     _ready_to_fork()
     listener, other = socket.socket(fileno=plain), socket.socket(fileno=full)
     script = _Orders(listener, other).serve()
