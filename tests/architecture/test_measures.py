@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from architecture.measures import (
-    REPOSITORY,
     Module,
     Source,
     cycles,
     interface_members,
     lines,
     measures,
+    package_source,
     private_names,
     replaced_attributes,
     temporary_attributes,
@@ -43,11 +43,11 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, int]:
-    return measures(Source(REPOSITORY / "keras_strategies"))
+    return measures(package_source())
 
 
 def test_private_names_are_used_in_compat_files_only() -> None:
-    assert not private_names(Source(REPOSITORY / "keras_strategies"))
+    assert not private_names(package_source())
 
 
 @pytest.mark.parametrize("name", BOUNDS)
