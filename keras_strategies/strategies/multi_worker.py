@@ -16,6 +16,7 @@ from keras_strategies.cluster import (
     LocalClusterResolver,
     SimpleClusterResolver,
 )
+from keras_strategies.cluster.environment import ELASTIC
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.rendezvous_listener import Limits
@@ -30,7 +31,7 @@ from keras_strategies.collectives.cross_device_ops import (
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
-from keras_strategies.runtime.engine import Engine
+from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base import Strategy
@@ -73,7 +74,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
         elastic: `Elastic`, for training that continues when workers are lost, return or
-            join; None to end with an error when one is lost.
+            join, under `fit`; None to end with an error when one is lost, unless
+            `keras-strategies launch --elastic` has started the workers.
 
     Raises:
         ValueError: for an invalid cluster, a port in use, two workers with one index,
@@ -101,6 +103,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         elastic: Elastic | None = None,
     ):
         engine = get_engine()
+        Elastic.check(elastic)
+        elastic = elastic or _elastic_of_launcher()
         check_cross_device_ops(cross_device_ops)
         options = CommunicationOptions.parse(
             communication_options, "communication_options"
@@ -206,6 +210,8 @@ def join_workers(
             shares_port=_is_port_shared(resolver),
         )
     else:
+        require(engine, Feature.ELASTIC_WORKERS)
+        _check_addresses(resolver)
         limits = Limits.of(elastic, len(addresses), timeout)
         membership = Membership.join(
             addresses, index, same, limits=limits, job=job, is_ready=False
@@ -221,6 +227,24 @@ def join_workers(
     workers.elastic = actions
     _joined[key] = workers
     return workers
+
+
+def _elastic_of_launcher() -> Elastic | None:
+    # "1:4": the minimum, and the number of workers.
+    given = os.environ.get(ELASTIC)
+    if not given:
+        return None
+    least, most = given.split(":")
+    return Elastic(int(least), int(most))
+
+
+def _check_addresses(resolver: ClusterResolver) -> None:
+    if isinstance(resolver, TorchrunClusterResolver):
+        raise ClusterError(
+            "`elastic` was given under torchrun, which describes the address of the "
+            "first worker only; elastic workers listen at one each. Start them with "
+            "`keras-strategies launch --elastic 1:N script.py`, or set TF_CONFIG."
+        )
 
 
 def _check_elastic(workers: Workers, elastic: Elastic | None) -> None:
