@@ -136,4 +136,5 @@ class JaxEngine(Engine):
             return Drivers(sharded, run, sharded, sharded)
         kind = MeshTrainer if placement.mirrored else CentralStorageTrainer
         fit = kind(strategy)
-        return Drivers(fit, JaxRun(strategy, fit.devices), fit, fit)
+        run = JaxRun(strategy, fit.devices)
+        return Drivers(fit, run, fit, fit, elastic=getattr(fit, "elastic", None))

@@ -16,6 +16,9 @@ from keras_strategies.engines.tensorflow.compiled_function import (
     function,
     value_and_grad,
 )
+from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
+    after_gradients,
+)
 from keras_strategies.engines.tensorflow.devices import (
     cpu_count,
     device_of,
@@ -143,4 +146,10 @@ class TensorFlowEngine(Engine):
 
     def drivers(self, strategy: StrategyCore) -> Drivers:
         fit = TensorFlowTrainer(strategy)
-        return Drivers(fit, TensorFlowRun(strategy, fit.engine))
+        run = TensorFlowRun(strategy, fit.engine)
+        return Drivers(fit, run, elastic=fit.elastic)
+
+    def optimizer_apply(
+        self, optimizer: Any, apply: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        return apply if tf.executing_eagerly() else after_gradients(apply)
