@@ -83,9 +83,7 @@ class JaxElasticSteps(ElasticDriver):
 class _Program:
     """The step of a method, compiled for the current group of workers."""
 
-    def __init__(
-        self, trainer: JaxTrainer, workers: JaxWorkers, model: Any, kind: str
-    ):
+    def __init__(self, trainer: JaxTrainer, workers: JaxWorkers, model: Any, kind: str):
         self._trainer, self._workers = trainer, workers
         self._model, self._kind = model, kind
         self._group: WorkerGroup | None = None
