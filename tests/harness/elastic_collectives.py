@@ -50,10 +50,13 @@ class Training:
         if hasattr(self.workers, "use_device"):
             self.workers.use_device("/device:CPU:0")
         self._watch(group)
-        self.step = max(group.gather_values("the step", 0))
 
     def run(self) -> None:
-        self._note()
+        if self.membership.is_member:
+            self._note()
+        else:
+            # As a new worker, in a group of itself until now.
+            self._reform()
         while not self._is_over:
             try:
                 if self.membership.begin_step():
@@ -86,7 +89,8 @@ class Training:
     def _reform(self) -> None:
         begun = time.monotonic()
         while True:
-            self.membership.reform(self.step)
+            is_new = not self.membership.is_member
+            self.membership.reform(None if is_new else self.step)
             try:
                 group = self.membership.group
                 with self._ending:
@@ -135,7 +139,9 @@ def write(folder: Path, kind: str, value: Any) -> None:
 def main(settings: dict[str, Any], index: int) -> None:
     folder = Path(settings["folder"])
     limits = Limits(**settings["limits"])
-    membership = Membership.join(settings["addresses"], index, {}, limits=limits)
+    membership = Membership.join(
+        settings["addresses"], index, {}, limits=limits, is_ready=False
+    )
     training = Training(membership, folder)
     training.run()
     write(folder, "json", {"steps": training.step, "times": training.times})
