@@ -110,7 +110,7 @@ class MeshTrainer(DistributionTrainer):
         self._distribution.replace_devices(devices)
         self._note_mesh()
         assert isinstance(self.placer, MeshPlacer)
-        self.placer.use_mesh(self.replicated.mesh)
+        self.placer.use_mesh(self._distribution.device_mesh.backend_mesh)
         if isinstance(jax.config.jax_default_device, jax.Device):  # type: ignore[attr-defined]
             # Until the end of the scope that has entered a device of before.
             jax.default_device(self.home).__enter__()
