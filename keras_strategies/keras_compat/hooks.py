@@ -14,6 +14,18 @@ from keras_strategies.keras_compat.saving.streaming import streamed_files
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
+class MethodBeginsAgain(BaseException):
+    """Leaves a method of a model, which is called again with the same arguments.
+
+    Args:
+        name: str, of the method; others that it has called are left.
+    """
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name = name
+
+
 class ModelHooks(Protocol):
     """What is called at the hooked places."""
 

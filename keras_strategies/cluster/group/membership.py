@@ -183,7 +183,7 @@ class Membership:
             try:
                 membership.reform(None, is_ready=is_ready)
             except GroupIsRunningError:
-                membership._begin_alone()
+                membership.begin_alone()
         except BaseException:
             membership.leave()
             raise
@@ -227,9 +227,10 @@ class Membership:
         """bool, whether this worker is in the group of the others."""
         return self._generation is not None
 
-    def _begin_alone(self) -> None:
-        """A group of this worker, while the others train without it."""
+    def begin_alone(self) -> None:
+        """Begins a group of this worker, while the others train without it."""
         listener = self._listener
+        listener.forget()
         host, _ = split_address(listener.addresses[listener.index])
         info = {**listener.info, "index": listener.index, "host": host}
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -238,9 +239,11 @@ class Membership:
         hub = Hub.over([served], [info], self._limits.timeout)
         listener.start(hub.serve, 0, served)
         hub.welcome({})
-        group = WorkerGroup.over(0, [info], line, hub, self._limits.timeout)
+        group = WorkerGroup.over(
+            0, [info], line, hub, self._limits.timeout, self._limits.patience
+        )
         with self._lock:
-            self._group = group
+            self._group, self._generation = group, None
         self._rendezvous.only_joins = True
 
     def is_broken(self) -> bool:
@@ -269,7 +272,7 @@ class Membership:
             step: int, the last step that this worker has finished, counted from the
                 start of training; its state must be the one after this step. None
                 without training state.
-            is_ready: bool, whether this worker can join a group that trains.
+            is_ready: bool, whether this worker can join a group that trains without it.
             admits: bool, whether new workers can begin after `step`; otherwise they
                 wait for a later generation.
 
@@ -277,6 +280,8 @@ class Membership:
             A `Generation`; the workers in `behind` need the state of `source`.
 
         Raises:
+            GroupIsRunningError: if the others train without this worker, and it is not
+                ready; call `begin_alone`.
             WorkerError: if there are fewer than `min_workers` for too long, or a larger
                 part of the workers may continue without this one.
         """
@@ -310,7 +315,9 @@ class Membership:
         uids = [each["uid"] for each in members]
         rank = uids.index(self._listener.uid)
         timeout = self._limits.timeout
-        group = WorkerGroup.over(rank, members, formed.line, formed.hub, timeout)
+        group = WorkerGroup.over(
+            rank, members, formed.line, formed.hub, timeout, self._limits.patience
+        )
         previous = {int(index): uid for index, uid in facts["previous"]}
         stayed = {each["index"] for each in members if each["uid"] in previous.values()}
         generation = Generation(

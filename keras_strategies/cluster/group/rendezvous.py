@@ -12,7 +12,8 @@ have not voted:
 - no answer within the timeout: the process is stopped, and excluded;
 - no connection within the timeout: the network may be cut. The group continues only if
   it has more members than there are such workers, or as many and the first of all of
-  them. So of two halves of a network at most one continues;
+  them. So of two halves of a network at most one continues. That counts until the
+  worker answers: the other half may have continued with it before it ended;
 - an answer: the worker is busy with a step; the probe ends its generation.
 
 Then the leader, now the chief, makes the votes' connections those of the new group (see
@@ -98,6 +99,8 @@ class Rendezvous:
         self._silent: int | None = None
         # Workers that have accepted a connection since, but have not answered.
         self._stopped: set[int] = set()
+        # Workers that could not be reached since.
+        self._cut: set[int] = set()
 
     def form(
         self,
@@ -127,6 +130,7 @@ class Rendezvous:
             self._step, self._silent = step, silent
             self._is_ready, self._admits = is_ready, admits
             self._stopped.clear()
+            self._cut.clear()
             self._own.target = self._own.generation + 1
         skipped: set[int] = set()
         while True:
@@ -199,13 +203,17 @@ class Rendezvous:
         line.send(self._hello("vote"))
         try:
             if not line.wait(self._answer_time(index)):
-                self._stopped.add(index)
+                if self._without_answer(index).state == _STOPPED:
+                    self._stopped.add(index)
                 line.abort()
                 return None, True
             header = self._wait_for_leader(line, index)
         except EOFError:
             line.abort()
             return None, False
+        except GroupIsRunningError:
+            line.abort()
+            raise
         if header is not None and header["kind"] == "welcome":
             return Formed(line, None, header), False
         line.abort()
@@ -232,7 +240,7 @@ class Rendezvous:
             if header["kind"] not in ("wait", "moved"):
                 return header
             is_running = header["phase"] == RUNNING
-            self._check_ready(is_running)
+            self._check_ready(is_running, header["generation"])
             if is_running and header["generation"] >= self._own.target:
                 self._join_as_new()
             if header["chief"] not in (None, index):
@@ -241,8 +249,9 @@ class Rendezvous:
                 since = time.monotonic()
         return None
 
-    def _check_ready(self, is_running: bool) -> None:
-        if is_running and not self._is_ready:
+    def _check_ready(self, is_running: bool, generation: int) -> None:
+        is_newer = generation >= self._own.target
+        if is_running and is_newer and not self._is_ready:
             raise GroupIsRunningError
 
     def _join_as_new(self) -> None:
@@ -312,16 +321,27 @@ class Rendezvous:
             if found is not None:
                 with self._own.changed:
                     findings[index] = found
+                    self._note_reachability(index, found)
                     self._own.changed.notify_all()
             ended.wait(BEAT)
+
+    def _note_reachability(self, index: int, found: _Finding) -> None:
+        """Notes a worker that could not be reached.
+
+        The other part may have continued with it, also if it has ended or stopped
+        since: only its own answer counts.
+        """
+        if found.state == _UNREACHABLE:
+            self._cut.add(index)
+        elif found.answer.get("uid") == self._own.previous.get(index):
+            self._cut.discard(index)
 
     def _probe(self, index: int) -> _Finding | None:
         """The state of a worker; None if it is not clear."""
         try:
             line = self._dial(index)
         except OSError as error:
-            is_refused = error.errno in _REFUSED
-            return _Finding(_DEAD if is_refused else _UNREACHABLE)
+            return _not_connected(error)
         line.send(self._hello("probe"))
         try:
             received = line.receive(self._answer_time(index))
@@ -330,8 +350,17 @@ class Rendezvous:
         finally:
             line.abort()
         if received is None:
-            return _Finding(_STOPPED)
+            return self._without_answer(index)
         return _Finding(_ALIVE, received[0])
+
+    def _without_answer(self, index: int) -> _Finding:
+        """The state of a worker that has accepted a connection and not answered."""
+        try:
+            # The network may have been cut since.
+            self._dial(index).abort()
+        except OSError as error:
+            return _not_connected(error)
+        return _Finding(_STOPPED)
 
     def _other_chief(self, findings: dict[int, _Finding]) -> int | None:
         """A worker to follow: its index, or -1 for the first that is alive."""
@@ -341,7 +370,7 @@ class Rendezvous:
             answer = found.answer
             if answer.get("kind") != "alive":
                 continue
-            self._check_ready(answer["phase"] == RUNNING)
+            self._check_ready(answer["phase"] == RUNNING, answer["generation"])
             if answer["phase"] in (RUNNING, JOINING):
                 is_newer = answer["generation"] >= self._own.target
                 if is_newer and answer["phase"] == RUNNING:
@@ -394,7 +423,10 @@ class Rendezvous:
         # This worker is the first, since the hub is in its process.
         voters.sort(key=lambda voter: voter.uid != self._own.uid)
         chosen = (voters + newcomers)[: max(limit, len(voters) if previous else 0)]
-        cut = [i for i in missing if _state_of(findings, i) == _UNREACHABLE]
+        with self._own.changed:
+            was_cut = set(self._cut)
+        is_cut = {i for i in missing if _state_of(findings, i) == _UNREACHABLE}
+        cut = [i for i in missing if i in is_cut | was_cut]
         is_quorum = not previous or _is_quorum([v.index for v in voters], cut)
         is_enough = len(chosen) >= self._own.limits.min_workers
         if is_enough and is_quorum and (previous or not self.only_joins):
@@ -493,6 +525,10 @@ class Rendezvous:
                 del self._own.candidates[each.uid]
                 each.rank, each.hub = rank, hub
         return hub
+
+
+def _not_connected(error: OSError) -> _Finding:
+    return _Finding(_DEAD if error.errno in _REFUSED else _UNREACHABLE)
 
 
 def _state_of(findings: dict[int, _Finding], index: int) -> str:

@@ -350,6 +350,13 @@ class RendezvousListener:
             limit = self.limits.max_workers or len(self.addresses)
             return min(len(waiting - set(members)), limit - len(members))
 
+    def forget(self) -> None:
+        """Makes this worker one that has not been in any generation."""
+        with self.changed:
+            self.phase, self.generation, self.target = STARTING, -1, 0
+            self.previous, self.chief, self.leads = {}, None, False
+        self.drop_candidates()
+
     def run(self, facts: dict[str, Any]) -> None:
         """Begins a generation, from the message of its leader."""
         with self.changed:

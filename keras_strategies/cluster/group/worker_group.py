@@ -82,7 +82,8 @@ class WorkerGroup:
         members: the information of each worker; `"host"` is its address.
         line: the connection to the hub.
         hub: the hub, in the chief's process.
-        timeout: float, seconds.
+        timeout: float, seconds between heartbeats.
+        patience: float, seconds to wait for workers that are alive; None for `timeout`.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class WorkerGroup:
         line: MessageConnection,
         hub: Hub | None,
         timeout: float,
+        patience: float | None = None,
     ):
         self.index = index
         self.members = members
         self.count = len(members)
         self.timeout = timeout
+        self.patience = timeout if patience is None else max(timeout, patience)
         #: Progress of this worker, such as "step 12 of fit", sent to the others.
         self.progress = ""
         self.clock = StepClock()
@@ -180,9 +183,10 @@ class WorkerGroup:
         line: MessageConnection,
         hub: Hub | None,
         timeout: float,
+        patience: float | None = None,
     ) -> WorkerGroup:
         """The group of a worker that is connected to the hub (see the constructor)."""
-        group = cls(index, members, line, hub, timeout)
+        group = cls(index, members, line, hub, timeout, patience)
         _joined.append(group)
         return group
 
@@ -224,7 +228,7 @@ class WorkerGroup:
             "progress": self.progress,
         }
         self._line.send(header, payload)
-        until = time.monotonic() + self.timeout
+        until = time.monotonic() + self.patience
         # Waits of other threads, such as for a later batch, delay no step.
         wait = contextlib.nullcontext() if stream else self.clock.waiting()
         with wait, self._condition:
@@ -235,7 +239,7 @@ class WorkerGroup:
                     self.loss(wait=2.0)
                     self.check()
                     raise WorkerError(
-                        f"Not all workers reached {what!r} within {self.timeout:g} "
+                        f"Not all workers reached {what!r} within {self.patience:g} "
                         "s. " + self._hint()
                     )
                 self._condition.wait(BEAT)

@@ -51,7 +51,7 @@ class TorchWorkers(Workers):
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         super().__init__(group, options)
         group.clock.sees_waits = True
-        self._timeout = datetime.timedelta(seconds=group.timeout)
+        self._timeout = datetime.timedelta(seconds=group.patience)
         self._store = _store(group, self._timeout)
         self._groups: dict[str, Any] = {}
         self._sockets = GlooSockets()

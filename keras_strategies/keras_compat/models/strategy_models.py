@@ -17,7 +17,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import record_read_jax_
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     is_trained_on_several_devices,
 )
-from keras_strategies.keras_compat.hooks import installed_hooks
+from keras_strategies.keras_compat.hooks import MethodBeginsAgain, installed_hooks
 from keras_strategies.keras_compat.models.building import (
     base_trainer,
     first_batch,
@@ -76,6 +76,14 @@ def _method(name: str) -> Any:
 
     @functools.wraps(getattr(keras.Model, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return once(self, *args, **kwargs)
+            except MethodBeginsAgain as again:
+                if again.name != name:
+                    raise
+
+    def once(self: Any, *args: Any, **kwargs: Any) -> Any:
         original = getattr(super(StrategyModel, type(self)), name)
         try:
             bound = _signature(original).bind(self, *args, **kwargs)

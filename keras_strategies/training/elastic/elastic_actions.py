@@ -6,11 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from keras_strategies.cluster.group.membership import Generation, Membership
+from keras_strategies.cluster.group.rendezvous import GroupIsRunningError
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.errors import WorkerError
+from keras_strategies.keras_compat.hooks import MethodBeginsAgain
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.runtime.drivers import ElasticDriver
 from keras_strategies.runtime.elastic_loop import ElasticLoop
@@ -29,6 +31,10 @@ _logger = logging.getLogger("keras_strategies.elastic")
 
 class Fit(Protocol):
     """The `fit` under way on this worker."""
+
+    @property
+    def can_begin_again(self) -> bool:
+        """bool, whether another `fit` with the same input reads the same batches."""
 
     def capture(self) -> dict[str, Any]:
         """Position in the input and states of callbacks after the last step."""
@@ -150,7 +156,12 @@ class ElasticActions(ElasticLoop):
         joined: set[int] = set()
         while True:
             step = self._done if self._is_clean else None
-            generation = self._membership.reform(step, admits=admits)
+            try:
+                generation = self._membership.reform(
+                    step, is_ready=self._fit is None, admits=admits
+                )
+            except GroupIsRunningError:
+                self._begin_again(model)
             lost = (lost | set(generation.lost)) - set(generation.joined)
             joined |= set(generation.joined)
             if self._replaced(model, generation):
@@ -160,6 +171,26 @@ class ElasticActions(ElasticLoop):
             _driver_of(model).reformed(model, bool(joined))
         if self._fit is not None:
             self._fit.reformed()
+
+    def _begin_again(self, model: Any) -> NoReturn:
+        """Leaves the `fit` of a worker that the others have excluded, to join anew.
+
+        They have taken steps since, for example while this process was stopped.
+        """
+        assert self._fit is not None
+        can_begin_again = self._fit.can_begin_again
+        self._fit, self._done, self._is_clean = None, 0, True
+        self._membership.begin_alone()
+        self._replace()
+        if not can_begin_again:
+            raise WorkerError(
+                "The other workers did not hear from this one for too long and train "
+                "without it. It cannot join them in this process, since its input "
+                "cannot begin again. Start it again."
+            )
+        if model is not None:
+            _driver_of(model).reformed(model, True)
+        raise MethodBeginsAgain("fit")
 
     def _replaced(self, model: Any, generation: Generation) -> bool:
         """Whether a generation has begun; False if a worker was lost meanwhile."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.input.sources import is_tf_data
 from keras_strategies.keras_compat.models import fit_position
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
@@ -100,6 +101,12 @@ class ElasticFit(fit_position.OrderedCallback):
         restore_callbacks(self._others, states, is_chief=False)
 
     # For `ElasticActions`
+
+    @property
+    def can_begin_again(self) -> bool:
+        # Shuffled `tf.data` does not repeat its orders.
+        is_stream = fit_position.is_stream(self._epochs)
+        return not is_stream and not is_tf_data(fit_position.input_of(self._epochs))
 
     def capture(self) -> dict[str, Any]:
         assert self._position is not None

@@ -14,9 +14,6 @@ from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
 )
-from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
-    TensorFlowElasticSteps,
-)
 from keras_strategies.engines.tensorflow.data_parallel.gradient_boundary import (
     LayerCallOnReplicas,
     boundary,
@@ -72,12 +69,9 @@ class TensorFlowDataParallelCall(DataParallelCall):
             weakref.WeakKeyDictionary()
         )
         self._workers = workers_of(self.placement)
-        #: What steps keep of elastic workers; None for fixed ones.
-        self.elastic: TensorFlowElasticSteps | None = None
-        if self._workers is not None and self._workers.elastic is not None:
-            self.elastic = TensorFlowElasticSteps(self._row_checks)
         #: The strategy's `CrossDeviceOps`, None for TensorFlow's own sums.
         self.reduction = LocalReduction.of(strategy)
+        self._share = self.placement.share
         # While a step is traced: its batch's tensors, and their first values.
         self._values: dict[int, tuple[Any, Any]] = {}
         # Calls do not nest: none is routed while one is under way.
@@ -115,7 +109,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
             return None
         if any(isinstance(t, (tf.RaggedTensor, tf.SparseTensor)) for t in tensors):
             return None
-        total = self.placement.share.total
+        total = self._share.total
         every: list[Any]
         if isinstance(rows, int):
             every = split_sizes(rows, total)
@@ -141,7 +135,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         return row_split.sizes
 
     def _at_least_one_each(self, layer: Any, rows: Any) -> Any:
-        count = self.placement.share.total
+        count = self._share.total
         check = tf.debugging.assert_greater_equal(
             rows,
             tf.cast(count, rows.dtype),
