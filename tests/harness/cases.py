@@ -228,7 +228,6 @@ INPUT = [
     ),
     Case(
         "sizes",
-        optimized_graphs=True,
         rows=25,
         model=models.dense_bn,
         metrics=lambda: ["accuracy"],
@@ -322,13 +321,7 @@ METRICS = [
 # --- Models ---------------------------------------------------------------------
 
 MODELS = [
-    Case(
-        "conv_bn",
-        model=models.conv,
-        data=data.images,
-        rows=23,
-        optimized_graphs=True,
-    ),
+    Case("conv_bn", model=models.conv, data=data.images, rows=23),
     Case("subclassed", model=models.Subclassed, rows=23, script=fit_only),
     Case(
         "masked_tagger",
@@ -346,17 +339,11 @@ MODELS = [
         epochs=1,
         script=fit_only,
     ),
-    Case(
-        "stateful_layers",
-        model=models.stateful_layers,
-        script=fit_only,
-        optimized_graphs=True,
-    ),
+    Case("stateful_layers", model=models.stateful_layers, script=fit_only),
     Case("frozen", model=models.frozen, epochs=1, script=fit_only),
     Case("int8", model=models.quantized, epochs=1, script=fit_only),
     Case(
         "custom_steps",
-        optimized_graphs=True,
         model=custom_steps.CustomSteps,
         data=data.regression,
         loss=lambda: None,
@@ -397,7 +384,6 @@ OPTIMIZERS = [
     ),
     Case(
         "global_clipnorm_accumulation_ema",
-        optimized_graphs=True,
         rows=39,
         optimizer=lambda: optimizers.SGD(
             0.1,
@@ -416,7 +402,6 @@ OPTIMIZERS = [
     # precision depend on their order: 11 and 8 bits of mantissa.
     Case(
         "mixed_float16_skips",
-        optimized_graphs=True,
         model=models.linear,
         loss=lambda: "mse",
         data=data.large_targets,
@@ -442,7 +427,6 @@ OPTIONS = [
     Case("fit_options", rows=32, sample_weight=True, script=fit_options),
     Case(
         "steps_per_execution_bn_weights",
-        optimized_graphs=True,
         rows=39,
         scores_by_batch=True,
         model=models.dense_bn,
@@ -482,7 +466,6 @@ OPTIONS = [
     ),
     Case(
         "on_batch",
-        optimized_graphs=True,
         model=models.unbuilt,
         script=on_batches,
         metrics=lambda: ["accuracy"],

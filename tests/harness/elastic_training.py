@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import os
@@ -184,15 +183,7 @@ def main() -> None:
             communication_options=options, elastic=elastic
         )
     kills = [] if is_new else [Kill(**each) for each in settings.kills]
-    is_eager = keras.backend.backend() == "torch"
-    mine = [
-        # A layer of a compiled step is not called in it.
-        kill
-        if is_eager or kill.place != "layer"
-        else dataclasses.replace(kill, place="begin")
-        for kill in kills
-        if kill.index == index
-    ]
+    mine = [kill for kill in kills if kill.index == index]
     step = 0
 
     def die(place: str) -> None:
@@ -201,7 +192,7 @@ def main() -> None:
 
     class Gate(keras.layers.Layer):
         def call(self, x: Any, training: bool = False) -> Any:
-            if is_eager and not isinstance(x, keras.KerasTensor):
+            if not isinstance(x, keras.KerasTensor):
                 die("layer" if training else "validation")
             return x
 

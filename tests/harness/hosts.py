@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: network namespaces joined by a virtual cable."""
+"""Hosts of their own on one machine: network namespaces at a virtual switch."""
 
 from __future__ import annotations
 
@@ -19,42 +19,51 @@ class NotPermittedError(Exception):
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts, each with one end of a cable.
+    """Hosts, each with a cable to one switch.
 
     Args:
-        names: the names of their network namespaces.
-        addresses: their addresses on the cable.
+        names: the names of their network namespaces; the last is that of the switch.
+        addresses: their addresses.
     """
 
-    names: tuple[str, str]
-    addresses: tuple[str, str]
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
 
     def enter(self, host: int) -> str:
         """A line of Python that moves the process that runs it to a host."""
         path = f"/var/run/netns/{self.names[host]}"
         return f"import harness.hosts; harness.hosts.enter({path!r})"
 
-    def cut(self) -> None:
-        """Cuts the cable: what is sent disappears, and nobody is told."""
-        _ip("-n", self.names[0], "link", "set", "cable", "down")
+    def cut(self, host: int) -> None:
+        """Cuts the cable of a host: what is sent disappears, without an error."""
+        _ip("-n", self.names[-1], "link", "set", f"port{host}", "down")
+
+    def plug(self, host: int) -> None:
+        """Plugs the cable of a host in again."""
+        _ip("-n", self.names[-1], "link", "set", f"port{host}", "up")
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[Hosts]:
-    """Two hosts, which are gone at the end with all that is on their network.
+def connected_hosts(count: int) -> Iterator[Hosts]:
+    """Hosts, which are gone at the end with all that is on their network.
 
     Raises:
         NotPermittedError: where this process may not make namespaces.
     """
-    names = (f"ks-{os.getpid()}-a", f"ks-{os.getpid()}-b")
-    hosts = Hosts(names, ("10.83.71.1", "10.83.71.2"))
+    names = tuple(f"ks-{os.getpid()}-{i}" for i in range(count + 1))
+    switch = names[-1]
+    hosts = Hosts(names, tuple(f"10.83.71.{i + 1}" for i in range(count)))
     try:
         for name in names:
             _ip("netns", "add", name)
-        # Both ends are made where they belong, and never on the machine's own network.
-        peer = ("peer", "name", "cable", "netns", names[1])
-        _ip("-n", names[0], "link", "add", "cable", "type", "veth", *peer)
-        for name, address in zip(names, hosts.addresses, strict=True):
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for i, (name, address) in enumerate(zip(names, hosts.addresses, strict=False)):
+            # Both ends are made where they belong, never on the machine's own network.
+            peer = ("peer", "name", f"port{i}", "netns", switch)
+            _ip("-n", name, "link", "add", "cable", "type", "veth", *peer)
+            _ip("-n", switch, "link", "set", f"port{i}", "master", "switch")
+            _ip("-n", switch, "link", "set", f"port{i}", "up")
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             for device in ("lo", "cable"):
                 _ip("-n", name, "link", "set", device, "up")

@@ -95,10 +95,7 @@ _CASES = [
         "regularized_eager",
         rows=8,
         epochs=1,
-        # Each operation is compiled for each shape.
-        model=models.linear,
-        loss=lambda: "mse",
-        data=data.regression,
+        model=models.regularized,
         compile={"run_eagerly": True},
         script=only_fit,
     ),

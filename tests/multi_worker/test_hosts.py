@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.forker import Forked, Forker
-from harness.hosts import Hosts, NotPermittedError, two_hosts
+from harness.hosts import Hosts, NotPermittedError, connected_hosts
 from harness.processes import TIMEOUT as START_SECONDS
 from harness.processes import assert_gone, wait_until
 from harness.training import assert_same
@@ -76,7 +76,7 @@ except ks.errors.WorkerError as error:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     try:
-        with two_hosts() as made:
+        with connected_hosts(2) as made:
             yield made
     except NotPermittedError as error:
         pytest.skip(f"no network namespaces here: {error}")
@@ -110,7 +110,7 @@ def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(
     try:
         wait_until(are_training, f"both train, for {START_SECONDS:g} s")
         cut = time.time()
-        hosts.cut()
+        hosts.cut(0)
         for index, process in enumerate(processes):
             code, _ = process.wait(TIMEOUT + 10 - (time.time() - cut))
             text = process.text()
