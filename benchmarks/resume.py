@@ -3,7 +3,7 @@
     python benchmarks/resume.py --kills 100 --megabytes 1,10,100
 
 All processes of a training are killed at random moments, one time after the other, with
-a strategy and a number of workers that are drawn anew. At the end weights, `History`,
+a strategy and a number of workers that are drawn again. At the end weights, `History`,
 log and best checkpoint are compared with those of a training without interruption.
 
 A pause is the time in which a snapshot stops training. Its share is that of the default

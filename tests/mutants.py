@@ -76,16 +76,16 @@ MUTANTS = [
     # Gradients and what happens to them.
     Mutant(
         "gradient_mean_torch",
-        "engines/torch/data_parallel/gradient_sums.py",
-        "            total = total + part\n        return total\n",
-        "            total = total + part\n        return total / len(present)\n",
+        "engines/torch/tensor_primitives.py",
+        "            total = total + tensor\n        return total\n",
+        "            total = total + tensor\n        return total / len(tensors)\n",
         {"torch": f"{EXACTNESS}[size_3-mirrored_2]"},
     ),
     Mutant(
         "gradient_mean_tensorflow",
-        "engines/tensorflow/data_parallel/gradient_sums.py",
-        "    return tf.add_n([tf.convert_to_tensor(gradient) for",
-        "    return 0.5 * tf.add_n([tf.convert_to_tensor(gradient) for",
+        "engines/tensorflow/tensor_primitives.py",
+        "        return tf.add_n([tf.convert_to_tensor(tensor) for",
+        "        return 0.5 * tf.add_n([tf.convert_to_tensor(tensor) for",
         {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
     ),
     Mutant(
@@ -163,8 +163,8 @@ MUTANTS = [
     ),
     Mutant(
         "replicas_weigh_the_same",
-        "engines/tensorflow/data_parallel/layer_call.py",
-        '        return [tf.cast(size, "float32") / count for size in sizes]',
+        "runtime/data_parallel/call_on_replicas.py",
+        '        return [keras.ops.cast(size, "float32") / count for size in sizes]',
         "        return [1.0 / len(sizes) for size in sizes]",
         {"tensorflow": f"{EXACTNESS}[penalties-mirrored_2]"},
     ),

@@ -236,7 +236,7 @@ PRIVATE = (
     Private(
         "keras.src.backend.tensorflow.trainer.TFEpochIterator",
         ("_distribute_strategy",),
-        "An epoch iterator that is made anew.",
+        "An epoch iterator that is recreated.",
         "tensorflow",
     ),
     Private(

@@ -151,7 +151,7 @@ def test_a_layer_that_is_frozen(mirrored) -> None:
 
 
 def test_what_does_not_matter_changes_nothing(mirrored, x, backend_name) -> None:
-    """Bookkeeping beside the step does not have it compiled anew."""
+    """Bookkeeping beside the step does not compile it again."""
     trainer, calls = Trainer(), itertools.count()
 
     def step(x: Any) -> Any:

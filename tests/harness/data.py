@@ -164,7 +164,7 @@ def _weights(rng: np.random.Generator, rows: int) -> np.ndarray:
 
 
 # Feeds: each gives the keyword arguments of `fit` and `evaluate`, or, for data
-# without targets, of `predict`. One that can be read once only is made anew.
+# without targets, of `predict`. One that can be read once only is recreated.
 
 Feed = Callable[[Data, int], dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""Tiny models of every kind. Each function makes one anew."""
+"""Tiny models of every kind. Each function makes a new one."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_for_loop_sees_every_row(mirrored, dataset) -> None:
             steps += 1
         return found, steps
 
-    for _ in range(2):  # Iterating again starts anew.
+    for _ in range(2):  # Iterating again starts over.
         found, steps = epoch(dataset)
         assert (float(found), int(steps)) == (45, 3)
 

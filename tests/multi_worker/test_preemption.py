@@ -79,7 +79,7 @@ if index == 0:
         found["loss"] = np.asarray(history.history["loss"][-1])
     np.savez(folder / f"{kind}.npz", **found)
 """
-# TensorFlow begins the order of shuffled arrays anew.
+# TensorFlow starts the order of shuffled arrays over.
 SHUFFLE = keras.backend.backend() != "tensorflow"
 
 

@@ -19,7 +19,7 @@ OPTIONS = {"batch_size": 8, "shuffle": False, "verbose": 0}
 
 
 def build():
-    """No dropout: its masks would begin anew after loading."""
+    """No dropout: its masks would start over after loading."""
     keras.utils.set_random_seed(1)
     dense = keras.Input((4,))
     codes = keras.Input((3,), dtype="int32")

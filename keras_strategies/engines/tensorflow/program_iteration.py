@@ -1,7 +1,7 @@
 """Loops over distributed datasets that are part of a TensorFlow program.
 
 Inside a `tf.function` a batch is the result of an operation. That operation asks a
-Python iterator, since datasets of all kinds are read by Python; it is made anew each
+Python iterator, since datasets of all kinds are read by Python; it is recreated each
 time that the program comes to the loop.
 """
 

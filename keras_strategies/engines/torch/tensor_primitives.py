@@ -60,8 +60,14 @@ class TorchPrimitives(TensorPrimitives):
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.to(dtype)
 
+    def is_float(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() or tensor.is_complex()
+
+    def detach(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
     def to_device(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
-        return tensor.detach().to(torch_device(device))
+        return tensor.to(torch_device(device))
 
     def read(self, variable: Any) -> torch.Tensor:
         value: torch.Tensor = raw_value(variable).detach().clone()

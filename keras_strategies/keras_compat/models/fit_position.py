@@ -132,7 +132,7 @@ def _some_rows(spec: Any) -> Any:
 
 
 def is_stream(epochs: Any) -> bool:
-    """Whether `fit` reads a Python generator, which cannot begin anew."""
+    """Whether `fit` reads a Python generator, which cannot start over."""
     from keras.src.trainers.data_adapters.generator_data_adapter import (
         GeneratorDataAdapter,
     )

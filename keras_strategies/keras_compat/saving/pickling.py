@@ -79,7 +79,7 @@ def container_state(made: Any) -> tuple[Any, ...] | None:
 
 
 def fill_container(made: Any, state: tuple[Any, ...]) -> None:
-    """Gives a container made anew its contents."""
+    """Gives a recreated container its contents."""
     contents, rest = state
     if contents is None:
         vars(made).update(rest)
@@ -96,7 +96,7 @@ def fill_container(made: Any, state: tuple[Any, ...]) -> None:
 
 
 def renew_identities(made: Iterable[Any]) -> None:
-    """Lets trackers and optimizers that were made anew know their parts by `id`.
+    """Lets trackers and optimizers that were recreated know their parts by `id`.
 
     Keras 3.15: `Tracker.stored_ids`, `BaseOptimizer._trainable_variables_indices`.
     """

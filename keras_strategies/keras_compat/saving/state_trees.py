@@ -45,7 +45,7 @@ def _renamed(model: Any, tree: Any) -> dict[str, dict[str, Any]]:
         _check(set(own), set(renamed), "optimizer")
         found["optimizer_variables"] = {own[k]: v for k, v in renamed.items()}
     if "metrics_variables" in flat:
-        # Metrics begin anew with each epoch, and some are made by the first.
+        # Metrics start over with each epoch, and some are made by the first.
         found["metrics_variables"] = flat["metrics_variables"]
     return found
 

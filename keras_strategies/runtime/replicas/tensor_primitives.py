@@ -82,8 +82,16 @@ class TensorPrimitives(abc.ABC):
         """A tensor or sparse gradient in a dtype of the framework."""
 
     @abc.abstractmethod
+    def is_float(self, tensor: Any) -> bool:
+        """Whether a tensor has a dtype that gradients have."""
+
+    @abc.abstractmethod
+    def detach(self, tensor: Any) -> Any:
+        """A tensor without gradient."""
+
+    @abc.abstractmethod
     def to_device(self, tensor: Any, device: Device) -> Any:
-        """A tensor without gradient on a device."""
+        """A tensor on a device."""
 
     @abc.abstractmethod
     def read(self, variable: Any) -> Any:

@@ -24,8 +24,8 @@ from keras_strategies.keras_compat.models.layers import compute_dtypes
 from keras_strategies.runtime.row_checks.layer_probes import (
     DifferentRowsError,
     LayerCall,
+    LayerProbes,
     Probe,
-    ProbeBackend,
     Rows,
     UsesReplicasError,
     as_array,
@@ -82,7 +82,7 @@ class RowChecks:
             weakref.WeakKeyDictionary()
         )
 
-    def check(self, backend: ProbeBackend, call: LayerCall) -> tuple[RowCheck, bool]:
+    def check(self, probes: LayerProbes, call: LayerCall) -> tuple[RowCheck, bool]:
         """Checks a call, unless an earlier result holds for it.
 
         Returns:
@@ -91,11 +91,11 @@ class RowChecks:
         """
         found = self._found.setdefault(call.layer, {})
         known = found.get(call.key())
-        rows = min(PROBE_ROWS, _rows_at_hand(backend, call))
+        rows = min(PROBE_ROWS, _rows_at_hand(probes, call))
         # A check of two rows says little about a batch of many.
         if known is not None and (known.problem or rows < 2 * known.rows):
             return known, False
-        result = self._agreed(call, _compare(backend, call, rows))
+        result = self._agreed(call, _compare(probes, call, rows))
         if result.problem is None:
             self.add(call, result)
         return result, True
@@ -122,12 +122,12 @@ class RowChecks:
         self._found.setdefault(call.layer, {})[call.key()] = result
 
 
-def _rows_at_hand(backend: ProbeBackend, call: LayerCall) -> int:
+def _rows_at_hand(probes: LayerProbes, call: LayerCall) -> int:
     if isinstance(call.rows, int):
         return call.rows
     for leaf in call.leaves:
         if has_rows(leaf, call.rows):
-            values = backend.values_of(leaf)
+            values = probes.values_of(leaf)
             if values is not None:
                 return int(values.shape[0])
     return PROBE_ROWS // 4
@@ -136,10 +136,10 @@ def _rows_at_hand(backend: ProbeBackend, call: LayerCall) -> int:
 # The comparison.
 
 
-def _compare(backend: ProbeBackend, call: LayerCall, rows: int) -> RowCheck:
+def _compare(probes: LayerProbes, call: LayerCall, rows: int) -> RowCheck:
     tolerance = tolerance_of(call.layer)
     try:
-        return _compared(backend, call, rows, tolerance)
+        return _compared(probes, call, rows, tolerance)
     except UsesReplicasError:
         # A layer for replicas: the split call raises its errors.
         return RowCheck(rows)
@@ -157,24 +157,24 @@ def _compare(backend: ProbeBackend, call: LayerCall, rows: int) -> RowCheck:
 
 
 def _compared(
-    backend: ProbeBackend, call: LayerCall, rows: int, tolerance: float
+    probes: LayerProbes, call: LayerCall, rows: int, tolerance: float
 ) -> RowCheck:
     kinds: list[set[str]] = []
-    with backend.probing(_QUANTILES[0]) as randomness:
-        first = first_rows(backend, call, rows)
+    with probes.probing(_QUANTILES[0]) as randomness:
+        first = first_rows(probes, call, rows)
         count = next(len(leaf) for leaf in first if isinstance(leaf, Rows))
         half = min(_REPETITIONS, (count + 1) // 2)
-        problem, probe = _problem(backend, call, first, tolerance, kinds)
+        problem, probe = _problem(probes, call, first, tolerance, kinds)
         if problem is None and not (
-            probe.is_of_outputs and _is_same_alone(backend, call, first, half, probe)
+            probe.is_of_outputs and _is_same_alone(probes, call, first, half, probe)
         ):
             extreme = taken(first, [0] * half + [count // 2] * half)
-            problem, _ = _problem(backend, call, extreme, tolerance, kinds)
+            problem, _ = _problem(probes, call, extreme, tolerance, kinds)
         if problem is not None:
             return RowCheck(rows, problem)
     if randomness.drawn:
-        with backend.probing(_QUANTILES[1]):
-            problem, _ = _problem(backend, call, first, tolerance, kinds)
+        with probes.probing(_QUANTILES[1]):
+            problem, _ = _problem(probes, call, first, tolerance, kinds)
             if problem is not None:
                 return RowCheck(rows, problem)
     chosen = ("mean" if "mean" in found else "sum" for found in kinds)
@@ -182,19 +182,19 @@ def _compared(
 
 
 def _problem(
-    backend: ProbeBackend,
+    probes: LayerProbes,
     call: LayerCall,
     batch: list[Any],
     tolerance: float,
     kinds: list[set[str]],
 ) -> tuple[str | None, Probe]:
     """The obstacle to splitting a call, None without one; and the probe."""
-    probe = run_probe(backend, call, batch)
-    return _problem_of(backend, call, batch, tolerance, kinds, probe), probe
+    probe = run_probe(probes, call, batch)
+    return _problem_of(probes, call, batch, tolerance, kinds, probe), probe
 
 
 def _is_same_alone(
-    backend: ProbeBackend, call: LayerCall, batch: list[Any], half: int, probe: Probe
+    probes: LayerProbes, call: LayerCall, batch: list[Any], half: int, probe: Probe
 ) -> bool:
     """Whether the first row has the same outputs in a batch of nothing else.
 
@@ -204,7 +204,7 @@ def _is_same_alone(
     """
     tolerance = tolerance_of(call.layer)
     rows = 2 * half
-    alone = run_unsplit(backend, call, taken(batch, [0] * rows))
+    alone = run_unsplit(probes, call, taken(batch, [0] * rows))
     if len(alone.outputs) != len(probe.unsplit.outputs):
         return False
     for found, expected in zip(alone.outputs, probe.unsplit.outputs, strict=True):
@@ -217,7 +217,7 @@ def _is_same_alone(
 
 
 def _problem_of(
-    backend: ProbeBackend,
+    probes: LayerProbes,
     call: LayerCall,
     batch: list[Any],
     tolerance: float,
@@ -243,7 +243,7 @@ def _problem_of(
     ]
     if not what:
         return None
-    inner = _first_differing_layer(backend, call, batch, tolerance)
+    inner = _first_differing_layer(probes, call, batch, tolerance)
     where = "" if inner is None else f", first in {inner.name!r} ({_type(inner)})"
     return f"{what[0]} depends on the batch as a whole{where}"
 
@@ -309,10 +309,10 @@ def _differing_updates(probe: Probe, tolerance: float) -> Iterator[str]:
 
 
 def _first_differing_layer(
-    backend: ProbeBackend, call: LayerCall, batch: list[Any], tolerance: float
+    probes: LayerProbes, call: LayerCall, batch: list[Any], tolerance: float
 ) -> Any:
     """The innermost layer that differs first, where inner layers can be compared."""
-    probe = run_probe(backend, call, batch, with_inner=True)
+    probe = run_probe(probes, call, batch, with_inner=True)
     calls = [outcome.inner for outcome in (probe.unsplit, *probe.parts)]
     wrong = [i for i, kind in enumerate(_loss_kinds(probe, tolerance)) if not kind]
     for unsplit, *parts in zip(*calls, strict=False):

@@ -7,6 +7,7 @@ are answered in the parts with the results that they had in the unsplit call.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -39,19 +40,30 @@ class Randomness(Protocol):
     drawn: bool
 
 
-class ProbeBackend(Protocol):
-    """Engine functions for calls of a layer on a few rows."""
+class LayerProbes(abc.ABC):
+    """A framework's calls of a layer on a few rows.
 
-    strategy: StrategyCore
+    Args:
+        strategy: the strategy.
+    """
 
+    def __init__(self, strategy: StrategyCore):
+        self.strategy = strategy
+
+    @abc.abstractmethod
     def values_of(self, tensor: Any) -> Any | None:
         """The tensor with its values; None where a program has only its shape."""
 
-    def probe_input(self, tensor: Any, rows: int | None) -> Any:
+    @abc.abstractmethod
+    def first_rows(self, tensor: Any, rows: int | None) -> Any:
         """The first rows of a tensor (None: all), or a substitute."""
 
+    @abc.abstractmethod
     def probing(self, quantile: float) -> contextlib.AbstractContextManager[Randomness]:
-        """Context manager for eager calls without gradients and randomness."""
+        """Context manager for eager calls without gradients and randomness.
+
+        Random numbers are constants inside: this quantile of their range.
+        """
 
 
 @dataclass(frozen=True)
@@ -192,7 +204,7 @@ class Probe:
 
 
 def _call(
-    backend: ProbeBackend,
+    probes: LayerProbes,
     call: LayerCall,
     leaves: list[Any],
     replica: _ProbeReplica,
@@ -224,19 +236,17 @@ def _call(
     )
 
 
-def run_unsplit(
-    backend: ProbeBackend, call: LayerCall, batch: list[Any]
-) -> ProbeOutcome:
+def run_unsplit(probes: LayerProbes, call: LayerCall, batch: list[Any]) -> ProbeOutcome:
     """Calls the layer on all rows of a batch."""
     leaves = [
         leaf.tensor(0, len(leaf)) if isinstance(leaf, Rows) else leaf for leaf in batch
     ]
-    replica = _ProbeReplica(backend.strategy, 0, _ReplayedCollectives())
-    return _call(backend, call, leaves, replica, with_inner=False)
+    replica = _ProbeReplica(probes.strategy, 0, _ReplayedCollectives())
+    return _call(probes, call, leaves, replica, with_inner=False)
 
 
 def run_probe(
-    backend: ProbeBackend, call: LayerCall, batch: list[Any], with_inner: bool = False
+    probes: LayerProbes, call: LayerCall, batch: list[Any], with_inner: bool = False
 ) -> Probe:
     """Calls the layer on a batch, of which some leaves are `(tensor, mask)` rows."""
     rows = next(len(leaf) for leaf in batch if isinstance(leaf, Rows))
@@ -248,8 +258,8 @@ def run_probe(
             leaf.tensor(start, stop) if isinstance(leaf, Rows) else leaf
             for leaf in batch
         ]
-        replica = _ProbeReplica(backend.strategy, replica_id, collectives)
-        return _call(backend, call, leaves, replica, with_inner)
+        replica = _ProbeReplica(probes.strategy, replica_id, collectives)
+        return _call(probes, call, leaves, replica, with_inner)
 
     try:
         unsplit = run(0, 0, rows)
@@ -288,16 +298,16 @@ class Rows:
         return Rows(rows(self.values), mask)
 
 
-def first_rows(backend: ProbeBackend, call: LayerCall, rows: int) -> list[Any]:
+def first_rows(probes: LayerProbes, call: LayerCall, rows: int) -> list[Any]:
     batch: list[Any] = []
     for leaf in call.leaves:
         if has_rows(leaf, call.rows):
             mask = get_mask(leaf)
             if mask is not None:
-                mask = backend.probe_input(mask, rows)
-            batch.append(Rows(backend.probe_input(leaf, rows), mask))
+                mask = probes.first_rows(mask, rows)
+            batch.append(Rows(probes.first_rows(leaf, rows), mask))
         elif keras.ops.is_tensor(leaf):
-            batch.append(backend.probe_input(leaf, None))
+            batch.append(probes.first_rows(leaf, None))
         else:
             batch.append(leaf)
     lengths = {len(leaf) for leaf in batch if isinstance(leaf, Rows)}

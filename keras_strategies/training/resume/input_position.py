@@ -106,7 +106,7 @@ class InputPosition:
 
     Args:
         epochs: Keras's epoch iterator.
-        stream: "skip" or "continue", for input that cannot begin anew; "raise".
+        stream: "skip" or "continue", for input that cannot start over; "raise".
         between_steps: called after each step, before the next batch is read, with the
             number of steps in the epoch.
         reorders: bool, whether arrays that `fit` shuffles come in an order that is the
@@ -269,7 +269,7 @@ def _check_stream(stream: str) -> None:
     if stream == "raise":
         raise InvalidArgumentError(
             "`fit` reads a Python generator, which `Resume` cannot reposition. After a "
-            "restart a generator that begins anew would replay batches that were "
+            "restart a generator that starts over would replay batches that were "
             "trained on, and one that reads a stream would have lost those since the "
             "last snapshot. Say which it is: `Resume(..., stream='skip')` reads and "
             "drops as many batches as were trained on, `stream='continue'` trains on "

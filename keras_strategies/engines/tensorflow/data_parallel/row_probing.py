@@ -7,12 +7,17 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.runtime.row_checks.layer_probes import LayerProbes
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
 
 _INTEGERS = {
     "random_uniform_int": ("minval", 1),
@@ -83,24 +88,62 @@ class ConstantNumbers:
         return tf.fill(tf.shape(drawn), tf.cast(value, drawn.dtype))
 
 
-@contextlib.contextmanager
-def probing(device: str, quantile: float) -> Iterator[ConstantNumbers]:
-    """Entered around calls that are compared; outside of programs being traced.
+class TensorFlowProbes(LayerProbes):
+    """Eager calls on a few rows, also while a program is traced."""
 
-    Args:
-        device: where they compute. On GPUs, TF32 would round by more than what is
-            looked for.
-        quantile: of the numbers that stand in for random ones.
-    """
-    numbers = ConstantNumbers(quantile)
-    with (
-        tf.init_scope(),
-        tf.device(device),
-        _full_precision(device),
-        _operation_seeds_restored(),
-        _replaced(numbers),
-    ):
-        yield numbers
+    def __init__(self, strategy: StrategyCore):
+        super().__init__(strategy)
+        self._device = tf_device(strategy.placement.variables)
+        # While a step is traced: its batch's tensors, and their first values.
+        self._values: dict[int, tuple[Any, Any]] = {}
+
+    @contextlib.contextmanager
+    def tracing(self, traced: Any, batch: Any) -> Iterator[None]:
+        """Entered around the tracing of a step.
+
+        Args:
+            traced: the batch in the program, a structure of tensors without values.
+            batch: the first batch that it will run on.
+        """
+        if tf.executing_eagerly() or batch is None:
+            yield
+            return
+        pairs = zip(tf.nest.flatten(traced), tf.nest.flatten(batch), strict=True)
+        self._values = {
+            id(tensor): (tensor, value)
+            for tensor, value in pairs
+            if isinstance(value, tf.Tensor)
+        }
+        try:
+            yield
+        finally:
+            self._values = {}
+
+    def values_of(self, tensor: Any) -> Any | None:
+        if hasattr(tensor, "numpy"):
+            return tensor
+        _, value = self._values.get(id(tensor), (tensor, None))
+        return value
+
+    def first_rows(self, tensor: Any, rows: int | None) -> Any:
+        values = self.values_of(tensor)
+        if values is None:
+            return _stand_in(tensor, rows)
+        with tf.device(self._device):
+            return tf.identity(values[:rows] if tensor.shape.rank else values)
+
+    @contextlib.contextmanager
+    def probing(self, quantile: float) -> Iterator[ConstantNumbers]:
+        numbers = ConstantNumbers(quantile)
+        with (
+            tf.init_scope(),
+            tf.device(self._device),
+            # On GPUs, TF32 would round by more than what is looked for.
+            _full_precision(self._device),
+            _operation_seeds_restored(),
+            _replaced(numbers),
+        ):
+            yield numbers
 
 
 @contextlib.contextmanager
@@ -149,7 +192,7 @@ def _full_precision(device: str) -> Iterator[None]:
         tf.config.experimental.enable_tensor_float_32_execution(True)
 
 
-def stand_in(tensor: Any, rows: int | None) -> Any:
+def _stand_in(tensor: Any, rows: int | None) -> Any:
     """Values of the shape and dtype of a tensor that has none yet.
 
     Integers are 0 and 1, which are valid indices of most tables.

@@ -61,7 +61,7 @@ class StepFunction:
         def routed(data: Any) -> Any:
             with (
                 layer_calls_through(call),
-                call.tracing(data, self._batch),
+                call.probes.tracing(data, self._batch),
             ):
                 return step(data)
 

@@ -1,10 +1,9 @@
-"""Sums of the gradients of a data-parallel call, over replicas and workers."""
+"""Sums of gradients over workers, sent during the backward pass."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -12,91 +11,13 @@ import torch
 
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.worker_collectives import Pack, TorchWorkers
+from keras_strategies.runtime.data_parallel.gradient_boundary import (
+    GradientTarget,
+    sums_on_worker,
+)
 from keras_strategies.runtime.replicas.replica_set import RowSplit
+from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import DistributedValues
-
-
-@dataclass
-class GradientTarget:
-    """A variable or input outside of the replicas that receives a gradient.
-
-    Args:
-        tensor: the variable, or an input of the layer.
-        locals: the replicas' tensors: copies of the variable (None where a replica did
-            not read it) or slices of the input.
-        by_rows: bool, whether gradients are concatenated, as for an input, or
-            summed, as for a variable.
-    """
-
-    tensor: torch.Tensor
-    locals: list[torch.Tensor | None]
-    by_rows: bool
-
-    def gradient(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The gradient of the tensor, from those of the replicas; sums in float32."""
-        device = self.tensor.device
-        if self.by_rows and any(part is not None for part in parts):
-            return torch.cat(
-                [
-                    (torch.zeros_like(local) if part is None else part).to(device)
-                    for part, local in zip(parts, self.locals, strict=True)
-                    if local is not None
-                ]
-            )
-        present = [widened(part.to(device)) for part in parts if part is not None]
-        if not present:
-            return None
-        total = present[0]
-        for part in present[1:]:
-            total = total + part
-        return total
-
-    def rounded(self, total: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of all replicas in the dtype that it has on one device."""
-        read = next(local for local in self.locals if local is not None)
-        return None if total is None else total.to(read.dtype).to(self.tensor.dtype)
-
-
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, in float32 if it is of half precision."""
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.float() if is_half else tensor
-
-
-def in_dtype_of(total: torch.Tensor | None, gradient: Any) -> torch.Tensor | None:
-    """A sum, rounded to the dtype of its terms, a tensor or a `PerReplica` of them."""
-    is_several = isinstance(gradient, DistributedValues)
-    terms = gradient.values if is_several else [gradient]
-    dtypes = [term.dtype for term in terms if term is not None]
-    return total.to(dtypes[0]) if total is not None and dtypes else total
-
-
-def local_gradients(
-    sources: Sequence[GradientTarget],
-    columns: Sequence[Sequence[torch.Tensor | None]],
-    reduction: LocalReduction | None,
-) -> list[torch.Tensor | None]:
-    """The gradient of each source, from those of the local replicas.
-
-    Args:
-        sources: what gradients go to.
-        columns: for each source the gradient of each replica.
-        reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
-    """
-    pairs = list(zip(sources, columns, strict=True))
-    if reduction is None:
-        return [source.gradient(parts) for source, parts in pairs]
-    shared = [
-        [None if part is None else widened(part) for part in parts]
-        for source, parts in pairs
-        if not source.by_rows
-    ]
-    sums = iter(reduction.sums(shared))
-    return [
-        source.gradient(parts) if source.by_rows else next(sums)
-        for source, parts in pairs
-    ]
 
 
 class WorkerSums:
@@ -110,28 +31,29 @@ class WorkerSums:
     It is entered around the backward pass.
 
     Args:
-        sources: what gradients go to.
+        ops: the functions of tensors.
+        targets: what receives gradients.
         row_split: the rows of the call.
-        count: int, the local replicas.
         reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
     """
 
     def __init__(
         self,
-        sources: Sequence[GradientTarget],
+        ops: TensorPrimitives,
+        targets: Sequence[GradientTarget],
         row_split: RowSplit,
-        count: int,
         reduction: LocalReduction | None = None,
     ):
+        self._ops = ops
         self._reduction = reduction
-        self._sources = list(sources)
+        self._targets = list(targets)
         self._row_split = row_split
         assert isinstance(row_split.workers, TorchWorkers)
         self._workers = row_split.workers
         # What a layer computes last has its gradient first.
-        self._order = [i for i, source in enumerate(sources) if not source.by_rows]
+        self._order = [i for i, target in enumerate(targets) if not target.by_rows]
         self._order.reverse()
-        tensors = [self._sources[i].tensor for i in self._order]
+        tensors = [self._targets[i].tensor for i in self._order]
         self._packs = [
             [self._order[place] for place in places]
             for places in self._workers.packs(tensors)
@@ -140,11 +62,11 @@ class WorkerSums:
         # pack no gradient is waited for.
         self._early = [i for pack in self._packs[:-1] for i in pack]
         self._missing = {
-            i: sum(local is not None for local in self._sources[i].locals)
+            i: sum(local is not None for local in self._targets[i].locals)
             for i in self._early
         }
         self._found: dict[int, list[torch.Tensor | None]] = {
-            i: [None] * count for i in self._order
+            i: [None] * len(row_split.sizes) for i in self._order
         }
         self._lock = threading.Lock()
         self._sent: list[tuple[Pack, Callable[[], None]]] = []
@@ -152,7 +74,7 @@ class WorkerSums:
 
     def __enter__(self) -> WorkerSums:
         for i in self._early:
-            for replica_id, local in enumerate(self._sources[i].locals):
+            for replica_id, local in enumerate(self._targets[i].locals):
                 if local is not None:
                     hook = self._hook(i, replica_id)
                     self._hooks.append(local.register_hook(hook))
@@ -182,14 +104,15 @@ class WorkerSums:
     def _send(self) -> None:
         pack = self._packs[len(self._sent)]
         tensors = []
-        own = local_gradients(
-            [self._sources[i] for i in pack],
+        own = sums_on_worker(
+            self._ops,
+            [self._targets[i] for i in pack],
             [self._found[i] for i in pack],
             self._reduction,
         )
         for i, total in zip(pack, own, strict=True):
             if total is None:
-                total = widened(torch.zeros_like(self._sources[i].tensor))
+                total = self._ops.widened(torch.zeros_like(self._targets[i].tensor))
             tensors.append(total)
         if len(self._sent) == len(self._packs) - 1:
             flags = [
@@ -204,10 +127,10 @@ class WorkerSums:
     def gradients(
         self, columns: Sequence[Sequence[torch.Tensor | None]]
     ) -> list[torch.Tensor | None]:
-        """The gradients of the sources, from all workers.
+        """The gradients of the targets, from all workers.
 
         Args:
-            columns: for each source the gradient of each local replica.
+            columns: for each target the gradient of each local replica.
         """
         for i in self._order:
             self._found[i] = list(columns[i])
@@ -217,16 +140,18 @@ class WorkerSums:
         for packed, finish in self._sent:
             finish()
             totals += packed.tensors()
-        results: list[torch.Tensor | None] = [None] * len(self._sources)
+        results: list[torch.Tensor | None] = [None] * len(self._targets)
         if totals:
             *totals, flags = totals
             counts = flags.tolist()
             for i, total, count in zip(self._order, totals, counts, strict=True):
-                results[i] = self._sources[i].rounded(total) if count else None
-        for i, source in enumerate(self._sources):
-            if source.by_rows:
-                own = source.gradient(columns[i])
+                results[i] = (
+                    self._targets[i].rounded(self._ops, total) if count else None
+                )
+        for i, target in enumerate(self._targets):
+            if target.by_rows:
+                own = target.joined_rows(self._ops, columns[i])
                 if own is None:
-                    own = torch.zeros_like(self._row_split.own(source.tensor))
+                    own = torch.zeros_like(self._row_split.own(target.tensor))
                 results[i] = self._row_split.joined(own)
         return results

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from keras_strategies.engines.torch.compat import RANDOM_FUNCTIONS
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.runtime.row_checks.layer_probes import LayerProbes
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
 
 _functional = torch.nn.functional
 # Functions whose result is filled with a constant; all take a `generator`.
@@ -150,18 +155,25 @@ def _options(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in kwargs.items() if k in ("dtype", "device", "layout")}
 
 
-@contextlib.contextmanager
-def probing(device: torch.device, quantile: float) -> Iterator[ConstantRandomNumbers]:
-    """Context manager around calls that are compared.
+class TorchProbes(LayerProbes):
+    """Calls on a few rows, without gradients and randomness."""
 
-    Args:
-        device: where they compute. On CUDA, TF32 would round by more than what is
-            looked for.
-        quantile: of the numbers that stand in for random ones.
-    """
-    numbers = ConstantRandomNumbers(quantile)
-    with torch.no_grad(), _full_precision(device), numbers:
-        yield numbers
+    def __init__(self, strategy: StrategyCore):
+        super().__init__(strategy)
+        self._device = torch_device(strategy.placement.variables)
+
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def first_rows(self, tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
+        return tensor[:rows].detach().to(self._device)
+
+    @contextlib.contextmanager
+    def probing(self, quantile: float) -> Iterator[ConstantRandomNumbers]:
+        numbers = ConstantRandomNumbers(quantile)
+        # On CUDA, TF32 would round by more than what is looked for.
+        with torch.no_grad(), _full_precision(self._device), numbers:
+            yield numbers
 
 
 @contextlib.contextmanager

@@ -1,0 +1,407 @@
+"""One layer call on replicas of one graph: a tape for each of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from keras_strategies import context
+from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
+    assigned_value,
+)
+from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
+    custom_gradient,
+)
+from keras_strategies.engines.tensorflow.data_parallel.graph_copies import (
+    ReplicaOfAny,
+    ReplicaTraces,
+)
+from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
+    LockstepCollectives,
+    ReplicaEngine,
+)
+from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
+    MirroredVariable,
+)
+from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.call_on_replicas import CallOnReplicas
+from keras_strategies.runtime.data_parallel.gradient_boundary import Channel
+from keras_strategies.runtime.replicas.replica_set import RowSplit
+from keras_strategies.runtime.row_checks.layer_probes import LayerCall
+from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
+
+
+class CallInLockstep(CallOnReplicas):
+    """One data-parallel call, from its first slice to its backward pass.
+
+    Args:
+        strategy: the strategy.
+        layer_call: the call.
+        row_split: the rows of each replica.
+        reduction: the strategy's `CrossDeviceOps`, None for TensorFlow's own sums.
+        engine: the replicas' threads.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyCore,
+        layer_call: LayerCall,
+        row_split: RowSplit,
+        reduction: LocalReduction | None,
+        engine: ReplicaEngine,
+    ):
+        super().__init__(strategy, layer_call, row_split, reduction)
+        self._engine = engine
+        self.sizes = row_split.sizes
+        count = len(self.sizes)
+        placement = strategy.placement
+        replicas = placement.replicas[:count]
+        self._devices = [tf_device(device) for device in replicas]
+        self._lead_name = tf_device(placement.variables)
+        self.slices: list[list[Any]] = [[] for _ in range(count)]
+        self.tapes: list[Any] = [None] * count
+        # By replica: ids of slices and copies of variables that the tape watches.
+        self.watched: list[set[int]] = [set() for _ in range(count)]
+        # Values of variables that all replicas read.
+        self._reads: dict[int, Any] = {}
+        # The replicas whose tapes have given gradients.
+        self._asked: set[int] = set()
+        self._zeros: dict[Any, tuple[Any, Any]] = {}
+        self._collectives = LockstepCollectives(
+            replicas, placement.variables, row_split.replica_set, reduction
+        )
+        self.traces = ReplicaTraces(
+            self._devices, self.slices, self._local_value, self._collectives
+        )
+        self.graph = tf.compat.v1.get_default_graph()
+
+    def on_lead(self) -> contextlib.AbstractContextManager[Any]:
+        return tf.device(self._lead_name)
+
+    # Replicas.
+
+    def split(self, tensor: Any) -> list[Any]:
+        parts = []
+        tensor = self.row_split.own(tensor)
+        pieces = tf.split(tensor, self.sizes) if len(self.sizes) > 1 else [tensor]
+        for i, part in enumerate(pieces):
+            with tf.device(self._devices[i]):
+                # Behind the gradient's boundary, which begins with the slices.
+                parts.append(tf.identity(tf.stop_gradient(part)))
+            self.slices[i].append(parts[-1])
+        return parts
+
+    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        if self.is_forward:
+            self._open_tapes()
+        replicas = self.row_split.replica_set
+
+        def in_context(replica_id: int) -> Callable[[], Any]:
+            replica = ReplicaOfAny(
+                self.strategy,
+                replicas.first + replica_id,
+                self._collectives,
+                replicas.total,
+            )
+
+            def run() -> Any:
+                with context.on_replica(replica):
+                    if self.is_forward:
+                        return self._forward(replica, replica_id, tasks[replica_id])
+                    return self.traces.backward(replica_id, tasks[replica_id])
+
+            return run
+
+        return self._engine.run(
+            [in_context(i) for i in range(len(tasks))], self._collectives
+        )
+
+    def _open_tapes(self) -> None:
+        """Records the replicas, unless no tape can ask for a gradient."""
+        if tf.executing_eagerly() and not compat.is_any_tape_active():
+            return
+        # Under a persistent tape TensorFlow traces the gradient of a loop three times
+        # over when the loop is made. In a graph, `_gradients` does without one.
+        self.tapes = [
+            tf.GradientTape(
+                persistent=tf.executing_eagerly(), watch_accessed_variables=False
+            )
+            for _ in self.sizes
+        ]
+        for watched, slices in zip(self.watched, self.slices, strict=True):
+            watched.update(id(part) for part in slices if self.ops.is_float(part))
+
+    def _close_tapes(self) -> None:
+        """Drops the tapes of a graph in which no outer tape asks for gradients.
+
+        A tape refers to tensors and so to the graph, whose boundary refers to this
+        call, and the garbage collector does not see references of tapes. Gradients that
+        are computed later, as by a tape around the function, come from the graph.
+        """
+        if not tf.executing_eagerly() and not compat.is_any_tape_active():
+            self.tapes = [None] * len(self.sizes)
+
+    def _forward(
+        self, replica: ReplicaOfAny, i: int, task: Callable[[], ReplicaResult]
+    ) -> ReplicaResult:
+        """Calls the layer on a replica, or copies what another one has traced."""
+        tape = self.tapes[i]
+        if (template := self.traces.template(i)) is not None:
+            result = self.traces.copied_forward(template, i)
+            reads = template.result.state.reads.items()
+            self.watched[i].update(
+                id(result.state.reads[key][1])
+                for key, (_, local) in reads
+                if id(local) in self.watched[template.replica_id]
+            )
+            return result
+        with tape or contextlib.nullcontext():
+            if tape is not None:
+                tape.watch([s for s in self.slices[i] if self.ops.is_float(s)])
+            if tf.executing_eagerly():
+                return task()
+            with self.traces.tracing(replica, i) as trace:
+                trace.result = task()
+                return trace.result
+
+    # Variables.
+
+    def replica_state(self, replica_id: int) -> ReplicaState:
+        return ReplicaState(
+            lambda variable: self._copy_variable(replica_id, variable),
+            lambda value, dtype: self._cast_copy(replica_id, value, dtype),
+            self._assigned_value,
+        )
+
+    def _copy_variable(self, replica_id: int, variable: Any) -> Any:
+        raw = raw_value(variable)
+        if raw is None:
+            return None
+        tape = self.tapes[replica_id]
+        with self._outside_control_flow():
+            if tape is None:
+                return self.traces.read(replica_id, variable, raw)
+            with tape.stop_recording():
+                local = self.traces.read(replica_id, variable, raw)
+            if self._is_trained(variable, raw):
+                tape.watch(local)
+                self.watched[replica_id].add(id(local))
+            return local
+
+    def _assigned_value(
+        self, variable: Any, read: Callable[[], Any], value: Any
+    ) -> Any:
+        if not self._is_trained(variable, raw_value(variable)):
+            return tf.stop_gradient(value)
+        return assigned_value(read(), value)
+
+    def _cast_copy(self, replica_id: int, value: Any, dtype: str) -> Any:
+        tape = self.tapes[replica_id]
+        # In a loop, each turn casts: it is the sum over turns that is float32.
+        if (
+            tape is None
+            or id(value) not in self.watched[replica_id]
+            or not self._is_current_graph
+        ):
+            return None
+        with tape.stop_recording(), tf.device(self._devices[replica_id]):
+            cast = tf.cast(value, dtype)
+        tape.watch(cast)
+        self.watched[replica_id].add(id(cast))
+        return cast
+
+    def _is_trained(self, variable: Any, raw: Any) -> bool:
+        """Whether somebody can ask for the gradient of a variable.
+
+        A tape asks for those of frozen ones too, as far as TensorFlow knows, and drops
+        them. They would cost nothing, did they not travel between workers.
+        """
+        if self.row_split.workers is not None and not variable.trainable:
+            return False
+        return bool(raw.trainable) and self.ops.is_float(raw)
+
+    def _local_value(self, replica_id: int, variable: Any, raw: Any) -> Any:
+        """The value that a replica computes with, on its device."""
+        device = self._devices[replica_id]
+        own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
+        value = self._read(raw) if own is None else own.read_value()
+        with tf.device(device):
+            everywhere = self.row_split.replica_set.first + replica_id
+            offset = seed_offset(variable, everywhere)
+            if offset:
+                return value + tf.constant([offset, 0], dtype=value.dtype)
+            return tf.identity(tf.stop_gradient(value))
+
+    def _outside_control_flow(self) -> Any:
+        """A copy that is first needed in a loop is made before the loop."""
+        if tf.executing_eagerly():
+            return tf.name_scope("")
+        return self.graph.as_default()
+
+    @property
+    def _is_current_graph(self) -> bool:
+        """Whether no loop, branch or program was entered since the call began."""
+        return tf.executing_eagerly() or (
+            tf.compat.v1.get_default_graph() is self.graph
+        )
+
+    def _read(self, raw: Any) -> Any:
+        """The value of a variable, read once for all replicas."""
+        if id(raw) not in self._reads:
+            with self.on_lead():
+                self._reads[id(raw)] = tf.convert_to_tensor(raw)
+        return self._reads[id(raw)]
+
+    # The boundary.
+
+    def has_gradient(self, replica_id: int, tensor: Any) -> bool:
+        return id(tensor) in self.watched[replica_id]
+
+    def target_of_variable(self, variable: Any, local: Any) -> Any:
+        with self.on_lead():
+            value = tf.convert_to_tensor(raw_value(variable))
+            return self.ops.cast(value, local.dtype)
+
+    def target_of_input(self, tensor: Any) -> Any:
+        """This worker's rows, through which a gradient goes to the global batch."""
+        if self.row_split.workers is None:
+            return tensor
+
+        # Workers exchange that gradient only where an outer tape needs it.
+        @custom_gradient
+        def own(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+            return self.row_split.own(tensor), self.row_split.joined
+
+        with self.on_lead():
+            return own(tensor)
+
+    def connect(
+        self,
+        inputs: Sequence[tuple[Any, list[Any]]],
+        results: Sequence[ReplicaResult],
+        channels: Sequence[Channel],
+    ) -> list[Any]:
+        self._check_rows(channels)
+        return super().connect(inputs, results, channels)
+
+    def connected(self) -> list[Any]:
+        @custom_gradient
+        def connected(*tensors: Any) -> Any:
+            def grad(*gradients: Any) -> list[Any]:
+                return self.backward(gradients)
+
+            return [self.combine(channel) for channel in self.channels], grad
+
+        found = list(connected(*(target.tensor for target in self.targets)))
+        self._close_tapes()
+        return found
+
+    def backward(self, gradients: Sequence[Any]) -> list[Any]:
+        outer = [target.tensor for target in self.targets]
+        if compat.is_recorded([*gradients, *outer]):
+            return self._differentiable_gradients(gradients)
+        return super().backward(gradients)
+
+    def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
+        super().begin_backward(shares)
+        self.traces.set_given([share for share in shares if share is not None])
+
+    def replica_gradients(
+        self,
+        replica_id: int,
+        outputs: Sequence[tuple[Any, Any]],
+        sources: Sequence[Any],
+    ) -> Sequence[Any]:
+        # From the replica's tape; those that it has given already, from its graph.
+        i, tape = replica_id, self.tapes[replica_id]
+        targets = [part for part, _ in outputs]
+        given = [share for _, share in outputs]
+        if tape is None or (i in self._asked and not compat.is_persistent(tape)):
+            found = compat.graph_gradients(targets, sources, given, self.graph)
+        else:
+            found = tape.gradient(targets, sources, output_gradients=given)
+        self._asked.add(i)
+        return list(found)
+
+    def counted(self, part: Any, replica_id: int) -> Any:
+        size = self.sizes[replica_id]
+        if isinstance(size, int) or isinstance(part, tf.IndexedSlices):
+            return part
+        graph = tf.compat.v1.get_default_graph()
+        # One operation for each tensor: a model has hundreds of gradients.
+        key = id(graph), replica_id, part.dtype
+        if key not in self._zeros:
+            self._zeros[key] = size > 0, tf.zeros([], part.dtype)
+        has_rows, zero = self._zeros[key]
+        return tf.raw_ops.SelectV2(condition=has_rows, t=part, e=zero)
+
+    def _check_rows(self, channels: Sequence[Channel]) -> None:
+        """In a program for any number of rows, outputs are checked as it runs."""
+        if all(isinstance(size, int) for size in self.sizes):
+            return
+        for channel in channels:
+            if channel.weights is None:
+                for part, size in zip(channel.parts, self.sizes, strict=True):
+                    tf.debugging.assert_equal(
+                        tf.shape(part)[0],
+                        size,
+                        "A layer that is called on several replicas returned another "
+                        "number of rows than it got, so that its outputs cannot be "
+                        "joined. Return one row per sample.",
+                    )
+
+    def _differentiable_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+        """The same gradients, of operations that an outer tape can record."""
+        if self.row_split.workers is not None:
+            raise ContextError(
+                "A gradient that goes through a layer called on several workers was "
+                "asked for while another `tf.GradientTape` records it; gradients of "
+                "gradients do not cross workers. Leave the tape first, compute the "
+                "penalty inside a layer's `call`, or use ks.MirroredStrategy."
+            )
+        values: dict[int, Any] = {}
+        inputs = [target.tensor for target in self.targets if target.by_rows]
+        trained = {id(s.variable) for s in self.targets if s.variable is not None}
+        with (
+            self.on_lead(),
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            tape.watch(inputs)
+
+            def value_of(variable: Any) -> Any:
+                raw = raw_value(variable)
+                if id(variable) not in trained:
+                    return raw
+                values[id(variable)] = tf.convert_to_tensor(raw)
+                tape.watch(values[id(variable)])
+                return values[id(variable)]
+
+            found = self.recompute(value_of)
+            outputs = [output for output in found if self.ops.is_float(output)]
+        with self.on_lead():
+            wanted = [*values.values(), *inputs]
+            results = tape.gradient(outputs, wanted, output_gradients=list(gradients))
+            # A variable is several sources where each of its reads has a gradient.
+            of_variables = dict(zip(values, results, strict=False))
+            of_inputs = iter(results[len(values) :])
+            returned = []
+            for target in self.targets:
+                if target.by_rows:
+                    gradient = next(of_inputs)
+                else:
+                    gradient = of_variables.pop(id(target.variable), None)
+                if gradient is not None and gradient.dtype != target.tensor.dtype:
+                    gradient = tf.cast(gradient, target.tensor.dtype)
+                returned.append(gradient)
+            return returned

@@ -1,0 +1,236 @@
+"""One layer call on threads: forward and backward passes of the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keras_strategies import context
+from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.engines.torch.compat import is_graph_retained
+from keras_strategies.engines.torch.data_parallel.gradient_sums import WorkerSums
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.replicas.replica_random import (
+    NoRandom,
+    ReplicaRandom,
+)
+from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
+from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
+from keras_strategies.engines.torch.replicas.thread_collectives import (
+    ThreadCollectives,
+)
+from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.call_on_replicas import CallOnReplicas
+from keras_strategies.runtime.replicas.replica_set import RowSplit
+from keras_strategies.runtime.row_checks.layer_probes import LayerCall
+from keras_strategies.runtime.state.replica_state import ReplicaState
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
+
+
+class CallOnThreads(CallOnReplicas):
+    """One call of a layer on the replicas' threads.
+
+    Args:
+        strategy: the strategy.
+        layer_call: the call.
+        row_split: the rows of each replica.
+        reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
+        threads: the threads of the replicas.
+        variables: the replicas' copies of variables.
+        random: the random numbers of the forward pass.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyCore,
+        layer_call: LayerCall,
+        row_split: RowSplit,
+        reduction: LocalReduction | None,
+        threads: ReplicaThreads,
+        variables: ReplicaVariables,
+        random: ReplicaRandom,
+    ):
+        super().__init__(strategy, layer_call, row_split, reduction)
+        self._threads = threads
+        self._variables = variables
+        self._random = random
+        replicas = strategy.placement.replicas[: len(row_split.sizes)]
+        self._devices = [torch_device(device) for device in replicas]
+        # The backward pass uses the same collectives.
+        self._collectives = ThreadCollectives(
+            replicas, replica_set=row_split.replica_set, reduction=reduction
+        )
+        self._state = thread_state()
+        self._versions: list[int] = []
+        self._retains_graph = False
+
+    # Forward.
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        own = self.row_split.own(tensor.detach())
+        parts = torch.split(own, list(self.row_split.sizes))
+        local = [
+            part.to(device, non_blocking=True)
+            for part, device in zip(parts, self._devices, strict=True)
+        ]
+        if tensor.requires_grad and torch.is_grad_enabled():
+            local = [part.detach().requires_grad_() for part in local]
+        return local
+
+    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        replicas = self.row_split.replica_set
+
+        def in_context(i: int, task: Callable[[], Any]) -> Callable[[], Any]:
+            replica = context.ReplicaContext(
+                self.strategy, replicas.first + i, self._collectives, replicas.total
+            )
+
+            def run() -> Any:
+                with context.on_replica(replica):
+                    return task()
+
+            return run
+
+        return self._threads.run(
+            [in_context(i, task) for i, task in enumerate(tasks)],
+            self._collectives,
+            self._random if self.is_forward else NoRandom(),
+        )
+
+    def replica_state(self, replica_id: int) -> ReplicaState:
+        return ReplicaState(
+            lambda variable: self._variables.copy(replica_id, variable),
+            _cast_copy,
+            _assigned_value,
+        )
+
+    def has_gradient(self, replica_id: int, tensor: torch.Tensor) -> bool:
+        return tensor.requires_grad
+
+    def target_of_variable(self, variable: Any, local: Any) -> torch.Tensor:
+        raw: torch.Tensor = raw_value(variable)
+        return raw
+
+    def target_of_input(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def connected(self) -> list[torch.Tensor]:
+        self._versions = [target.tensor._version for target in self.targets]
+        return list(_Boundary.apply(self, *(t.tensor for t in self.targets)))
+
+    # Backward.
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+        if torch.is_grad_enabled():
+            return self._differentiable_gradients(gradients)
+        self._retains_graph = is_graph_retained()
+        if self.row_split.workers is None:
+            return super().backward(gradients)
+        with WorkerSums(self.ops, self.targets, self.row_split, self.reduction) as sums:
+            columns = self.replica_columns(gradients)
+        return sums.gradients(columns)
+
+    def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
+        super().begin_backward(shares)
+        self._collectives.restart()
+
+    def replica_gradients(
+        self,
+        replica_id: int,
+        outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        sources: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor | None]:
+        pairs = [(part, share) for part, share in outputs if part.requires_grad]
+        if not pairs or not sources:
+            return [None] * len(sources)
+        return torch.autograd.grad(
+            [part for part, _ in pairs],
+            list(sources),
+            [share.to(part.device, non_blocking=True) for part, share in pairs],
+            allow_unused=True,
+            retain_graph=self._retains_graph,
+        )
+
+    def _differentiable_gradients(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> list[Any]:
+        """The gradients with a graph, for `create_graph=True`."""
+        for target, version in zip(self.targets, self._versions, strict=True):
+            if target.tensor._version != version:
+                raise ContextError(
+                    "A backward pass with `create_graph=True` came after an update "
+                    "of a variable of the layer. Compute second-order gradients "
+                    "before the optimizer's step."
+                )
+        with with_thread_state(self._state):
+            recomputed = self.recompute(raw_value)
+        found = [output for output in recomputed if self.ops.is_float(output)]
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(found, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        # A variable is several sources where each of its reads has a gradient.
+        wanted = {id(target.tensor): target.tensor for target in self.targets}
+        results = torch.autograd.grad(
+            [output for output, _ in pairs],
+            list(wanted.values()),
+            [gradient for _, gradient in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+        remaining = dict(zip(wanted, results, strict=True))
+        return [remaining.pop(id(target.tensor), None) for target in self.targets]
+
+
+def _cast_copy(value: torch.Tensor, dtype: str) -> torch.Tensor | None:
+    """A copy of a variable in a dtype, with a gradient of its own, if it has any."""
+    if not value.requires_grad:
+        return None
+    return value.detach().to(getattr(torch, dtype)).requires_grad_()
+
+
+def _assigned_value(
+    variable: Any, read: Callable[[], torch.Tensor], value: torch.Tensor
+) -> torch.Tensor:
+    """The value that a replica reads after an assignment; see `ReplicaState`."""
+    current = read()
+    if torch.is_grad_enabled() and current.requires_grad:
+        assigned: torch.Tensor = _Assigned.apply(current, value.detach())
+        return assigned
+    value = value.detach()
+    # The variable's own memory changes when the assignments are merged, before the
+    # backward pass.
+    return value.clone() if value.data_ptr() == current.data_ptr() else value
+
+
+class _Assigned(torch.autograd.Function):
+    """A trained variable's new value; its gradient is the variable's."""
+
+    @staticmethod
+    def forward(ctx, current, value):  # type: ignore[no-untyped-def]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, None
+
+
+class _Boundary(torch.autograd.Function):
+    """The edge between the global batch and the replicas in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx, call, *targets):  # type: ignore[no-untyped-def]
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(call.combine(channel) for channel in call.channels)
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        return (None, *ctx.call.backward(gradients))

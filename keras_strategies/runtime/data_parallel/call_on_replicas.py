@@ -1,0 +1,259 @@
+"""One layer call on replicas: slices of arguments, outputs, losses and state."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.errors import BatchError
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
+from keras_strategies.runtime.data_parallel.gradient_boundary import (
+    Channel,
+    GradientBoundary,
+)
+from keras_strategies.runtime.replicas.replica_set import RowSplit
+from keras_strategies.runtime.row_checks.layer_probes import LayerCall
+from keras_strategies.runtime.state.replica_state import (
+    ReplicaResult,
+    ReplicaState,
+    has_rows,
+    merged_value,
+)
+from keras_strategies.user_warnings import warn_user
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
+
+# Layers of which gradients of gradients were computed.
+_twice_differentiated: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class CallOnReplicas(GradientBoundary):
+    """One call of a layer on all replicas, each on its rows.
+
+    Args:
+        strategy: the strategy.
+        layer_call: the call.
+        row_split: the rows of each replica, and the functions of tensors.
+        reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyCore,
+        layer_call: LayerCall,
+        row_split: RowSplit,
+        reduction: LocalReduction | None,
+    ):
+        lead = strategy.placement.variables
+        super().__init__(row_split.replica_set.primitives, row_split, lead, reduction)
+        self.strategy = strategy
+        self.layer_call = layer_call
+
+    # What an engine provides, besides the boundary.
+
+    @abc.abstractmethod
+    def split(self, tensor: Any) -> list[Any]:
+        """Slices of a tensor along axis 0, each on its replica's device."""
+
+    @abc.abstractmethod
+    def replica_state(self, replica_id: int) -> ReplicaState:
+        """The variables of a local replica."""
+
+    # The call.
+
+    def outputs(self, loss_kinds: Sequence[str]) -> tuple[Any] | None:
+        """The global outputs in a tuple; None if they do not follow the rows.
+
+        Args:
+            loss_kinds: for each loss that the layer adds, `"mean"` or `"sum"`.
+        """
+        inputs: list[tuple[Any, list[Any]]] = []
+        columns: list[list[Any]] = []
+        for leaf in self.layer_call.leaves:
+            if has_rows(leaf, self.layer_call.rows):
+                slices = self._split_with_mask(leaf)
+                inputs.append((leaf, slices))
+            else:
+                slices = [leaf] * len(self.row_split.sizes)
+            columns.append(slices)
+        count = range(len(self.row_split.sizes))
+        own = [[column[i] for column in columns] for i in count]
+        results: list[ReplicaResult] = self.run([self._task(i, own[i]) for i in count])
+        channels = self._output_channels(results)
+        if channels is None:
+            return None
+        losses = self._loss_channels(results, loss_kinds)
+        tensors = [c for c in channels if c is not None] + losses
+        connected = self.connect(inputs, results, tensors)
+        outputs = self._global_outputs(results, channels, connected)
+        self._merge_updates(results)
+        clear_losses(self.layer_call.layer)
+        if losses:
+            # Functional models refuse `add_loss` on themselves; their base does not.
+            added = connected[-len(losses) :]
+            keras.layers.Layer.add_loss(self.layer_call.layer, added)
+        return (outputs,)
+
+    def _task(self, replica_id: int, leaves: list[Any]) -> Callable[[], ReplicaResult]:
+        def run() -> ReplicaResult:
+            args, kwargs = keras.tree.pack_sequence_as(
+                self.layer_call.structure, leaves
+            )
+            state = self.replica_state(replica_id)
+            with state.scope() as scope:
+                outputs = self.layer_call.call(*args, **kwargs)
+            return ReplicaResult(outputs, state, scope.losses)
+
+        return run
+
+    def _split_with_mask(self, leaf: Any) -> list[Any]:
+        slices = self.split(leaf)
+        mask = get_mask(leaf)
+        if mask is not None:
+            for part, mask_part in zip(slices, self.split(mask), strict=True):
+                set_mask(part, mask_part)
+        return slices
+
+    # Outputs.
+
+    def _output_channels(
+        self, results: Sequence[ReplicaResult]
+    ) -> list[Channel | None] | None:
+        layer, sizes = self.layer_call.layer, self.row_split.sizes
+        channels: list[Channel | None] = []
+        for parts in zip(*(result.leaves for result in results), strict=True):
+            if not keras.ops.is_tensor(parts[0]):
+                channels.append(None)
+            elif all(
+                has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
+            ):
+                channels.append(Channel(list(parts)))
+            else:
+                warn_user(
+                    f"Layer {layer.name!r} ({type(layer).__name__}) returned a tensor "
+                    f"of shape {tuple(parts[0].shape)} for a slice of {sizes[0]} "
+                    "rows: it does not keep the batch axis, so its replicas' outputs "
+                    "cannot be joined. It is called on one device with the whole "
+                    "batch instead, which is exact but not parallel. Return one row "
+                    "per sample, or use `add_loss` for scalars, to run it on all "
+                    f"replicas of {self.strategy!r}."
+                )
+                return None
+        return channels
+
+    def _global_outputs(
+        self,
+        results: Sequence[ReplicaResult],
+        channels: Sequence[Channel | None],
+        connected: Sequence[Any],
+    ) -> Any:
+        values = iter(connected)
+        leaves = []
+        for i, channel in enumerate(channels):
+            if channel is None:
+                leaves.append(results[0].leaves[i])
+                continue
+            value = next(values)
+            masks = [result.masks[i] for result in results]
+            if masks[0] is not None:
+                set_mask(value, self.combine(Channel(masks)))
+            leaves.append(value)
+        return keras.tree.pack_sequence_as(results[0].outputs, leaves)
+
+    # Losses that layers add.
+
+    def _loss_channels(
+        self, results: Sequence[ReplicaResult], kinds: Sequence[str]
+    ) -> list[Channel]:
+        """How each loss of the replicas becomes the loss of the global batch.
+
+        A loss with one row per sample is concatenated. A scalar is either a mean
+        over rows (then replicas count by their rows; a term of the weights alone
+        is one too) or a sum over rows (then they add up).
+        """
+        layer, sizes = self.layer_call.layer, self.row_split.sizes
+        counts = {len(result.losses) for result in results}
+        if counts != {len(kinds)}:
+            raise BatchError(
+                f"Layer {layer.name!r} added {max(counts)} losses to one call and "
+                f"{len(kinds)} to another with arguments of the same kinds; how they "
+                "follow from the rows is not known. Add the same losses on every call, "
+                "or one value per sample."
+            )
+        channels = []
+        per_loss = zip(*(result.losses for result in results), strict=True)
+        for kind, parts in zip(kinds, per_loss, strict=False):
+            if len(parts[0].shape) > 0 and all(
+                has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
+            ):
+                channels.append(Channel(list(parts)))
+            elif kind == "sum":
+                channels.append(Channel(list(parts), [1.0] * len(parts)))
+            else:
+                channels.append(Channel(list(parts), self._fractions(sizes)))
+        return channels
+
+    def _fractions(self, sizes: Sequence[Any]) -> list[Any]:
+        """The share of each replica in the global batch."""
+        rows = self.layer_call.rows
+        if isinstance(rows, int):
+            return [size / rows for size in sizes]
+        count = keras.ops.cast(keras.ops.maximum(rows, 1), "float32")
+        return [keras.ops.cast(size, "float32") / count for size in sizes]
+
+    # State that layers update.
+
+    def _merge_updates(self, results: Sequence[ReplicaResult]) -> None:
+        """Assigns one value of what the replicas assigned to each variable."""
+        first = results[0].state.updates
+        with self.on_lead():
+            columns = [
+                [
+                    self.to_lead(result.state.updates[key][1])
+                    for result in results
+                    if key in result.state.updates
+                ]
+                for key in first
+            ]
+            everywhere = self.row_split.replica_set.all_values(columns)
+        weights = self._fractions(self.row_split.every)
+        for (variable, _), values in zip(first.values(), everywhere, strict=True):
+            variable.assign(merged_value(variable, values, weights))
+
+    # Gradients of gradients.
+
+    def recompute(self, value_of: Callable[[Any], Any]) -> list[Any]:
+        """The output tensors and added losses of the unsplit call.
+
+        A gradient that is differentiated itself is computed by this call, whose
+        operations the framework can differentiate twice. What the call assigns is
+        dropped: the call on the replicas has assigned it.
+
+        Args:
+            value_of: returns the tensor that stands for a variable.
+        """
+        layer = self.layer_call.layer
+        if layer not in _twice_differentiated:
+            _twice_differentiated.add(layer)
+            warn_user(
+                f"A gradient that goes through layer {layer.name!r} "
+                f"({type(layer).__name__}) is differentiated itself. Gradients of "
+                "gradients do not cross replicas, so the layer is called once more on "
+                "one device with the unsplit batch for them, which is exact but not "
+                "parallel. Random layers in it draw other numbers there. Compute the "
+                "penalty inside a layer's `call` to compute it on all replicas."
+            )
+        structure, leaves = self.layer_call.structure, self.layer_call.leaves
+        args, kwargs = keras.tree.pack_sequence_as(structure, leaves)
+        scope = ReplicaState(value_of).scope()
+        with layer_calls_through(None), scope:
+            outputs = self.layer_call.call(*args, **kwargs)
+        found = keras.tree.flatten(outputs)
+        return [leaf for leaf in found if keras.ops.is_tensor(leaf)] + scope.losses
