@@ -152,26 +152,47 @@ def _bases(node: ast.ClassDef) -> set[str]:
 
 
 def interface_members(source: Source) -> dict[str, int]:
-    """Public members of the abstract classes that engines derive from."""
-    derived = {
-        base
-        for module, node in source.classes()
-        if module.engine is not None
-        for base in _bases(node)
-    }
-    return {
-        f"{module.name}.{node.name}": len(
-            {
-                each.name
-                for each in node.body
-                if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")
-            }
-        )
-        for module, node in source.classes()
-        if module.engine is None
-        and node.name in derived
-        and _bases(node) & {"ABC", "Protocol"}
-    }
+    """Public members of abstract classes that engines implement.
+
+    These are members of classes from which engines derive, in any number of steps, that
+    are abstract or that an engine overrides.
+    """
+    shared = {n.name: (m, n) for m, n in source.classes() if m.engine is None}
+    overridden: dict[str, set[str]] = defaultdict(set)
+    for module, node in source.classes():
+        if module.engine is not None:
+            for name in _ancestors(node, shared):
+                overridden[name] |= {each.name for each in _functions(node)}
+    found = {}
+    for name, names in overridden.items():
+        module, node = shared[name]
+        own = {f.name: f for f in _functions(node) if not f.name.startswith("_")}
+        members = {each for each in own if each in names or _is_abstract(own[each])}
+        if _is_interface(node, shared):
+            found[f"{module.name}.{name}"] = len(members)
+    return found
+
+
+def _ancestors(
+    node: ast.ClassDef, shared: dict[str, tuple[Module, ast.ClassDef]]
+) -> set[str]:
+    direct = _bases(node) & set(shared)
+    return direct.union(*(_ancestors(shared[name][1], shared) for name in direct))
+
+
+def _is_interface(
+    node: ast.ClassDef, shared: dict[str, tuple[Module, ast.ClassDef]]
+) -> bool:
+    every = [node, *(shared[name][1] for name in _ancestors(node, shared))]
+    return any(_bases(each) & {"ABC", "Protocol"} for each in every)
+
+
+def _functions(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [each for each in node.body if isinstance(each, ast.FunctionDef)]
+
+
+def _is_abstract(function: ast.FunctionDef) -> bool:
+    return any("abstractmethod" in ast.unparse(d) for d in function.decorator_list)
 
 
 def _repetitions(module: Module, node: ast.expr) -> int:

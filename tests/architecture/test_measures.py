@@ -21,8 +21,10 @@ from architecture.measures import (
 
 #: Bounds from above. They only go down.
 BOUNDS = {
-    # Nine of them for workers that are lost and join.
-    "members of engine interfaces": 90,
+    # Eight of them for workers that are lost and join. Those of classes that only other
+    # interfaces derive from are counted since all engines share `ReplicaRun` and
+    # `GradientBoundary`.
+    "members of engine interfaces": 103,
     "attributes replaced for the process": 26,
     "attributes replaced for a time": 24,
     "StatelessScope subclasses": 1,
@@ -32,7 +34,7 @@ BOUNDS = {
     # Elastic groups of workers: 1,750.
     # Snapshots of `fit`: 880.
     # Times of steps, slow workers and their status: 260.
-    "lines of code": 28_900,
+    "lines of code": 28_700,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,
@@ -63,14 +65,19 @@ def package(root: Path, **files: str) -> Source:
     return Source(root)
 
 
-def test_members_are_those_of_abstract_classes_of_engines(tmp_path: Path) -> None:
+def test_members_are_what_engines_implement_of_abstract_classes(tmp_path: Path) -> None:
     source = package(
         tmp_path,
-        runtime__base="class Backend(ABC):\n def a(self): ...\n def _b(self): ...\n"
-        "class Other(ABC):\n def c(self): ...\n",
-        engines__jax__backend="class JaxBackend(Backend): ...",
+        runtime__base="class Base(ABC):\n @abstractmethod\n def a(self): ...\n"
+        " def shared(self): ...\n"
+        "class Backend(Base):\n def b(self): ...\n def c(self): ...\n"
+        "class Other(ABC):\n @abstractmethod\n def d(self): ...\n",
+        engines__jax__backend="class JaxBackend(Backend):\n def b(self): ...\n",
     )
-    assert interface_members(source) == {"runtime.base.Backend": 1}
+    assert interface_members(source) == {
+        "runtime.base.Backend": 1,
+        "runtime.base.Base": 1,
+    }
 
 
 def test_replaced_attributes_are_counted_through_loops(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from keras_strategies.keras_compat.variables.creation import (
     set_variable_shape,
 )
 from keras_strategies.parameter_server.engines.engine_interface import (
-    CompiledStep,
+    CompilableStep,
     bucket,
 )
 from keras_strategies.parameter_server.engines.torch_engine import ENGINE
@@ -136,7 +136,7 @@ def test_a_recorded_step_does_what_the_step_does():
 
 def test_a_layer_of_the_users_is_called_in_each_step():
     made = model(Counting())
-    assert not isinstance(ENGINE.model_body(made, "train"), CompiledStep)
+    assert not isinstance(ENGINE.model_body(made, "train"), CompilableStep)
     layer = made.layers[2]
     found = program(made)
     before = layer.calls
@@ -159,7 +159,7 @@ def test_users_may_ask_for_a_graph():
 
 def test_eager_models_are_not_recorded():
     assert not isinstance(
-        ENGINE.model_body(model(run_eagerly=True), "train"), CompiledStep
+        ENGINE.model_body(model(run_eagerly=True), "train"), CompilableStep
     )
 
 

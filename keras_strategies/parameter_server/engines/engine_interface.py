@@ -91,7 +91,7 @@ class LookupMismatchError(Exception):
     """A step made other lookups than `StepProgram.lookups` predicted."""
 
 
-class CompiledStep:
+class CompilableStep:
     """A model's step to compile, for backends that do not always compile.
 
     Args:

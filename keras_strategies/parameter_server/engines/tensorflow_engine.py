@@ -15,7 +15,7 @@ from keras_strategies.keras_compat.variables.lookups import lookups_through
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
-    CompiledStep,
+    CompilableStep,
     OptimizerCall,
     OptimizerCallRecorder,
     ParameterServerEngine,
@@ -218,7 +218,7 @@ class TensorFlowStepProgram(StepProgram):
             structure = (split.tensors, gradients, changed)
             return list(keras.tree.flatten(structure))
 
-        if isinstance(self.body, CompiledStep):
+        if isinstance(self.body, CompilableStep):
             compute = tf.function(compute, autograph=False, jit_compile=True)
 
         def step(*arguments: Any) -> list[Any]:
@@ -369,7 +369,7 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
 
     def model_body(self, model: Any, kind: str) -> Body:
         step = super().model_body(model, kind)
-        return CompiledStep(step, is_requested=True) if model.jit_compile else step
+        return CompilableStep(step, is_requested=True) if model.jit_compile else step
 
     def program(
         self, body: Body, variables: StepVariables, gradients: bool

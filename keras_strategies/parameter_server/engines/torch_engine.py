@@ -19,7 +19,7 @@ from keras_strategies.keras_compat.variables.values import (
 )
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
-    CompiledStep,
+    CompilableStep,
     ParameterServerEngine,
     StepProgram,
     StepVariables,
@@ -51,7 +51,7 @@ class TorchParameterServerEngine(ParameterServerEngine):
         if model.run_eagerly:
             return step
         if model.jit_compile or keras_classes.is_of_keras(model):
-            return CompiledStep(step, is_requested=bool(model.jit_compile))
+            return CompilableStep(step, is_requested=bool(model.jit_compile))
         return step
 
     def program(

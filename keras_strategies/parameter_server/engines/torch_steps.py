@@ -21,7 +21,7 @@ from keras_strategies.keras_compat.variables.values import (
 )
 from keras_strategies.parameter_server.engines.engine_interface import (
     Body,
-    CompiledStep,
+    CompilableStep,
     LookupMismatchError,
     OptimizerCall,
     OptimizerCallRecorder,
@@ -115,7 +115,7 @@ class TorchStepProgram(StepProgram):
         positions: Sequence[np.ndarray],
     ) -> StepResult:
         is_predicted = self._origins is not None or not lookups
-        if isinstance(self.body, CompiledStep) and is_predicted:
+        if isinstance(self.body, CompilableStep) and is_predicted:
             found = self._run_recorded(batch, positions)
             if found is not None:
                 return found
@@ -213,7 +213,7 @@ class TorchStepProgram(StepProgram):
                     "the ids of a lookup are not an array of the batch"
                 )
 
-        looked_up = isinstance(self.body, CompiledStep) and self.body.is_requested
+        looked_up = isinstance(self.body, CompilableStep) and self.body.is_requested
         return GraphRecorder(step, check, looked_up)
 
     def _run_eagerly(
