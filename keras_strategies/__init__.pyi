@@ -114,6 +114,7 @@ from keras_strategies.types import (
     CommunicationImplementation as CommunicationImplementation,
 )
 from keras_strategies.types import CommunicationOptions as CommunicationOptions
+from keras_strategies.types import Elastic as Elastic
 from keras_strategies.types import InputContext as InputContext
 from keras_strategies.types import InputOptions as InputOptions
 from keras_strategies.types import InputReplicationMode as InputReplicationMode

@@ -233,6 +233,15 @@ class Elastic:
                 f"timeout_seconds={seconds!r}"
             )
 
+    @classmethod
+    def check(cls, value: Any) -> None:
+        """Raises `TypeError` if the argument `elastic` is neither of this nor None."""
+        if value is not None and not isinstance(value, cls):
+            raise InvalidTypeError(
+                "`elastic` must be a ks.Elastic or None. Received: "
+                f"{value!r} of type {type(value).__name__}"
+            )
+
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

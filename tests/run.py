@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.fork_server import PROCESSES, SERVERS, ForkServer
+from harness.fork_server import PLAIN_GRAPHS, PROCESSES, SERVERS, ForkServer
 from harness.forker import Forked, Forker
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -328,6 +328,8 @@ def environment(backend: str, settings: Settings) -> dict[str, str]:
         # Otherwise each operation of a program carries ten lines of Python.
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1",
         **os.environ,
+        # Like XLA's plain code.
+        PLAIN_GRAPHS: "" if settings.nightly else "1",
         PROCESSES: str(LOGS / "processes.txt"),
         "KERAS_BACKEND": backend,
         "PYTHONPATH": os.pathsep.join(path),

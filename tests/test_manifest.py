@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import keras
 import pytest
-from architecture.measures import FRAMEWORKS, OWN, REPOSITORY, Source
+from architecture.measures import FRAMEWORKS, OWN, package_source
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.manifest import GROUPS, Patch
@@ -76,7 +76,7 @@ def mentions(owner: object, name: str) -> bool:
 
 def used() -> Iterator[tuple[str, str]]:
     """Names of modules and attributes of Keras that `keras_compat` uses."""
-    for module in Source(REPOSITORY / "keras_strategies").modules:
+    for module in package_source().modules:
         if not module.name.startswith("keras_compat"):
             continue
         for node in module.nodes:
@@ -112,7 +112,7 @@ def used_of_framework() -> Iterator[str]:
     """Private modules and attributes that the engine's compat file uses, by name."""
     [module] = (
         module
-        for module in Source(REPOSITORY / "keras_strategies").modules
+        for module in package_source().modules
         if module.name == f"engines.{ENGINE}.compat"
     )
     for node in module.nodes:

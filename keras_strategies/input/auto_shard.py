@@ -21,6 +21,18 @@ def policy_of(dataset: Any) -> AutoShardPolicy:
     return AutoShardPolicy(int(getattr(found, "value", found)))
 
 
+def check_elastic(dataset: Any) -> None:
+    """Raises `ValueError` for a policy whose batches depend on the workers."""
+    policy = policy_of(dataset)
+    if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+        raise InvalidArgumentError(
+            f"The dataset's auto_shard_policy is {policy.name}: each worker reads rows "
+            "of its own, and those of a lost worker would be missing. Elastic workers "
+            "all read the same global batches; use AutoShardPolicy.DATA, which AUTO "
+            "means with `elastic`."
+        )
+
+
 def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
     """This worker's shard of a dataset.
 

@@ -117,6 +117,18 @@ PRIVATE = (
     ),
     Private("keras.src.backend", ("compute_output_spec",), "Traces of updates."),
     Private(
+        "keras.src.distribution.distribution_lib.DeviceMesh",
+        ("_backend_mesh", "_devices", "_shape"),
+        "The mesh of elastic workers is put on other devices.",
+        "jax",
+    ),
+    Private(
+        "keras.src.distribution.distribution_lib.TensorLayout",
+        ("_backend_layout",),
+        "As the mesh.",
+        "jax",
+    ),
+    Private(
         "keras.src.distribution.distribution_lib",
         ("Distribution",),
         "The base of our distributions.",

@@ -41,11 +41,17 @@ class Feature(enum.Enum):
         "Iterating a distributed dataset in a compiled function is not supported"
     )
     WORKERS = "Training on several workers is not supported"
+    ELASTIC_WORKERS = "`elastic`, for workers that come and go, is not supported"
 
 
 WITHOUT_SHARDED_CHECKPOINTS = (
     "Set KERAS_BACKEND=jax, or use `model.save` and `keras.models.load_model`, whose "
     "files load under every strategy and backend."
+)
+
+WITHOUT_ELASTIC_WORKERS = (
+    "Set KERAS_BACKEND=torch, or continue a new start of all workers with "
+    "ks.callbacks.Resume."
 )
 
 

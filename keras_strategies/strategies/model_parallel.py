@@ -33,7 +33,7 @@ from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.strategies.multi_worker import find_workers
 from keras_strategies.training.seeds import sync_random_numbers
-from keras_strategies.types import CommunicationOptions, check_flag
+from keras_strategies.types import CommunicationOptions, Elastic, check_flag
 
 _AXES = (BATCH_AXIS, MODEL_AXIS)
 
@@ -77,6 +77,7 @@ class ModelParallelStrategy(Strategy):
             as those of a map that serves several models. Otherwise such a pattern is
             an error in `plan`, `describe`, and the first `fit`, `evaluate` or
             `predict`.
+        elastic: None; shards of a lost worker are on no other one.
 
     Raises:
         ValueError: for devices that do not exist or that `model_parallel` does not
@@ -108,8 +109,18 @@ class ModelParallelStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         allow_unmatched: bool = False,
+        elastic: Elastic | None = None,
     ):
         engine = get_engine()
+        Elastic.check(elastic)
+        if elastic is not None:
+            raise InvalidArgumentError(
+                "ModelParallelStrategy was given `elastic`. When a worker is lost, so "
+                "are its shards of the variables, which no other worker has. Omit it, "
+                "and use ks.callbacks.Resume to continue after a new start of all "
+                "workers; with ks.MultiWorkerMirroredStrategy every worker has all "
+                "variables."
+            )
         require(engine, Feature.SHARDED_VARIABLES)
         layout_map = "auto" if layout_map is None else layout_map
         smallest = _smallest_shard(min_shard_bytes, layout_map)

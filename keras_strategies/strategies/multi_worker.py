@@ -31,7 +31,7 @@ from keras_strategies.collectives.cross_device_ops import (
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
-from keras_strategies.runtime.engine import Engine
+from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base import Strategy
@@ -74,8 +74,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
         elastic: `Elastic`, for training that continues when workers are lost, return or
-            join; None for that of `keras-strategies launch --elastic`, and without it
-            to end with an error when one is lost.
+            join, under `fit`; None to end with an error when one is lost, unless
+            `keras-strategies launch --elastic` has started the workers.
 
     Raises:
         ValueError: for an invalid cluster, a port in use, two workers with one index,
@@ -103,6 +103,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         elastic: Elastic | None = None,
     ):
         engine = get_engine()
+        Elastic.check(elastic)
+        elastic = elastic or _elastic_of_launcher()
         check_cross_device_ops(cross_device_ops)
         options = CommunicationOptions.parse(
             communication_options, "communication_options"
@@ -112,10 +114,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             check_implementation(options, engine.name, as_devices(devices))
         # Before the devices are looked at: engines add those of other workers.
         resolver, workers = find_workers(
-            engine,
-            cluster_resolver,
-            communication_options,
-            elastic or _elastic_of_environment(),
+            engine, cluster_resolver, communication_options, elastic
         )
         self._cluster_resolver = resolver
         if devices is None:
@@ -136,12 +135,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """The description of the cluster and of this task; empty without a cluster."""
         return self._cluster_resolver or SimpleClusterResolver({})
-
-
-def _elastic_of_environment() -> Elastic | None:
-    """The numbers of workers that the launcher has set, if any."""
-    least = os.environ.get(ELASTIC, "").partition(":")[0]
-    return Elastic(int(least)) if least else None
 
 
 def find_workers(
@@ -217,6 +210,8 @@ def join_workers(
             shares_port=_is_port_shared(resolver),
         )
     else:
+        require(engine, Feature.ELASTIC_WORKERS)
+        _check_addresses(resolver)
         limits = Limits.of(elastic, len(addresses), timeout)
         membership = Membership.join(
             addresses, index, same, limits=limits, job=job, is_ready=False
@@ -232,6 +227,24 @@ def join_workers(
     workers.elastic = actions
     _joined[key] = workers
     return workers
+
+
+def _elastic_of_launcher() -> Elastic | None:
+    # "1:4": the minimum, and the number of workers.
+    given = os.environ.get(ELASTIC)
+    if not given:
+        return None
+    least, most = given.split(":")
+    return Elastic(int(least), int(most))
+
+
+def _check_addresses(resolver: ClusterResolver) -> None:
+    if isinstance(resolver, TorchrunClusterResolver):
+        raise ClusterError(
+            "`elastic` was given under torchrun, which describes the address of the "
+            "first worker only; elastic workers listen at one each. Start them with "
+            "`keras-strategies launch --elastic 1:N script.py`, or set TF_CONFIG."
+        )
 
 
 def _check_elastic(workers: Workers, elastic: Elastic | None) -> None:

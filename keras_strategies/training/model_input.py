@@ -127,11 +127,30 @@ def is_distributed_input(value: Any) -> bool:
     return isinstance(value, (ArrayDataset, DatasetFunction, DistributedDataset))
 
 
+def _elastic_input(value: Any, class_weight: dict[int, float] | None) -> Any:
+    """Input of which all workers read the same global batches."""
+    if is_tf_data(value):
+        auto_shard.check_elastic(value)
+        return value
+    is_feed = isinstance(value, DistributedDataset)
+    if isinstance(value, DatasetFunction) or (is_feed and not value.feed.is_global):
+        raise InvalidArgumentError(
+            "The input is a dataset function, or a dataset whose files are divided "
+            "between workers: each worker reads rows of its own, and those of a lost "
+            "worker would be missing. Elastic workers all read the same global "
+            "batches; pass arrays, a dataset, a PyDataset or a generator of them."
+        )
+    source = value.feed.source() if is_feed else source_of(value)
+    return source.model_input(class_weight)
+
+
 def _model_input(
     strategy: Any, value: Any, class_weight: dict[int, float] | None
 ) -> Any:
     group = None
     if strategy is not None and strategy.workers is not None:
+        if strategy.workers.elastic is not None:
+            return _elastic_input(value, class_weight)
         group = strategy.workers.group
     if isinstance(value, DistributedDataset):
         source = value.feed.source()

@@ -26,6 +26,8 @@ from keras_strategies.training.elastic.chief_callbacks import (
 from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.elastic.elastic_fit import ElasticFit
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
+from keras_strategies.training.resume.resume_callback import Resume
+from keras_strategies.training.saving.preemption import PreemptionCallback
 from keras_strategies.training.seeds import sync_random_numbers
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ def arguments(
     workers.steps.check_batches(not _is_arrays(x) and not is_adapter(x))
     callbacks = given.get("callbacks")
     _check_backups(strategy, callbacks)
+    if workers.elastic is not None and name == "fit":
+        _check_elastic(callbacks)
     changed: dict[str, Any] = {}
     if not workers.is_chief:
         changed["verbose"] = 0
@@ -256,6 +260,22 @@ def _check_backups(strategy: StrategyCore, callbacks: Any) -> None:
                 "`strategy.save_sharded(model, directory)` at the end of an epoch, "
                 "and `load_sharded` before `fit`; every worker writes and reads its "
                 "own parts there."
+            )
+
+
+def _check_elastic(callbacks: Any) -> None:
+    """Refuses callbacks that set the position of `fit`, as `elastic` does."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        raise InvalidArgumentError(
+            "`fit` was given a CallbackList with elastic workers, whose output has to "
+            "follow the chief. Pass a list of callbacks."
+        )
+    for callback in _listed(callbacks):
+        if isinstance(callback, (Resume, PreemptionCallback)):
+            raise InvalidArgumentError(
+                f"`fit` was given {type(callback).__name__} with elastic workers, "
+                "which get the position in training from each other. Omit the "
+                "callback, or `elastic`."
             )
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from architecture.measures import REPOSITORY, Source, import_graph
+from architecture.measures import REPOSITORY, import_graph, package_source
 
 README = REPOSITORY / "keras_strategies" / "README.md"
 BEGIN, END = "<!-- figure: begin -->\n", "<!-- figure: end -->"
@@ -77,7 +77,7 @@ def with_figure(text: str, drawn: str) -> str:
 
 
 def current() -> str:
-    return figure(import_graph(Source(REPOSITORY / "keras_strategies")))
+    return figure(import_graph(package_source()))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ python tests/architecture/measures.py [root of a checkout]
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import sys
 import tokenize
@@ -146,9 +147,26 @@ class Source:
             known |= {node.name for _, node in new}
 
 
+@functools.cache
+def package_source() -> Source:
+    """The package of this checkout, parsed once for all tests."""
+    return Source(REPOSITORY / PACKAGE)
+
+
+def _dotted(node: ast.AST) -> str:
+    """A name or a chain of attributes as it is written; empty for all else."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([node.id, *reversed(parts)])
+
+
 def _bases(node: ast.ClassDef) -> set[str]:
     bases = (b.value if isinstance(b, ast.Subscript) else b for b in node.bases)
-    return {ast.unparse(base).rsplit(".", 1)[-1] for base in bases}
+    return {_dotted(base).rsplit(".", 1)[-1] for base in bases}
 
 
 def interface_members(source: Source) -> dict[str, int]:
@@ -219,7 +237,7 @@ def _calls(module: Module, names: Iterable[str]) -> int:
         comprehensions = getattr(node, "generators", [])
         for each in comprehensions:
             times *= _repetitions(module, each.iter)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+        if isinstance(node, ast.Call) and _dotted(node.func) in names:
             total += times
         for child in ast.iter_child_nodes(node):
             visit(child, times)
@@ -254,9 +272,9 @@ def temporary_attributes(source: Source) -> int:
 def _groups(module: Module, *, is_temporary: bool) -> list[int]:
     """Sizes of a manifest's groups of patches."""
     return [
-        sum(isinstance(n, ast.Call) and ast.unparse(n.func) == "Patch" for n in nodes)
+        sum(isinstance(n, ast.Call) and _dotted(n.func) == "Patch" for n in nodes)
         for node in module.nodes
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Group"
+        if isinstance(node, ast.Call) and _dotted(node.func) == "Group"
         for nodes in [list(ast.walk(node))]
         if is_temporary == any(each.arg == "is_temporary" for each in node.keywords)
     ]
@@ -301,12 +319,12 @@ def launchers(source: Source) -> list[str]:
         if any(
             isinstance(node, ast.Call)
             and (
-                ast.unparse(node.func) in starts
+                _dotted(node.func) in starts
                 or (
                     isinstance(node.func, ast.Attribute)
                     and node.func.attr == "Process"
                     # The handle of a process that runs.
-                    and ast.unparse(node.func) != "psutil.Process"
+                    and _dotted(node.func) != "psutil.Process"
                 )
             )
             for node in module.nodes
@@ -373,9 +391,7 @@ def import_graph(source: Source) -> dict[str, set[str]]:
                 names.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.update(f"{node.module}.{alias.name}" for alias in node.names)
-            elif isinstance(node, ast.Call) and "import_module" in ast.unparse(
-                node.func
-            ):
+            elif isinstance(node, ast.Call) and "import_module" in _dotted(node.func):
                 names.update(
                     each.value
                     for each in node.args
@@ -387,7 +403,7 @@ def import_graph(source: Source) -> dict[str, set[str]]:
 
 
 def _is_import(function: ast.expr) -> bool:
-    return ast.unparse(function).rsplit(".", 1)[-1] == "import_module"
+    return _dotted(function).rsplit(".", 1)[-1] == "import_module"
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -457,14 +473,14 @@ def _private_uses(module: Module, own: set[str]) -> Iterator[tuple[int, str]]:
     for node in module.nodes:
         if isinstance(node, ast.Attribute):
             line, name = node.lineno, node.attr
-            if ast.unparse(node.value) in OWN and name in module.defined:
+            if _dotted(node.value) in OWN and name in module.defined:
                 continue
             is_foreign = module.is_foreign(node)
             if ast.unparse(node.value).endswith("aten"):
                 continue  # The names of Torch's operations are public.
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
+            and _dotted(node.func) in ("getattr", "hasattr", "setattr")
             and len(node.args) > 1
             and isinstance(node.args[1], ast.Constant)
         ):

@@ -10,9 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from architecture.measures import PACKAGE, Source, cycles, import_graph
-
-ROOT = Path(__file__).parents[2] / "keras_strategies"
+from architecture.measures import (
+    PACKAGE,
+    Module,
+    Source,
+    cycles,
+    import_graph,
+    package_source,
+)
 
 # From the bottom up: a module imports only its own layer and those before it in this
 # list. The longest prefix of a module's name decides its layer.
@@ -65,7 +70,7 @@ def graph_of(source: Source) -> dict[str, set[str]]:
     return graph
 
 
-GRAPH = graph_of(Source(ROOT))
+GRAPH = graph_of(package_source())
 
 
 def layer_of(module: str) -> int:
@@ -91,23 +96,24 @@ def upward(graph: dict[str, set[str]]) -> list[str]:
     ]
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Absolute names that a file imports at module level when it runs."""
-    tree = ast.parse(path.read_text())
-    skipped = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+def imports(module: Module) -> Iterator[str]:
+    """Absolute names that a module imports at module level when it runs."""
+    rest: list[ast.AST] = [module.tree]
+    while rest:
+        node = rest.pop()
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif not _runs_later(node):
+            rest += ast.iter_child_nodes(node)
+
+
+def _runs_later(node: ast.AST) -> bool:
+    """Whether importing the module does not run what is in a node."""
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.expr)) or (
+        isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    )
 
 
 def assert_none(problems: list[str]) -> None:
@@ -126,7 +132,7 @@ def test_only_keras_compat_names_keras_src() -> None:
     assert_none(
         [
             f"{module.name} imports {name}"
-            for module in Source(ROOT).modules
+            for module in package_source().modules
             if module.name.split(".")[0] != "keras_compat"
             for node in module.nodes
             if isinstance(node, (ast.Import, ast.ImportFrom))
@@ -140,8 +146,8 @@ def test_frameworks_are_imported_by_their_own_engine_only() -> None:
     assert_none(
         [
             f"{module.name} imports {imported} at module level"
-            for module in Source(ROOT).modules
-            for imported in imports(module.path)
+            for module in package_source().modules
+            for imported in imports(module)
             if (framework := FRAMEWORKS.get(imported.split(".")[0])) is not None
             and not module.name.startswith(
                 (f"engines.{framework}", f"parameter_server.engines.{framework}_")
@@ -156,9 +162,9 @@ def test_resolvers_and_launcher_need_the_standard_library_only() -> None:
     assert_none(
         [
             f"{module.name} imports {imported} at module level"
-            for module in Source(ROOT).modules
+            for module in package_source().modules
             if module.name.startswith(("cluster", "processes", "tools"))
-            for imported in imports(module.path)
+            for imported in imports(module)
             if imported.split(".")[0] not in allowed
         ]
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 from harness.elastic_training import (
@@ -15,9 +16,15 @@ from harness.elastic_training import (
     Settings,
 )
 from harness.forker import Forker
+from harness.processes import TIMEOUT
 from harness.training import ADAM_TOLERANCE
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(
+        keras.backend.backend() != "torch", reason="other backends lack it"
+    ),
+]
 
 
 @pytest.fixture
@@ -66,6 +73,16 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster):
     assert 0 < found[2]["trained"] <= 6 * STEPS_PER_EPOCH - 8
     text = elastic.text()
     assert "worker 2 was lost at step 3 of fit" in text
+
+
+def test_too_few_workers_are_an_error_after_a_wait(cluster):
+    elastic = cluster(workers=2, kills=[Kill(1, 2)], min_workers=2, fails=1.0)
+    elastic.await_kill(1)
+    code, _ = elastic.processes[0].wait(TIMEOUT)
+    assert code == 1
+    text = elastic.text()
+    assert "1 of 2 workers are connected after 1 s, without worker 1" in text
+    assert "At least 2 are needed (`ks.Elastic(min_workers=...)`)" in text
 
 
 #: Places in which a worker is lost: the worker, the step and the place.

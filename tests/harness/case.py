@@ -48,6 +48,8 @@ class Case:
         sample_weight: bool, whether the data's weights are given.
         policy: the dtype policy that the model is made under.
         tolerance: relative to the largest magnitude of each tensor.
+        optimized_graphs: bool, whether TensorFlow optimizes the graphs that it is
+            trained with, as for users; see `harness.tensorflow_graphs`.
         script: trains a compiled model and returns what is to be equal; the model's
             state at the end is added if it is not among it.
         refused_by: backends on which Keras 3.15 cannot train this at all, and the
@@ -78,6 +80,7 @@ class Case:
     sample_weight: bool = False
     policy: str = "float32"
     tolerance: float = SGD_TOLERANCE
+    optimized_graphs: bool = False
     script: Callable[[Case, keras.Model, Data], Results] | None = None
     refused_by: dict[str, type[Exception]] = field(default_factory=dict)
     nightly: bool = False
@@ -172,10 +175,19 @@ def train(case: Case, strategy: Any = None) -> Results:
     else:
         with strategy.scope():
             model = compiled(case)
-    results = (case.script or fit_evaluate_predict)(case, model, case.make_data())
+    with _graphs(case):
+        results = (case.script or fit_evaluate_predict)(case, model, case.make_data())
     if "optimizer" not in results:
         results |= state_of(model)
     return as_arrays(results)
+
+
+def _graphs(case: Case) -> contextlib.AbstractContextManager[None]:
+    if not case.optimized_graphs or keras.backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    from harness import tensorflow_graphs
+
+    return tensorflow_graphs.optimized()
 
 
 def state_of(model: keras.Model) -> Results:

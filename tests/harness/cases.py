@@ -228,6 +228,7 @@ INPUT = [
     ),
     Case(
         "sizes",
+        optimized_graphs=True,
         rows=25,
         model=models.dense_bn,
         metrics=lambda: ["accuracy"],
@@ -321,7 +322,13 @@ METRICS = [
 # --- Models ---------------------------------------------------------------------
 
 MODELS = [
-    Case("conv_bn", model=models.conv, data=data.images, rows=23),
+    Case(
+        "conv_bn",
+        model=models.conv,
+        data=data.images,
+        rows=23,
+        optimized_graphs=True,
+    ),
     Case("subclassed", model=models.Subclassed, rows=23, script=fit_only),
     Case(
         "masked_tagger",
@@ -339,11 +346,17 @@ MODELS = [
         epochs=1,
         script=fit_only,
     ),
-    Case("stateful_layers", model=models.stateful_layers, script=fit_only),
+    Case(
+        "stateful_layers",
+        model=models.stateful_layers,
+        script=fit_only,
+        optimized_graphs=True,
+    ),
     Case("frozen", model=models.frozen, epochs=1, script=fit_only),
     Case("int8", model=models.quantized, epochs=1, script=fit_only),
     Case(
         "custom_steps",
+        optimized_graphs=True,
         model=custom_steps.CustomSteps,
         data=data.regression,
         loss=lambda: None,
@@ -384,6 +397,7 @@ OPTIMIZERS = [
     ),
     Case(
         "global_clipnorm_accumulation_ema",
+        optimized_graphs=True,
         rows=39,
         optimizer=lambda: optimizers.SGD(
             0.1,
@@ -402,6 +416,7 @@ OPTIMIZERS = [
     # precision depend on their order: 11 and 8 bits of mantissa.
     Case(
         "mixed_float16_skips",
+        optimized_graphs=True,
         model=models.linear,
         loss=lambda: "mse",
         data=data.large_targets,
@@ -427,6 +442,7 @@ OPTIONS = [
     Case("fit_options", rows=32, sample_weight=True, script=fit_options),
     Case(
         "steps_per_execution_bn_weights",
+        optimized_graphs=True,
         rows=39,
         scores_by_batch=True,
         model=models.dense_bn,
@@ -466,6 +482,7 @@ OPTIONS = [
     ),
     Case(
         "on_batch",
+        optimized_graphs=True,
         model=models.unbuilt,
         script=on_batches,
         metrics=lambda: ["accuracy"],

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
@@ -183,7 +184,15 @@ def main() -> None:
             communication_options=options, elastic=elastic
         )
     kills = [] if is_new else [Kill(**each) for each in settings.kills]
-    mine = [kill for kill in kills if kill.index == index]
+    is_eager = keras.backend.backend() == "torch"
+    mine = [
+        # A layer of a compiled step is not called in it.
+        kill
+        if is_eager or kill.place != "layer"
+        else dataclasses.replace(kill, place="begin")
+        for kill in kills
+        if kill.index == index
+    ]
     step = 0
 
     def die(place: str) -> None:
@@ -192,7 +201,7 @@ def main() -> None:
 
     class Gate(keras.layers.Layer):
         def call(self, x: Any, training: bool = False) -> Any:
-            if not isinstance(x, keras.KerasTensor):
+            if is_eager and not isinstance(x, keras.KerasTensor):
                 die("layer" if training else "validation")
             return x
 

@@ -8,6 +8,7 @@ starts the server of the backend itself.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ from typing import Any, TextIO
 SERVERS = "KS_FORK_SERVERS"
 #: A file that gets a line for each fork; see `lean/sitecustomize.py`.
 PROCESSES = "KS_PROCESSES"
+#: Whether TensorFlow runs graphs as they were traced; see `harness.tensorflow_graphs`.
+PLAIN_GRAPHS = "KS_PLAIN_GRAPHS"
 # How often a server looks for scripts that have ended, in seconds.
 _TICK = 0.02
 # What scripts find imported: Keras alone, or also `keras_strategies` and pytest.
@@ -312,11 +316,28 @@ def _ready_to_fork() -> None:
 
 def _main(plain: int, full: int) -> None:
     importlib.import_module("keras")
+    if os.environ.get(PLAIN_GRAPHS) and os.environ["KERAS_BACKEND"] == "tensorflow":
+        importlib.import_module("harness.tensorflow_graphs").set_optimized(False)
     _ready_to_fork()
     listener, other = socket.socket(fileno=plain), socket.socket(fileno=full)
     script = _Orders(listener, other).serve()
     if script is not None:
         importlib.import_module("runpy").run_path(script, run_name="__main__")
+        if "keras_strategies" in sys.modules:
+            _end_without_freeing()
+
+
+def _end_without_freeing() -> None:
+    """Ends a fork as the interpreter does, but for freeing all modules.
+
+    That would copy memory that it shares with the server: a third of a second. Forks
+    that import `keras_strategies` themselves end with it.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,10 @@ _CASES = [
         "regularized_eager",
         rows=8,
         epochs=1,
-        model=models.regularized,
+        # Each operation is compiled for each shape.
+        model=models.linear,
+        loss=lambda: "mse",
+        data=data.regression,
         compile={"run_eagerly": True},
         script=only_fit,
     ),

@@ -97,7 +97,7 @@ _ROWS = [
         nightly_on=("jax", "tensorflow"),
     ),
     WorkerCase(
-        made("size_1", rows=1, scores_by_batch=True),
+        made("size_1", rows=1, scores_by_batch=True, optimized_graphs=True),
         "two_by_two",
         "worker 1 has no row at all, in fit, evaluate and predict",
     ),
@@ -118,7 +118,7 @@ _ROWS = [
 ]
 _MODELS = [
     WorkerCase(
-        one_size("conv_bn", model=models.conv, data=data.images),
+        one_size("conv_bn", model=models.conv, data=data.images, optimized_graphs=True),
         "two_by_two",
         "statistics of a batch over the devices of each worker and over workers",
     ),

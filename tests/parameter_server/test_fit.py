@@ -23,7 +23,17 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Their updates, of rows too, are those of `test_optimizers.py`.
+AT_NIGHT = ("adagrad", "adamw")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly) if name in AT_NIGHT else name
+        for name in OPTIMIZERS
+    ],
+)
 def test_without_staleness_it_equals_one_device(synchronous, name) -> None:
     x, y = clusters.clicks()
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}

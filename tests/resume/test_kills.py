@@ -31,12 +31,16 @@ def test_a_killed_training_ends_as_one_that_is_not(
 ) -> None:
     expected = Resumed(forker, tmp_path / "whole", dropout=0.3).finished("none")
     killed = Resumed(forker, tmp_path / "killed", dropout=0.3)
-    for after in killed_after(1, 2):
+    # Others compile their programs in each process; a second kill finds what the
+    # first has found, and also stands in the test below.
+    for after in killed_after(1, 2)[: 2 if BACKEND == "torch" else 1]:
         killed.killed("none", after)
     found = killed.finished("none")
     assert found.trained < expected.trained
     assert_same_end(found, expected, 1e-6)
     assert found.log == expected.log
+    if BACKEND != "torch":
+        return
     again = killed.finished("none")
     assert again.trained == 0, "a finished training has nothing left to do"
     assert_same_end(again, expected, 1e-6)

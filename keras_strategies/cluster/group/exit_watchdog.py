@@ -69,6 +69,11 @@ class ExitWatchdog:
             with self._lock:
                 self._waits -= 1
 
+    def replace(self, group: WorkerGroup) -> None:
+        """Watches another group; the loss in the previous one has been handled."""
+        self._group, self._loss = group, None
+        group.on_loss(self._lost)
+
     def _lost(self, loss: LostWorker) -> None:
         # On its own thread, since the group's thread continues to receive messages.
         self._loss = loss
@@ -80,7 +85,7 @@ class ExitWatchdog:
         until = time.monotonic() + self._grace
         while time.monotonic() < until:
             time.sleep(_TICK)
-            if not self._waits:
+            if not self._waits or self._loss is not loss:
                 return
         text = (
             f"{self._group.describe(loss)}\nThis process still waits for it after "

@@ -61,6 +61,10 @@ class MeshPlacer(JaxBatchPlacer):
         compare: Callable[[Any], None] = lambda batch: None,
     ):
         self._compare = compare
+        self.use_mesh(mesh)
+
+    def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
+        """Shards later batches over another mesh."""
         axis = mesh.axis_names[0]
         self._size = mesh.shape[axis]
         self._split = jax.NamedSharding(mesh, jax.P(axis))
@@ -138,6 +142,18 @@ class DevicePlacer(JaxBatchPlacer):
         if self._is_cpu:
             return (self.place(batch) for batch in batches)
         return prefetch_one(batches, self._begin)
+
+
+class HostBatches:
+    """Leaves batches on the host, for steps that place them themselves."""
+
+    def place(self, batch: Any) -> Any:
+        """The batch."""
+        return batch
+
+    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+        """The batches."""
+        return iter(batches)
 
 
 def _as_array(leaf: Any) -> Any:

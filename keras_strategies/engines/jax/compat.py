@@ -200,6 +200,29 @@ def stop_service() -> None:
         service.shutdown()
 
 
+# Parts of runtimes that were replaced.
+_abandoned: list[Any] = []
+
+
+def abandon_runtime(*parts: Any) -> None:
+    """Removes the devices, and leaves the client and the service as they are.
+
+    The end of a service ends the processes of its clients, so that they, and `parts`
+    between them, exist as long as this process. Arrays of the devices can be read
+    afterwards. JAX 0.10: `distributed.global_state`; `distributed.initialize` would
+    refuse a second one.
+    """
+    import jax
+    import jax.extend.backend
+    from jax._src import distributed
+
+    state = distributed.global_state
+    _abandoned.append((state.client, state.service, *parts))
+    state.client = state.service = None
+    jax.clear_caches()
+    jax.extend.backend.clear_backends()
+
+
 def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool]]:
     """Which values a function's first result depends on, and which it reads at all.
 

@@ -27,7 +27,11 @@ from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.runtime.drivers import Drivers
-from keras_strategies.runtime.engine import Engine, Feature
+from keras_strategies.runtime.engine import (
+    WITHOUT_ELASTIC_WORKERS,
+    Engine,
+    Feature,
+)
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -41,6 +45,7 @@ class JaxEngine(Engine):
     name = "jax"
     lacks = MappingProxyType(
         {
+            Feature.ELASTIC_WORKERS: WITHOUT_ELASTIC_WORKERS,
             Feature.CUSTOM_REDUCTIONS: "A step is one program for all devices, in "
             "which XLA inserts the all-reduces; `fit` would never call it. Omit it, or "
             "use ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce() or "
@@ -131,4 +136,5 @@ class JaxEngine(Engine):
             return Drivers(sharded, run, sharded, sharded)
         kind = MeshTrainer if placement.mirrored else CentralStorageTrainer
         fit = kind(strategy)
-        return Drivers(fit, JaxRun(strategy, fit.devices), fit, fit)
+        run = JaxRun(strategy, fit.devices)
+        return Drivers(fit, run, fit, fit, elastic=getattr(fit, "elastic", None))

@@ -12,16 +12,20 @@ from keras.distribution import DeviceMesh, TensorLayout
 
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax.devices import jax_device
-from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
+from keras_strategies.keras_compat.backends.keras_on_jax import layout_of, replace_mesh
 from keras_strategies.layouts import BATCH_AXIS
 
 
 def device_mesh(devices: Sequence[Device | jax.Device]) -> DeviceMesh:
     """A mesh with one axis, over which batches are sharded."""
+    names = _names(devices)
+    return DeviceMesh(names.shape, [BATCH_AXIS], names)
+
+
+def _names(devices: Sequence[Device | jax.Device]) -> Any:
+    """The names by which Keras finds devices, with the ids of JAX, such as "cpu:1"."""
     found = [jax_device(d) if isinstance(d, Device) else d for d in devices]
-    # "cpu:1": the ids of JAX, by which Keras finds devices.
-    names = [f"{d.platform}:{d.id}" for d in found]
-    return DeviceMesh((len(names),), [BATCH_AXIS], np.array(names))
+    return np.array([f"{d.platform}:{d.id}" for d in found])
 
 
 class StrategyDistribution(keras.distribution.DataParallel):
@@ -47,6 +51,13 @@ class StrategyDistribution(keras.distribution.DataParallel):
         self._variable_mesh = self.device_mesh
         if variables is not None:
             self._variable_mesh = device_mesh([variables])
+        # No axes at any rank: equal to the sharding of a program's outputs, which
+        # would otherwise be compiled a second time.
+        self._replicated = TensorLayout((), self._variable_mesh)
+
+    def replace_devices(self, devices: Sequence[jax.Device]) -> None:
+        """Puts the mesh, and the layouts that variables have, on other devices."""
+        replace_mesh(self.device_mesh, [self._replicated], _names(devices))
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
         axes: list[str | None] = [None] * len(data_shape)
@@ -62,9 +73,7 @@ class StrategyDistribution(keras.distribution.DataParallel):
 
     def own_layout(self, variable: Any) -> TensorLayout:
         """The layout that this strategy gives a variable, regardless of its own."""
-        # No axes at any rank: equal to the sharding of a program's outputs, which
-        # would otherwise be compiled a second time.
-        return TensorLayout((), self._variable_mesh)
+        return self._replicated
 
     def get_tensor_layout(self, path: str) -> None:
         return None

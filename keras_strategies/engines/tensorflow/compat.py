@@ -7,6 +7,7 @@ Tested with TensorFlow 2.21. `PRIVATE_NAMES` has a row for each name, and
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -79,6 +80,7 @@ PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.eager.context.Context",
         (
+            "_collective_leader",
             "_rng",
             "abort_collective_ops",
             "config",
@@ -343,9 +345,17 @@ def configure_collectives(leader: str, device_filter: str) -> None:
     )
 
 
-def device_configuration() -> Any:
-    """The `ConfigProto` of this process, with its virtual devices."""
-    return eager_context.context().config
+def collective_configuration(leader: str) -> Any:
+    """The `ConfigProto` of this process, with its virtual devices.
+
+    TensorFlow 2.21: `configure_collective_ops` refuses another leader than the first.
+
+    Args:
+        leader: str, the task that orders collectives.
+    """
+    context = eager_context.context()
+    context._collective_leader = leader
+    return context.config
 
 
 def start_collectives(server: Any) -> None:
@@ -360,6 +370,24 @@ def start_collectives(server: Any) -> None:
     context = eager_context.context()
     context.enable_collective_ops(server)
     context.ensure_initialized()
+
+
+def replace_collectives(server: Any) -> None:
+    """Connects the runtime's server with other ones; variables and programs stay.
+
+    TensorFlow 2.21: `enable_collective_ops` warns that tensors may become unreadable,
+    those on devices with other names.
+
+    Args:
+        server: a `ServerDef` with the same task for this process.
+    """
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        eager_context.context().enable_collective_ops(server)
+    finally:
+        logger.setLevel(level)
 
 
 def abort_collectives(code: int, message: str) -> None:

@@ -16,6 +16,9 @@ from keras_strategies.engines.tensorflow.compiled_function import (
     function,
     value_and_grad,
 )
+from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
+    after_gradients,
+)
 from keras_strategies.engines.tensorflow.devices import (
     cpu_count,
     device_of,
@@ -39,6 +42,7 @@ from keras_strategies.errors import OutOfRangeError
 from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
+    WITHOUT_ELASTIC_WORKERS,
     WITHOUT_SHARDED_CHECKPOINTS,
     Engine,
     Feature,
@@ -63,6 +67,7 @@ class TensorFlowEngine(Engine):
     name = "tensorflow"
     lacks = MappingProxyType(
         {
+            Feature.ELASTIC_WORKERS: WITHOUT_ELASTIC_WORKERS,
             Feature.SHARDED_VARIABLES: "Keras shards variables over devices on JAX "
             "only: on TensorFlow a layer's kernel is one `tf.Variable`, on one device. "
             "Set KERAS_BACKEND=jax; a model that is saved there opens here. What works "
@@ -141,4 +146,10 @@ class TensorFlowEngine(Engine):
 
     def drivers(self, strategy: StrategyCore) -> Drivers:
         fit = TensorFlowTrainer(strategy)
-        return Drivers(fit, TensorFlowRun(strategy, fit.engine))
+        run = TensorFlowRun(strategy, fit.engine)
+        return Drivers(fit, run, elastic=fit.elastic)
+
+    def optimizer_apply(
+        self, optimizer: Any, apply: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        return apply if tf.executing_eagerly() else after_gradients(apply)

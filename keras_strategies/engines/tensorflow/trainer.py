@@ -72,6 +72,7 @@ class TensorFlowTrainer(FitDriver):
                 compat.default_strategy,
                 context.has_strategy,
             )
+        self.elastic = None if self._call is None else self._call.elastic
         home = self.placement.variables
         # Several replicas get their rows from the step, each its own.
         self.placer = (

@@ -22,7 +22,7 @@ import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -46,6 +46,8 @@ DEFAULT_PACK = 25 * 2**20
 
 # Seconds that a collective waits longer than the control plane, which knows why.
 _GRACE = 3.0
+# More devices of a worker than have groups.
+_GROUPS_OF_A_GENERATION = 1000
 # Keys from here on are given by the table of shapes.
 _FIRST_DYNAMIC_KEY = 2**30
 _MERGE = {
@@ -93,12 +95,18 @@ class _Runtime:
     """TensorFlow's runtime of this process, for all strategies with its workers.
 
     Args:
-        is_started: bool, whether it has met those of the other workers.
+        group: the workers whose runtimes it has met; None before the start.
+        port: int, where this worker's server listens.
+        generation: int, the number of the group, equal on its workers; part of keys.
         shapes: the table of shapes that have keys.
+        keys: instance keys by kind, dtype and shape.
     """
 
-    is_started: bool = False
+    group: WorkerGroup | None = None
+    port: int = 0
+    generation: int = 0
     shapes: Any = None
+    keys: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
 
 class TensorFlowWorkers(Workers):
@@ -116,15 +124,40 @@ class TensorFlowWorkers(Workers):
         # By local device: the group of it and its like on the other workers, and
         # what orders its collectives.
         self._groups: dict[str, tuple[int, tf.Variable]] = {}
-        self._keys: dict[tuple[Any, ...], int] = {}
         self._device = "/device:CPU:0"
         group.on_loss(self._abort)
 
     def _set_replicas(self, count: int, span: int = 1) -> None:
         super()._set_replicas(count, span)
-        if not self._runtime.is_started:
-            _start(self.group)
-            self._runtime.is_started = True
+        if self._runtime.group is not self.group:
+            with self._starting():
+                self._start()
+
+    def replace(self, group: WorkerGroup) -> None:
+        super().replace(group)
+        self._make_table()
+
+    def end_waits(self) -> None:
+        if self._runtime.group is not None:
+            reason = "A worker is lost, and collective ops are aborted."
+            compat.abort_collectives(tf.errors.UNAVAILABLE, reason)
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise lost_worker(self.group, error) from error
+
+    def _start(self) -> None:
+        """Starts this worker's server, or connects it with those of another group."""
+        runtime, group = self._runtime, self.group
+        if not runtime.port:
+            runtime.port = _free_port(group.own_host)
+        runtime.generation = _start(group, runtime.port, runtime.generation)
+        runtime.group = group
+        runtime.shapes = None
+        runtime.keys.clear()
 
     def use_device(self, device: str) -> None:
         """Says on which local device collectives run from now on."""
@@ -134,6 +167,9 @@ class TensorFlowWorkers(Workers):
                 # Whatever uses it keeps its order in a program.
                 order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
             self._groups[device] = (len(self._groups) + 1, order)
+        self._make_table()
+
+    def _make_table(self) -> None:
         if self._runtime.shapes is None:
             with tf.init_scope(), tf.device("/device:CPU:0"):
                 self._runtime.shapes = tf.lookup.experimental.MutableHashTable(
@@ -142,7 +178,7 @@ class TensorFlowWorkers(Workers):
 
     def _abort(self, loss: LostWorker) -> None:
         """Ends the wait for a worker that does not answer."""
-        if self._runtime.is_started:
+        if self._runtime.group is not None and self.elastic is None:
             compat.abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))
 
     def close(self) -> None:
@@ -205,11 +241,12 @@ class TensorFlowWorkers(Workers):
         own = _padded(own, most - rows[self.group.index])
         own.set_shape([most, *own.shape[1:]])
         joined = self._gather(own)
-        if min(rows) == most:
+        places = self._places()
+        if min(rows) == most and places == sorted(places):
             return joined
         parts = tf.split(joined, self.group.count)
         return tf.concat(
-            [part[:count] for part, count in zip(parts, rows, strict=True)], 0
+            [parts[i][:count] for i, count in zip(places, rows, strict=True)], 0
         )
 
     def _gather_dynamic(self, own: Any, rows: Sequence[Any]) -> Any:
@@ -218,10 +255,18 @@ class TensorFlowWorkers(Workers):
         most = tf.maximum(tf.reduce_max(counts), 1)
         missing = most - counts[self.group.index]
         joined = self._gather(_padded(own, missing))
-        return tf.concat(
-            [joined[i * most : i * most + counts[i]] for i in range(self.group.count)],
-            0,
-        )
+        starts = [i * most for i in self._places()]
+        parts = [joined[start : start + counts[i]] for i, start in enumerate(starts)]
+        return tf.concat(parts, 0)
+
+    def _places(self) -> list[int]:
+        """The place of each worker's part in a gathered tensor.
+
+        TensorFlow 2.21: by the names of tasks, of which 10 comes before 2
+        (`EstablishGlobalRank`).
+        """
+        tasks = [_task(self.group, rank) for rank in range(self.group.count)]
+        return [sorted(tasks).index(task) for task in tasks]
 
     def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
@@ -284,6 +329,7 @@ class TensorFlowWorkers(Workers):
     def _call(self, kind: str, tensor: Any) -> dict[str, Any]:
         """The arguments that all collectives have."""
         number, order = self._groups[self._device]
+        number += self._runtime.generation * _GROUPS_OF_A_GENERATION
         implementation = CommunicationImplementation(self.options.implementation)
         return {
             "group_size": self.group.count,
@@ -299,13 +345,14 @@ class TensorFlowWorkers(Workers):
         if not tensor.shape.is_fully_defined():
             return self._key_in_program(kind, tensor)
         signature = (kind, *tensor.shape)
-        if signature not in self._keys:
+        keys = self._runtime.keys
+        if signature not in keys:
             # Not by a counter: a program that one worker alone traces is no harm.
             key = 1 + _number_of(repr(signature)) % (_FIRST_DYNAMIC_KEY - 1)
-            while key in self._keys.values():
+            while key in keys.values():
                 key += 1
-            self._keys[signature] = key
-        return self._keys[signature]
+            keys[signature] = key
+        return keys[signature]
 
     def _key_in_program(self, kind: str, tensor: Any) -> Any:
         with tf.device("/device:CPU:0"):
@@ -340,9 +387,8 @@ def joined_workers() -> TensorFlowWorkers | None:
 
 def _configure(group: WorkerGroup) -> None:
     """Says that there will be other workers, while it can be said."""
-    own = f"/job:worker/replica:0/task:{group.index}"
     try:
-        compat.configure_collectives("/job:worker/replica:0/task:0", own)
+        compat.configure_collectives(_task(group, 0), _task(group, group.index))
     except RuntimeError as error:
         raise BackendInUseError(
             "MultiWorkerMirroredStrategy has to be made before TensorFlow is first "
@@ -352,20 +398,46 @@ def _configure(group: WorkerGroup) -> None:
         ) from error
 
 
-def _start(group: WorkerGroup) -> None:
-    """Starts this worker's server, and waits for those of the others."""
+def _number(group: WorkerGroup, rank: int) -> int:
+    """The number of a worker's task, which its devices have in their names.
+
+    In an elastic group it is the worker's in the cluster, the same in all generations.
+    """
+    return int(group.members[rank].get("index", rank))
+
+
+def _task(group: WorkerGroup, rank: int) -> str:
+    return f"/job:worker/replica:0/task:{_number(group, rank)}"
+
+
+def _start(group: WorkerGroup, port: int, previous: int) -> int:
+    """Starts this worker's server, or connects it with those of another group.
+
+    Args:
+        group: the workers.
+        port: int, where the server listens.
+        previous: int, the generation that the server has been started for; 0 for none.
+
+    Returns:
+        int, the generation.
+    """
     host = group.own_host
-    port = _free_port(host)
     named = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    found = group.gather_values("the address of TensorFlow's server", named)
+    found = group.gather_values("TensorFlow's servers", [named, previous])
+    tasks = {_number(group, rank): each for rank, (each, _) in enumerate(found)}
+    generation = 1 + max(each for _, each in found)
     server = tensorflow_server_pb2.ServerDef(
-        cluster=tf.train.ClusterSpec({"worker": found}).as_cluster_def(),
+        cluster=tf.train.ClusterSpec({"worker": tasks}).as_cluster_def(),
         # With the virtual devices that there are by now.
-        default_session_config=compat.device_configuration(),
+        default_session_config=compat.collective_configuration(_task(group, 0)),
         job_name="worker",
-        task_index=group.index,
+        task_index=_number(group, group.index),
         protocol="grpc",
     )
+    if previous:
+        compat.replace_collectives(server)
+        group.barrier("the start of TensorFlow's servers")
+        return generation
     try:
         compat.start_collectives(server)
     except tf.errors.OpError as error:
@@ -376,7 +448,8 @@ def _start(group: WorkerGroup) -> None:
         ) from error
     if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         _accept_from_this_machine_only(port)
-    group.barrier("TensorFlow's servers")
+    group.barrier("the start of TensorFlow's servers")
+    return generation
 
 
 def _free_port(host: str) -> int:

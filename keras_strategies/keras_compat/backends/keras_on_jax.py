@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_strategies.keras_compat import patching
@@ -101,6 +102,44 @@ def record_jax_state(model: Any, kind: str, state: Any) -> None:
     # object.__setattr__: Keras would track the arrays.
     names = _STATE_NAMES[kind]
     object.__setattr__(model, "_jax_state", dict(zip(names, state, strict=True)))
+
+
+def hold_jax_state(model: Any, kind: str, state: Any) -> None:
+    """Records arrays that a loop has, while the variables are empty."""
+    record_jax_state(model, kind, state)
+    model._jax_state_synced = False
+
+
+def held_jax_state(model: Any, kind: str) -> tuple[Any, ...]:
+    """The arrays of a loop, taken from the variables if these have them.
+
+    Keras 3.15: `_get_jax_state`, as its loops do after a callback has read variables.
+    """
+    names = _STATE_NAMES[kind]
+    if model._jax_state_synced:
+        groups = dict.fromkeys(names, True)
+        state = model._get_jax_state(**groups, purge_model_variables=True)
+        hold_jax_state(model, kind, state)
+    return tuple(model._jax_state[name] for name in names)
+
+
+def replace_mesh(device_mesh: Any, layouts: Sequence[Any], devices: Any) -> None:
+    """Puts a mesh with one axis, and the layouts on it, on other devices.
+
+    Keras 3.15: `DeviceMesh._shape`, `_devices` and `_backend_mesh`, and
+    `TensorLayout._backend_layout`, made when they are first read.
+
+    Args:
+        device_mesh: `keras.distribution.DeviceMesh`.
+        layouts: the `keras.distribution.TensorLayout`s on it.
+        devices: array of device names.
+    """
+    device_mesh._shape, device_mesh._devices = devices.shape, devices
+    with contextlib.suppress(AttributeError):
+        del device_mesh._backend_mesh
+    for layout in layouts:
+        with contextlib.suppress(AttributeError):
+            del layout._backend_layout
 
 
 def record_read_jax_state(

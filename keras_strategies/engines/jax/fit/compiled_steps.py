@@ -51,10 +51,10 @@ def compiles(model: Any) -> bool:
     return bool(model.jit_compile) and not model.run_eagerly
 
 
-# Groups of the state that a program may overwrite: those that only its loop references.
-# Unchanged weights are not donated: after a fit with moving averages the optimizer
-# has the same arrays.
-_DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
+# Groups of the state that a program changes and may overwrite, because only its loop
+# references them. Unchanged weights are not donated: after a fit with moving averages
+# the optimizer has the same arrays.
+_CHANGED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
 class CompiledStep:
@@ -71,6 +71,8 @@ class CompiledStep:
         outputs: the sharding of the outputs; None leaves it to JAX.
         alternative: an equivalent step with other collectives. The first batch
             determines which of the two sends fewer bytes, and is used.
+        donates: bool, whether a step overwrites its state, which then cannot be
+            repeated.
     """
 
     def __init__(
@@ -81,12 +83,15 @@ class CompiledStep:
         state_sharding: Callable[[Sequence[jax.Array]], Any] | None = None,
         outputs: jax.sharding.Sharding | None = None,
         alternative: Step | None = None,
+        *,
+        donates: bool = True,
     ):
         self._model = model
         self._kind = kind
         self._candidates = [step] if alternative is None else [step, alternative]
         self._state_sharding = state_sharding
         self._outputs = outputs
+        self._donates = donates
         self._programs: dict[tuple[int | None, ...], Callable[..., Any]] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -135,16 +140,16 @@ class CompiledStep:
         return self._jitted(state, step)
 
     def _jitted(self, state: Any, step: Step) -> Any:
-        donated = _DONATED[self._kind]
+        changed = _CHANGED[self._kind]
         shardings = [
             self._state_sharding(group)
-            if self._state_sharding is not None and i in donated
+            if self._state_sharding is not None and i in changed
             else None
             for i, group in enumerate(state)
         ]
         return jax.jit(
             lambda *args: step(args[:-1], args[-1]),
-            donate_argnums=donated,
+            donate_argnums=changed if self._donates else (),
             out_shardings=(self._outputs, tuple(shardings)),
         )
 

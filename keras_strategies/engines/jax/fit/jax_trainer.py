@@ -28,7 +28,10 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     restore_jax_state,
     sync_jax_state,
 )
-from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
+from keras_strategies.keras_compat.models.input_adapters import (
+    BatchPlacer,
+    batches_placed_by,
+)
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import CheckpointDriver, FitDriver
@@ -61,6 +64,11 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         self.devices = [jax_device(device) for device in self.placement.replicas]
 
     @property
+    def input_placer(self) -> BatchPlacer:
+        """The transfer of the batches that Keras's loops read."""
+        return self.placer
+
+    @property
     def distribution(self) -> StrategyDistribution | None:
         """The layouts of batches and variables; None on one device."""
         return None
@@ -84,7 +92,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(batches_placed_by(self.placer))
+            stack.enter_context(batches_placed_by(self.input_placer))
             if default_device() != self.home:
                 stack.enter_context(jax.default_device(self.home))
             if self.distribution is not None:
@@ -110,8 +118,12 @@ class JaxTrainer(FitDriver, CheckpointDriver):
             return
         if kind != "predict":
             self._place_compiled(model)
+        setattr(model, name, self.loop_function(model, kind))
+
+    def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
+        """The function that Keras calls for each item of its loop."""
         workers = self.placement.workers
-        function = compiled_steps.loop_function(
+        return compiled_steps.loop_function(
             model,
             kind,
             self.step(model, kind),
@@ -119,7 +131,6 @@ class JaxTrainer(FitDriver, CheckpointDriver):
             self.placer,
             None if workers is None else workers.steps,
         )
-        setattr(model, name, function)
 
     def _place_compiled(self, model: Any) -> None:
         """Moves an optimizer and metrics that were built before `compile`."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.jax.batch_placement import MeshPlacer
+from keras_strategies.engines.jax.batch_placement import HostBatches, MeshPlacer
+from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.fit.elastic_steps import JaxElasticSteps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 from keras_strategies.engines.jax.fit.step_cost import step_cost
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
@@ -19,6 +21,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     move_variable,
     set_layout,
 )
+from keras_strategies.keras_compat.models.input_adapters import BatchPlacer
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import ShardingDriver
 from keras_strategies.runtime.placement import StepCost
@@ -41,9 +44,14 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
         if strategy.workers is not None:
             placer = MeshPlacer(mesh, strategy.workers.steps.check_batch)
         super().__init__(strategy, placer)
-        self.replicated = jax.NamedSharding(mesh, jax.P())
         self._distribution = distribution
-        self._devices = distribution.own_layout(None).backend_layout.device_set
+        self._note_mesh()
+
+    def _note_mesh(self) -> None:
+        layout = self._distribution.own_layout(None).backend_layout
+        mesh = self._distribution.device_mesh.backend_mesh
+        self._devices = layout.device_set
+        self.replicated = jax.NamedSharding(mesh, jax.P())
 
     @property
     def distribution(self) -> StrategyDistribution:
@@ -85,6 +93,37 @@ class MeshTrainer(DistributionTrainer):
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
         self.devices = list(self.replicated.mesh.devices.flat)
+        #: The steps of elastic workers; None for fixed ones.
+        self.elastic: JaxElasticSteps | None = None
+        if isinstance(workers, JaxWorkers) and workers.elastic is not None:
+            self.elastic = JaxElasticSteps(self, workers)
+            workers.when_replaced(self.replace_devices)
+
+    def replace_devices(self) -> None:
+        """Puts the mesh on the devices of the current workers."""
+        workers = self.placement.workers
+        assert isinstance(workers, JaxWorkers)
+        devices = workers.devices_of(self.placement.replicas)
+        self.home = jax_device(self.placement.variables)
+        # Those who have the objects see the new devices.
+        self.devices[:] = devices
+        self._distribution.replace_devices(devices)
+        self._note_mesh()
+        assert isinstance(self.placer, MeshPlacer)
+        self.placer.use_mesh(self._distribution.device_mesh.backend_mesh)
+        if isinstance(jax.config.jax_default_device, jax.Device):  # type: ignore[attr-defined]
+            # Until the end of the scope that has entered a device of before.
+            jax.default_device(self.home).__enter__()
+
+    @property
+    def input_placer(self) -> BatchPlacer:
+        # A batch is sharded anew over the workers of a step that is repeated.
+        return self.placer if self.elastic is None else HostBatches()
+
+    def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
+        if self.elastic is not None:
+            return self.elastic.function(model, kind)
+        return super().loop_function(model, kind)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)
@@ -92,7 +131,13 @@ class MeshTrainer(DistributionTrainer):
         if compiled_steps.compiles(model):
             other = self.alternative_step(model, kind)
             return compiled_steps.CompiledStep(
-                model, kind, step, self.state_sharding, outputs, other
+                model,
+                kind,
+                step,
+                self.state_sharding,
+                outputs,
+                other,
+                donates=self.elastic is None,
             )
         return step if outputs is None else compiled_steps.with_outputs(step, outputs)
 

@@ -13,7 +13,9 @@ import re
 import shutil
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,7 +29,9 @@ from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay
-from keras_strategies.errors import BackendInUseError, ClusterError
+from keras_strategies.engines.jax.workers.host_copies import HostCopies
+from keras_strategies.errors import BackendInUseError, ClusterError, WorkerError
+from keras_strategies.runtime.gloo_sockets import GlooSockets
 from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -45,6 +49,27 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
 }
 
 
+@dataclass
+class _Runtime:
+    """JAX's runtime of this process, for all strategies with its workers.
+
+    Args:
+        group: the workers that it connects.
+        front: in front of the chief's service.
+        relay: behind this worker's client.
+        sockets: the connections of collectives between CPUs of elastic workers.
+        renewals: called when devices have been replaced.
+        copies: the values of variables while devices are replaced.
+    """
+
+    group: WorkerGroup
+    front: Relay | None = None
+    relay: Relay | None = None
+    sockets: GlooSockets | None = None
+    renewals: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
+    copies: HostCopies | None = None
+
+
 class JaxWorkers(Workers):
     """Cluster of JAX processes.
 
@@ -60,31 +85,29 @@ class JaxWorkers(Workers):
         super().__init__(group, options)
         _check_unused()
         self.exit_watchdog = ExitWatchdog(group)
-        # In front of the chief's service; behind each worker's client.
-        self._front: Relay | None = None
-        self._relay: Relay
+        self._runtime = _Runtime(group)
         with self.exit_watchdog.waiting():
-            self._start()
+            self._start(group)
 
     # The engine.
 
-    def _start(self) -> None:
-        group = self.group
+    def _start(self, group: WorkerGroup) -> None:
         folder = tempfile.mkdtemp(prefix="keras_strategies-") if group.is_chief else ""
         try:
             port = b""
             if group.is_chief:
-                port = str(self._start_service(os.path.join(folder, "jax"))).encode()
+                path = os.path.join(folder, "jax")
+                port = str(self._start_service(group, path)).encode()
             chief = str(group.members[0]["host"])
             found = int(group.broadcast("the address of JAX's service", port))
-            self._relay = Relay(
+            relay = self._runtime.relay = Relay(
                 _LOOPBACK,
                 lambda: socket.create_connection((chief, found), group.timeout),
                 keeps=True,
             )
             with _no_proxy():
                 compat.start_client(
-                    f"{_LOOPBACK}:{self._relay.port}",
+                    f"{_LOOPBACK}:{relay.port}",
                     group.count,
                     group.index,
                     group.timeout,
@@ -96,7 +119,14 @@ class JaxWorkers(Workers):
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _start_service(self, path: str) -> int:
+    def _start_devices(self, group: WorkerGroup) -> None:
+        """Makes the devices, and finds the connections between them."""
+        sockets = GlooSockets()
+        with sockets.making(group):
+            jax.local_devices()
+        self._runtime.sockets = sockets
+
+    def _start_service(self, group: WorkerGroup, path: str) -> int:
         """Starts JAX's service; returns its port for workers."""
 
         def connect() -> socket.socket:
@@ -106,30 +136,67 @@ class JaxWorkers(Workers):
 
         # A Unix socket in a private folder: only the relay listens on the network, on
         # the interface that the cluster configures.
-        compat.start_service(f"unix:{path}", self.group.count)
-        self._front = Relay(self.group.own_host, connect, keeps=False)
-        return self._front.port
+        compat.start_service(f"unix:{path}", group.count)
+        front = self._runtime.front = Relay(group.own_host, connect, keeps=False)
+        return front.port
 
     def close(self) -> None:
-        is_complete = self.group.loss() is None
+        runtime = self._runtime
+        is_complete = runtime.group.loss() is None
         if is_complete:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 compat.stop_client()
         # First, since the last message of the service would end other processes.
-        if self._front is not None:
-            self._front.close()
+        if runtime.front is not None:
+            runtime.front.close()
         self.exit_watchdog.limit_exit()
         if is_complete:
             # After the client, which would see the relay end.
-            self._relay.close()
+            if runtime.relay is not None:
+                runtime.relay.close()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 compat.stop_service()
+
+    # Other workers.
+
+    def end_waits(self) -> None:
+        if self._runtime.sockets is not None:
+            self._runtime.sockets.shutdown()
+
+    def replace(self, group: WorkerGroup) -> None:
+        runtime = self._runtime
+        if runtime.group is not group:
+            if runtime.copies is None:
+                runtime.copies = HostCopies()
+            self.exit_watchdog.replace(group)
+            compat.abandon_runtime(runtime.front, runtime.relay)
+            runtime.front = runtime.relay = runtime.sockets = None
+            with _lost_meanwhile(group):
+                self._start(group)
+                self._start_devices(group)
+            runtime.group = group
+        self.__dict__.pop("_mesh", None)
+        super().replace(group)
+        for renewal in runtime.renewals:
+            renew = renewal()
+            if renew is not None:
+                renew()
+        if runtime.copies is not None:
+            runtime.copies.restore()
+            runtime.copies = None
+
+    def when_replaced(self, renew: Callable[[], None]) -> None:
+        """Calls a bound method whenever other devices exist, before arrays do."""
+        self._runtime.renewals.append(weakref.WeakMethod(renew))
 
     # Waits for other workers.
 
     @contextlib.contextmanager
     def method(self, name: str) -> Iterator[bool]:
-        with self.exit_watchdog.waiting(), super().method(name) as is_outermost:
+        # Elastic workers continue when a wait has ended.
+        is_fixed = self.elastic is None
+        waiting = self.exit_watchdog.waiting() if is_fixed else contextlib.nullcontext()
+        with waiting, super().method(name) as is_outermost:
             yield is_outermost
 
     def cause(self, error: BaseException) -> BaseException:
@@ -160,6 +227,8 @@ class JaxWorkers(Workers):
             ValueError: for devices of different kinds.
         """
         with self.exchange():
+            if self.elastic is not None and self._runtime.sockets is None:
+                self._start_devices(self.group)
             every = self.group.gather_values("the devices", [str(d) for d in own])
             named = [[parse_device(name) for name in names] for names in every]
             kinds = {device.kind for devices in named for device in devices}
@@ -300,6 +369,17 @@ def _check_unused() -> None:
             "are fixed without those of other workers. Make the strategy first in the "
             "program, before any array, model or other strategy."
         )
+
+
+@contextlib.contextmanager
+def _lost_meanwhile(group: WorkerGroup) -> Iterator[None]:
+    """Raises `WorkerError` for an engine's error while its runtime starts."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, RuntimeError, OSError) as error:
+        if isinstance(error, WorkerError):
+            raise
+        raise lost_worker(group, error) from error
 
 
 @contextlib.contextmanager

@@ -11,6 +11,9 @@ import tensorflow as tf
 from keras_strategies.engines.tensorflow.data_parallel.call_in_lockstep import (
     CallInLockstep,
 )
+from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
+    TensorFlowElasticSteps,
+)
 from keras_strategies.engines.tensorflow.data_parallel.row_probing import (
     TensorFlowProbes,
 )
@@ -19,6 +22,7 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     ReplicaEngine,
 )
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
+from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     holds_tf_variables,
 )
@@ -50,6 +54,11 @@ class TensorFlowDataParallelCall(DataParallelCall):
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
             weakref.WeakKeyDictionary()
         )
+        #: What steps keep of elastic workers; None for fixed ones.
+        self.elastic: TensorFlowElasticSteps | None = None
+        workers = workers_of(self.placement)
+        if workers is not None and workers.elastic is not None:
+            self.elastic = TensorFlowElasticSteps(self._row_checks)
 
     def __call__(
         self,

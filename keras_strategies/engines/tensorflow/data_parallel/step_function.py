@@ -51,12 +51,22 @@ class StepFunction:
     def __init__(self, model: Any, kind: str, call: TensorFlowDataParallelCall):
         self._model = model
         self._kind = kind
-        self._replicas = call.placement.share.total
+        self._call = call
         self._workers = workers_of(call.placement)
         self._steps = model.steps_per_execution
         if model.jit_compile:
             _warn_of_jit_compile(model)
-        step = getattr(model, f"{kind}_step")
+        self._seen_model = False
+        # The batch of the step that is being traced.
+        self._batch: Any = None
+        self._make_programs()
+
+    def _make_programs(self) -> None:
+        """The programs for the current workers."""
+        call = self._call
+        self._replicas = call.placement.share.total
+        self._group = None if self._workers is None else self._workers.group
+        step = getattr(self._model, f"{self._kind}_step")
 
         def routed(data: Any) -> Any:
             with (
@@ -70,9 +80,6 @@ class StepFunction:
         self._few = None
         if call.reduction is not None:
             self._few = self._program(routed, reduce_retracing=False)
-        self._seen_model = False
-        # The batch of the step that is being traced.
-        self._batch: Any = None
         self._traced: dict[Any, Callable[[Any], Any]] = {}
 
     def _program(
@@ -94,13 +101,28 @@ class StepFunction:
         Returns:
             The logs of the last step, or the outputs of all.
         """
+        spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
+        is_predict = self._kind == "predict"
+        if self._workers is None:
+            return self._take(batches, spec)
+        if not is_predict:
+            batches = self._workers.steps.timed(batches)
+        elastic = self._workers.elastic
+        if elastic is None:
+            return self._take(batches, spec)
+        read = list(batches if is_predict else itertools.islice(batches, self._steps))
+        if not read:
+            raise StopIteration
+        return elastic.step(
+            self._model, self._kind, lambda: to_numpy(self._take(read, spec))
+        )
+
+    def _take(self, batches: Iterable[Any], spec: Any) -> Any:
         if self._kind == "predict":
             outputs = [self._one_step(batch) for batch in batches]
             return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
         logs = None
-        spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
-        read = itertools.islice(batches, self._steps)
-        for batch in read if self._workers is None else self._workers.steps.timed(read):
+        for batch in itertools.islice(batches, self._steps):
             logs = self._one_step(batch, spec)
         if logs is None:
             raise StopIteration
@@ -123,14 +145,16 @@ class StepFunction:
             return self._step_on(batch, spec)
 
     def _step_on(self, batch: Any, spec: Any) -> Any:
+        if self._workers is not None and self._workers.group is not self._group:
+            self._make_programs()
         if not self._seen_model:
             self._seen_model = True
             if not self._build(batch):
-                return self._whole(batch)
+                return self._directly(self._whole, batch)
         rows = _rows(batch)
         if rows is not None and rows < self._replicas:
             if self._few is not None:
-                return self._few(batch)
+                return self._directly(self._few, batch)
             return self._run(self._whole, batch, spec)
         return self._run(self._parallel, batch, spec)
 
@@ -143,11 +167,18 @@ class StepFunction:
 
     def _run_on(self, program: Any, batch: Any, spec: Any) -> Any:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
-            return program(batch)
+            return self._directly(program, batch)
         key = (program, tuple(keras.tree.flatten(spec)))
         if key not in self._traced:
             self._traced[key] = program.get_concrete_function(spec)
+        if self._call.elastic is not None:
+            self._call.elastic.begin_program(self._traced[key])
         return self._traced[key](batch)
+
+    def _directly(self, program: Any, batch: Any) -> Any:
+        if self._call.elastic is not None:
+            self._call.elastic.begin_program(None)
+        return program(batch)
 
     def _build(self, batch: Any) -> bool:
         """Whether the model has its variables, which replicas cannot create.
@@ -210,6 +241,13 @@ def _rows(batch: Any) -> int | None:
         if shape is not None and len(shape) > 0:
             return None if shape[0] is None else int(shape[0])
     return None
+
+
+def to_numpy(outputs: Any) -> Any:
+    """Outputs of a step as arrays that workers can send."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, outputs
+    )
 
 
 def _concat(parts: Any) -> Any:

@@ -1,0 +1,113 @@
+"""Steps of elastic workers on JAX: repeatable, because their state is not donated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from keras_strategies.engines.jax.array_placement import local_value
+from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.keras_compat.backends.keras_on_jax import (
+    held_jax_state,
+    hold_jax_state,
+    record_jax_state,
+    sync_jax_state,
+)
+from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.state.model_values import model_state, restore_model
+
+if TYPE_CHECKING:
+    from keras_strategies.cluster.group import WorkerGroup
+    from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
+
+
+class JaxElasticSteps(ElasticDriver):
+    """Steps that end when all workers have their results, or fail without effect.
+
+    A step's state are arrays that it does not overwrite, so that nothing is copied.
+
+    Args:
+        trainer: the trainer of the strategy.
+        workers: the communicator between workers.
+    """
+
+    def __init__(self, trainer: JaxTrainer, workers: JaxWorkers):
+        self._trainer = trainer
+        self._workers = workers
+
+    def function(self, model: Any, kind: str) -> Callable[..., Any]:
+        """The function that Keras calls for each item of its loop."""
+        several = model.steps_per_execution
+        elastic = self._workers.elastic
+        assert elastic is not None
+        program = _Program(self._trainer, self._workers, model, kind)
+
+        def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
+            hold_jax_state(model, kind, state)
+            read = list(itertools.islice(self._workers.steps.timed(batches), several))
+            if not read:
+                raise StopIteration
+            outputs = elastic.step(model, kind, lambda: program(read))
+            return outputs, held_jax_state(model, kind)
+
+        return function
+
+    def keep(self, model: Any, kind: str) -> Callable[[], bool]:
+        state = held_jax_state(model, kind)
+
+        def restore() -> bool:
+            hold_jax_state(model, kind, state)
+            # The devices of these arrays may be replaced, and the variables follow.
+            sync_jax_state(model)
+            return True
+
+        return restore
+
+    def values(self, model: Any) -> dict[str, Any]:
+        return model_state(model)
+
+    def set_values(self, model: Any, values: dict[str, Any]) -> None:
+        sync_jax_state(model)
+        restore_model(model, values)
+
+    def reformed(self, model: Any, has_new: bool) -> None:
+        # Programs are compiled for a group, and all workers compile them.
+        pass
+
+
+class _Program:
+    """The step of a method, compiled for the current group of workers."""
+
+    def __init__(self, trainer: JaxTrainer, workers: JaxWorkers, model: Any, kind: str):
+        self._trainer, self._workers = trainer, workers
+        self._model, self._kind = model, kind
+        self._group: WorkerGroup | None = None
+        self._step: compiled_steps.Step | None = None
+
+    def __call__(self, batches: list[Any]) -> Any:
+        """Takes a step on each batch; returns logs of the last, or all outputs."""
+        self._workers.steps.begin_steps(len(batches))
+        step = self._current_step()
+        state = held_jax_state(self._model, self._kind)
+        outputs = []
+        with self._workers.exchange():
+            for batch in batches:
+                found, state = step(state, self._trainer.placer.place(batch))
+                outputs.append(found)
+            # Programs run asynchronously, and errors appear where results are read.
+            jax.block_until_ready((outputs, state))
+        record_jax_state(self._model, self._kind, state)
+        is_predict = self._kind == "predict"
+        result = compiled_steps.concatenated(outputs) if is_predict else outputs[-1]
+        return jax.tree.map(lambda array: np.asarray(local_value(array)), result)
+
+    def _current_step(self) -> compiled_steps.Step:
+        if self._step is None or self._group is not self._workers.group:
+            self._group = self._workers.group
+            self._step = self._trainer.step(self._model, self._kind)
+        return self._step

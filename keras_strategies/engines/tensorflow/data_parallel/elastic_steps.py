@@ -1,0 +1,145 @@
+"""Steps of elastic workers on TensorFlow: undo of a step that has failed.
+
+What is kept of a variable is its tensor, which costs nothing: TensorFlow copies it when
+the variable is updated in place while somebody has it. So weights and slots are kept
+only for programs in which one may change before the last collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.worker_collectives import joined_workers
+from keras_strategies.keras_compat.models.building import all_variables
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.row_checks.layer_checks import RowChecks
+from keras_strategies.runtime.state.model_values import model_state, restore_model
+
+# Operations on a variable's handle that leave its value as it is.
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+
+
+class TensorFlowElasticSteps(ElasticDriver):
+    """Keeps the values that a step changes before its last collective.
+
+    Args:
+        row_checks: the checks of layers, which workers make together.
+    """
+
+    def __init__(self, row_checks: RowChecks):
+        self._row_checks = row_checks
+        self._safe: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._model: Any = None
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        # Programs of the step under way.
+        self._programs = 0
+
+    def keep(self, model: Any, kind: str) -> Callable[[], bool]:
+        self._model, self._kept, self._programs = model, {}, 0
+        late = _late(model)
+        self._add(v for v in all_variables(model) if id(v) not in late)
+        seeds = compat.operation_seeds().getstate()
+        kept = self._kept
+
+        def restore() -> bool:
+            compat.operation_seeds().setstate(seeds)
+            for variable, value in kept.values():
+                variable.assign(value)
+            return True
+
+        return restore
+
+    def begin_program(self, program: Any) -> None:
+        """Keeps weights and slots if a program of the step needs it.
+
+        Args:
+            program: a `ConcreteFunction`; None for one that is not known, or code.
+        """
+        self._programs += 1
+        if program is not None and program not in self._safe:
+            self._safe[program] = _updates_at_last(program.graph, _late(self._model))
+        if self._programs > 1 or program is None or not self._safe[program]:
+            self._add(all_variables(self._model))
+
+    def _add(self, variables: Any) -> None:
+        for variable in variables:
+            if id(variable) not in self._kept:
+                value = raw_value(variable).read_value()
+                self._kept[id(variable)] = (variable, value)
+
+    def values(self, model: Any) -> dict[str, Any]:
+        return model_state(model)
+
+    def set_values(self, model: Any, values: dict[str, Any]) -> None:
+        restore_model(model, values)
+
+    def reformed(self, model: Any, has_new: bool) -> None:
+        self._kept = {}
+        if has_new:
+            self._row_checks.clear()
+
+
+def _late(model: Any) -> dict[int, Any]:
+    """Weights and slots, which change after the exchange of gradients."""
+    optimizer = getattr(model, "optimizer", None)
+    found = list(model.trainable_variables)
+    if optimizer is not None:
+        found += optimizer.variables
+    return {id(variable): variable for variable in found}
+
+
+def _updates_at_last(graph: Any, late: dict[int, Any]) -> bool:
+    """Whether every update of certain variables waits for all collectives."""
+    if any(
+        node.op.startswith("Collective")
+        for function in graph.as_graph_def().library.function
+        for node in function.node_def
+    ):
+        return False
+    handles = {
+        id(inner)
+        for outer, inner in graph.captures
+        if any(outer is raw_value(variable).handle for variable in late.values())
+    }
+    operations = graph.get_operations()
+    last = max(
+        (i for i, op in enumerate(operations) if op.type.startswith("Collective")),
+        default=None,
+    )
+    if last is None:
+        return True
+    after = {operations[last]}
+    for operation in operations:
+        before = [tensor.op for tensor in operation.inputs]
+        if any(op in after for op in (*before, *operation.control_inputs)):
+            after.add(operation)
+        elif operation.type not in _READS and any(
+            id(tensor) in handles for tensor in operation.inputs
+        ):
+            return False
+    return True
+
+
+def after_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`optimizer.apply` in a program of elastic workers, after all collectives.
+
+    Without it, weight decay and counters would change while gradients are exchanged.
+    """
+    workers = joined_workers()
+    if workers is None or workers.elastic is None:
+        return apply
+
+    @functools.wraps(apply)
+    def wrapped(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        gradients = list(gradients)
+        with tf.control_dependencies([g for g in gradients if g is not None]):
+            return apply(gradients, *args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,121 @@
+"""Collectives of the engine go on with the workers that are left, and with new ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+from harness import elastic_collectives
+from harness.forker import Forked, Forker
+from harness.processes import TIMEOUT, wait_until
+
+from keras_strategies.cluster.group.rendezvous_listener import Limits
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.types import Elastic
+
+pytestmark = [
+    pytest.mark.skipif(
+        keras.backend.backend() not in ("jax", "tensorflow"), reason="no such engine"
+    ),
+    pytest.mark.multiprocess,
+]
+
+# Long enough for a busy machine; only tests of stopped workers wait for it.
+SILENCE = 10.0
+
+
+class Cluster:
+    """Processes of `elastic_collectives`."""
+
+    def __init__(self, forker: Forker, folder: Path):
+        self.forker, self.folder = forker, folder
+        self.processes: dict[int, Forked] = {}
+        limits = Limits.of(Elastic(timeout_seconds=TIMEOUT), count=3, timeout=SILENCE)
+        settings = {
+            "folder": str(folder),
+            "addresses": free_addresses(3),
+            "limits": dataclasses.asdict(limits),
+        }
+        (folder / "settings").write_text(json.dumps(settings))
+        for index in range(3):
+            self.start(index)
+        self.await_members({0, 1, 2})
+
+    def start(self, index: int) -> None:
+        script = str(elastic_collectives.__file__)
+        log = self.folder / f"log{index}-{len(list(self.folder.glob('log*')))}"
+        self.processes[index] = self.forker.start(
+            log, script, str(self.folder / "settings"), str(index), OMP_NUM_THREADS="1"
+        )
+
+    def members(self, index: int) -> list[int]:
+        path = self.folder / f"{self.processes[index].pid}.members"
+        return list(json.loads(path.read_text())) if path.exists() else []
+
+    def await_members(self, members: set[int]) -> None:
+        def together() -> bool:
+            for index, each in self.processes.items():
+                assert each.ended() is None, f"worker {index}:\n{self.text()}"
+            return all(set(self.members(index)) == members for index in members)
+
+        try:
+            wait_until(together, f"{members} train together")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from error
+
+    def send(self, index: int, number: int) -> None:
+        os.kill(self.processes[index].pid, number)
+        if number == signal.SIGKILL:
+            self.processes.pop(index).wait(TIMEOUT)
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        (self.folder / "stop").touch()
+        found = {}
+        for index, process in self.processes.items():
+            code, _ = process.wait(TIMEOUT)
+            assert code == 0, process.text()
+            path = self.folder / f"{process.pid}.json"
+            found[index] = json.loads(path.read_text())
+        return found
+
+    def text(self) -> str:
+        paths = sorted(self.folder.glob("log*-?"))
+        return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in paths)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Forker() as forker:
+        yield Cluster(forker, tmp_path)
+
+
+def test_a_killed_worker_and_a_killed_chief_are_replaced(cluster):
+    cluster.send(2, signal.SIGKILL)
+    cluster.await_members({0, 1})
+    cluster.start(2)
+    cluster.await_members({0, 1, 2})
+    cluster.send(0, signal.SIGKILL)
+    cluster.await_members({1, 2})
+    cluster.start(0)
+    cluster.await_members({0, 1, 2})
+    found = cluster.results()
+    assert len({each["steps"] for each in found.values()}) == 1
+    assert [len(found[index]["times"]) for index in range(3)] == [1, 4, 3]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
+def test_a_stopped_worker_is_left_out(cluster, victim):
+    cluster.send(victim, signal.SIGSTOP)
+    stopped = cluster.processes.pop(victim)
+    cluster.await_members({0, 1, 2} - {victim})
+    stopped.send_kill()
+    found = cluster.results()
+    assert len({each["steps"] for each in found.values()}) == 1

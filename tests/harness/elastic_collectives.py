@@ -1,0 +1,154 @@
+"""A worker of an elastic group that makes collectives of its engine, as a process.
+
+`python elastic_collectives.py SETTINGS INDEX` takes steps until a file `stop` exists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.cluster.group.membership import Membership
+from keras_strategies.cluster.group.rendezvous_listener import Limits
+from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.devices import Device
+from keras_strategies.engines import get_engine
+from keras_strategies.errors import WorkerError
+from keras_strategies.runtime.workers import Workers
+from keras_strategies.types import CommunicationOptions, ReduceOp
+
+
+class Training:
+    """Steps of collectives, each compared with what it must give.
+
+    Args:
+        membership: the group.
+        folder: for files; `PID.members` has the members of the current generation.
+    """
+
+    def __init__(self, membership: Membership, folder: Path):
+        self.membership = membership
+        self.folder = folder
+        self.step = 0
+        self.times: list[float] = []
+        self._is_over = False
+        self._ending = threading.Lock()
+        group = membership.group
+        self.workers: Workers = get_engine().connect(group, CommunicationOptions())
+        # Elastic workers have a loop; this one has none of its methods called.
+        self.workers.elastic = self  # type: ignore[assignment]
+        self.workers = self.workers.with_replicas(1)
+        if hasattr(self.workers, "devices_of"):
+            self.workers.devices_of([Device("cpu", 0)])
+        if hasattr(self.workers, "use_device"):
+            self.workers.use_device("/device:CPU:0")
+        self._watch(group)
+
+    def run(self) -> None:
+        if self.membership.is_member:
+            self._note()
+        else:
+            # As a new worker, in a group of itself until now.
+            self._reform()
+        while not self._is_over:
+            try:
+                if self.membership.begin_step():
+                    self._take()
+                    continue
+            except WorkerError as error:
+                print(error, flush=True)
+            self._reform()
+
+    def _take(self) -> None:
+        workers, members = self.workers, self.membership.generation.members
+        rank = workers.group.index
+        numbers = [member.index + 1 for member in members]
+        own = numbers[rank]
+        workers.group.progress = f"step {self.step}"
+        stop = workers.group.gather_values("stop", (self.folder / "stop").exists())
+        total, most = (
+            workers.all_reduce(op, [_tensor([own * self.step, 1])])[0]
+            for op in (ReduceOp.SUM, ReduceOp.MAX)
+        )
+        rows = workers.gather_rows(_tensor([[own, self.step]] * own), numbers)
+        chief = workers.broadcast([_tensor([own, self.step])])[0]
+        _check(total, [sum(numbers) * self.step, len(members)])
+        _check(most, [max(numbers) * self.step, 1])
+        _check(rows, [[each, self.step] for each in numbers for _ in range(each)])
+        _check(chief, [numbers[0], self.step])
+        self.step += 1
+        self._is_over = any(stop)
+
+    def _reform(self) -> None:
+        begun = time.monotonic()
+        while True:
+            is_new = not self.membership.is_member
+            self.membership.reform(None if is_new else self.step)
+            try:
+                group = self.membership.group
+                with self._ending:
+                    pass
+                self.workers.replace(group)
+                self._watch(group)
+                self.step = max(group.gather_values("the step", self.step))
+            except WorkerError as error:
+                print(error, flush=True)
+            else:
+                break
+        self.times.append(time.monotonic() - begun)
+        self._note()
+
+    def _watch(self, group: WorkerGroup) -> None:
+        def end(loss: Any) -> None:
+            with self._ending:
+                if self.workers.group is group:
+                    self.workers.end_waits()
+
+        group.on_loss(end)
+
+    def _note(self) -> None:
+        members = [member.index for member in self.membership.generation.members]
+        write(self.folder, "members", members)
+
+
+def _tensor(values: Any) -> Any:
+    import keras
+
+    return keras.ops.convert_to_tensor(np.array(values, "float32"))
+
+
+def _check(found: Any, expected: Any) -> None:
+    found = np.asarray(found)
+    assert np.array_equal(found, np.array(expected, "float32")), (found, expected)
+
+
+def write(folder: Path, kind: str, value: Any) -> None:
+    path = folder / f"{os.getpid()}.{kind}"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.rename(path)
+
+
+def main(settings: dict[str, Any], index: int) -> None:
+    folder = Path(settings["folder"])
+    limits = Limits(**settings["limits"])
+    membership = Membership.join(
+        settings["addresses"], index, {}, limits=limits, is_ready=False
+    )
+    training = Training(membership, folder)
+    training.run()
+    write(folder, "json", {"steps": training.step, "times": training.times})
+    membership.group.barrier("the end")
+    training.workers.close()
+    membership.leave()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
