@@ -159,6 +159,77 @@ def test_layers_that_mix_rows_are_exact(name: str, options: str) -> None:
         assert said and all(f"({name})" in text for text in said), said
 
 
+# Few calls notice them, too, of layers that have outputs only.
+
+
+class Earlier(layers.Layer):
+    """Rows that depend on the one before."""
+
+    def call(self, inputs: Any) -> Any:
+        return ops.concatenate([inputs[:1], ops.maximum(inputs[1:], inputs[:-1])])
+
+
+class Later(layers.Layer):
+    """Rows that depend on the one after."""
+
+    def call(self, inputs: Any) -> Any:
+        return ops.concatenate([ops.maximum(inputs[1:], inputs[:-1]), inputs[-1:]])
+
+
+class Reversed(layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        return ops.flip(inputs, axis=0)
+
+
+class RowCount(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(
+            shape=(), dtype="int32", initializer="zeros", trainable=False
+        )
+
+    def call(self, inputs: Any) -> Any:
+        self.seen.assign(self.seen + ops.cast(ops.shape(inputs)[0], "int32"))
+        return ops.copy(inputs)
+
+
+class CallCount(layers.Layer):
+    """Rows that do not depend on each other."""
+
+    calls = 0
+
+    def call(self, inputs: Any) -> Any:
+        self.calls += 1
+        return 2 * inputs
+
+
+def predicted(layer: layers.Layer, rows: int) -> list[str]:
+    """The warnings of a call that predicts some rows, each on its own."""
+    with mirrored(always_split=True).scope():
+        model = keras.Sequential([keras.Input((6,)), layer])
+        model.compile(run_eagerly=True)
+    layer.calls = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.predict_on_batch(X[:rows])
+    return [str(w.message) for w in caught if "split by rows" in str(w.message)]
+
+
+@SPLITS
+@pytest.mark.parametrize("rows", [2, 7])
+@pytest.mark.parametrize("kind", [Earlier, Later, Reversed, RowCount])
+def test_outputs_that_depend_on_other_rows_are_noticed(kind: Any, rows: int) -> None:
+    (said,) = predicted(kind(), rows)
+    assert "depends on the batch as a whole" in said
+
+
+@SPLITS
+def test_layers_with_outputs_only_are_checked_by_three_calls() -> None:
+    layer = CallCount()
+    assert not predicted(layer, 8)
+    replicas = 2
+    assert layer.calls == 3 + replicas
+
+
 _results: dict[str, Any] = {}
 
 

@@ -7,6 +7,7 @@ Tested with TensorFlow 2.21. `PRIVATE_NAMES` has a row for each name, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -74,8 +75,8 @@ PRIVATE_NAMES = (
     ),
     Private(
         f"{_PYTHON}.eager.context",
-        ("context", "global_seed"),
-        "The runtime of this process.",
+        ("FunctionCallOptions", "context", "global_seed"),
+        "The runtime of this process, and the options of its programs.",
     ),
     Private(
         f"{_PYTHON}.eager.context.Context",
@@ -87,8 +88,9 @@ PRIVATE_NAMES = (
             "configure_collective_ops",
             "enable_collective_ops",
             "ensure_initialized",
+            "function_call_options",
         ),
-        "Seeds of operations; servers and collectives of workers.",
+        "Seeds of operations; options of programs; collectives of workers.",
     ),
     Private(
         f"{_PYTHON}.eager.record",
@@ -202,6 +204,39 @@ def program_for_loop(iterator: Any, *loop: Any) -> None:
 def is_compiled_by_xla(graph: Any) -> bool:
     """Whether a graph, or one around it, is traced for XLA."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def program_options() -> Any:
+    """The options with which programs are called at this place."""
+    return eager_context.context().function_call_options
+
+
+@contextlib.contextmanager
+def program_config(change: Callable[[Any], None]) -> Iterator[None]:
+    """A context in which programs are called with another `ConfigProto`.
+
+    A program must always be called with the same one: it is optimized for each.
+
+    Args:
+        change: function that changes this process's `ConfigProto` in place.
+    """
+    context, given = eager_context.context(), program_options()
+    context.function_call_options = _changed_options(
+        change, given.config_proto_serialized, given.executor_type
+    )
+    try:
+        yield
+    finally:
+        context.function_call_options = given
+
+
+@functools.lru_cache(maxsize=16)
+def _changed_options(
+    change: Callable[[Any], None], serialized: bytes, executor_type: Any
+) -> Any:
+    config = tf.compat.v1.ConfigProto.FromString(serialized)
+    change(config)
+    return eager_context.FunctionCallOptions(executor_type, config)
 
 
 def without_colocation() -> contextlib.AbstractContextManager[None]:

@@ -7,13 +7,14 @@ losses and state updates must be what the data-parallel call makes of the parts.
 Two batches are tried: the first rows of the batch, and repetitions of two rows, one in
 each part. The second one makes dependence on the full batch extreme: the capacity of
 experts is exceeded, and statistics of the parts are far apart. A layer that has outputs
-only is called on repetitions of one row instead, which must be that row's of before.
+only is called on three batches, unsplit: the first rows, a part of these, and
+repetitions of the last one; the outputs of a row must be the same in all.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,10 @@ from keras_strategies.runtime.row_checks.layer_probes import (
     LayerCall,
     LayerProbes,
     Probe,
-    Rows,
+    ProbeOutcome,
     UsesReplicasError,
     as_array,
     first_rows,
-    run_probe,
-    run_unsplit,
     taken,
 )
 from keras_strategies.runtime.state.replica_state import has_rows, merged_value
@@ -160,60 +159,89 @@ def _compared(
     probes: LayerProbes, call: LayerCall, rows: int, tolerance: float
 ) -> RowCheck:
     kinds: list[set[str]] = []
+    problem = None
     with probes.probing(_QUANTILES[0]) as randomness:
         first = first_rows(probes, call, rows)
-        count = next(len(leaf) for leaf in first if isinstance(leaf, Rows))
-        half = min(_REPETITIONS, (count + 1) // 2)
-        problem, probe = _problem(probes, call, first, tolerance, kinds)
-        if problem is None and not (
-            probe.is_of_outputs and _is_same_alone(probes, call, first, half, probe)
+        probe = Probe(probes, call, first)
+        if not (
+            _is_same_alone(probes, call, first, probe, tolerance)
+            and _is_same_in_part(probe, tolerance)
         ):
-            extreme = taken(first, [0] * half + [count // 2] * half)
-            problem, _ = _problem(probes, call, extreme, tolerance, kinds)
+            problem = _problem_of(probes, call, first, tolerance, kinds, probe)
+            if problem is None:
+                half = _repetitions(probe)
+                extreme = taken(first, [0] * half + [probe.rows // 2] * half)
+                probe = Probe(probes, call, extreme)
+                problem = _problem_of(probes, call, extreme, tolerance, kinds, probe)
         if problem is not None:
             return RowCheck(rows, problem)
     if randomness.drawn:
         with probes.probing(_QUANTILES[1]):
-            problem, _ = _problem(probes, call, first, tolerance, kinds)
-            if problem is not None:
-                return RowCheck(rows, problem)
+            probe = Probe(probes, call, first)
+            if not _is_same_alone(probes, call, first, probe, tolerance):
+                problem = _problem_of(probes, call, first, tolerance, kinds, probe)
+                if problem is not None:
+                    return RowCheck(rows, problem)
     chosen = ("mean" if "mean" in found else "sum" for found in kinds)
     return RowCheck(rows, None, tuple(chosen))
 
 
-def _problem(
-    probes: LayerProbes,
-    call: LayerCall,
-    batch: list[Any],
-    tolerance: float,
-    kinds: list[set[str]],
-) -> tuple[str | None, Probe]:
-    """The obstacle to splitting a call, None without one; and the probe."""
-    probe = run_probe(probes, call, batch)
-    return _problem_of(probes, call, batch, tolerance, kinds, probe), probe
+def _repetitions(probe: Probe) -> int:
+    return min(_REPETITIONS, (probe.rows + 1) // 2)
 
 
 def _is_same_alone(
-    probes: LayerProbes, call: LayerCall, batch: list[Any], half: int, probe: Probe
+    probes: LayerProbes,
+    call: LayerCall,
+    batch: list[Any],
+    probe: Probe,
+    tolerance: float,
 ) -> bool:
-    """Whether the first row has the same outputs in a batch of nothing else.
+    """Whether the last row has the same outputs in a batch of nothing else.
 
     Nothing is more extreme: one expert gets all rows, and statistics are those of one
-    row. It takes one call in place of the three that compare an unsplit batch with its
-    parts.
+    row. It is one call, and for layers that have outputs only.
     """
-    tolerance = tolerance_of(call.layer)
-    rows = 2 * half
-    alone = run_unsplit(probes, call, taken(batch, [0] * rows))
-    if len(alone.outputs) != len(probe.unsplit.outputs):
+    if not probe.is_of_outputs:
         return False
-    for found, expected in zip(alone.outputs, probe.unsplit.outputs, strict=True):
-        if found is None or expected is None or found.shape[:1] != (rows,):
+    count = 2 * _repetitions(probe)
+    alone = Probe(probes, call, taken(batch, [probe.rows - 1] * count)).unsplit
+    return _are_rows_of(
+        alone, probe, lambda output: np.repeat(output[-1:], count, axis=0), tolerance
+    )
+
+
+def _is_same_in_part(probe: Probe, tolerance: float) -> bool:
+    """Whether the first rows have the same outputs without those that follow."""
+    size = probe.sizes[0]
+    return _are_rows_of(
+        probe.first_part, probe, lambda output: output[:size], tolerance
+    )
+
+
+def _are_rows_of(
+    found: ProbeOutcome,
+    probe: Probe,
+    rows: Callable[[Any], Any],
+    tolerance: float,
+) -> bool:
+    """Whether a call's outputs are some rows of the unsplit call's.
+
+    Integers that it updates, such as those of random generators, are the same, too.
+    """
+    outputs = probe.unsplit.outputs
+    if len(found.outputs) != len(outputs):
+        return False
+    for own, expected in zip(found.outputs, outputs, strict=True):
+        if own is None or expected is None or expected.shape[:1] != (probe.rows,):
             return False
-        repeated = np.repeat(expected[:1], rows, axis=0)
-        if found.shape != repeated.shape or difference(found, repeated) > tolerance:
+        if difference(rows(expected), own) > tolerance:
             return False
-    return True
+    updates = probe.unsplit.updates
+    return found.updates.keys() == updates.keys() and all(
+        np.array_equal(as_array(found.updates[key][1]), as_array(value))
+        for key, (_, value) in updates.items()
+    )
 
 
 def _problem_of(
@@ -312,7 +340,7 @@ def _first_differing_layer(
     probes: LayerProbes, call: LayerCall, batch: list[Any], tolerance: float
 ) -> Any:
     """The innermost layer that differs first, where inner layers can be compared."""
-    probe = run_probe(probes, call, batch, with_inner=True)
+    probe = Probe(probes, call, batch, with_inner=True)
     calls = [outcome.inner for outcome in (probe.unsplit, *probe.parts)]
     wrong = [i for i, kind in enumerate(_loss_kinds(probe, tolerance)) if not kind]
     for unsplit, *parts in zip(*calls, strict=False):

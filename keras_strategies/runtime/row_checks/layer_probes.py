@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
@@ -183,32 +184,8 @@ class InnerCall:
     losses_so_far: int
 
 
-@dataclass
-class Probe:
-    """The calls on one small batch: unsplit, and in two parts."""
-
-    sizes: list[int]
-    unsplit: ProbeOutcome
-    parts: list[ProbeOutcome]
-    collectives: _ReplayedCollectives = field(default_factory=_ReplayedCollectives)
-
-    @property
-    def is_of_outputs(self) -> bool:
-        """Whether the calls had outputs only: no losses, statistics or collectives."""
-        floats = any("float" in v.dtype for v, _ in self.unsplit.updates.values())
-        return not (floats or self.unsplit.losses or self.collectives.were_used)
-
-    @property
-    def fractions(self) -> list[float]:
-        return [size / sum(self.sizes) for size in self.sizes]
-
-
 def _call(
-    probes: LayerProbes,
-    call: LayerCall,
-    leaves: list[Any],
-    replica: _ProbeReplica,
-    with_inner: bool,
+    call: LayerCall, leaves: list[Any], replica: _ProbeReplica, with_inner: bool
 ) -> ProbeOutcome:
     args, kwargs = keras.tree.pack_sequence_as(call.structure, leaves)
     state = ReplicaState(raw_value)
@@ -236,42 +213,65 @@ def _call(
     )
 
 
-def run_unsplit(probes: LayerProbes, call: LayerCall, batch: list[Any]) -> ProbeOutcome:
-    """Calls the layer on all rows of a batch."""
-    leaves = [
-        leaf.tensor(0, len(leaf)) if isinstance(leaf, Rows) else leaf for leaf in batch
-    ]
-    replica = _ProbeReplica(probes.strategy, 0, _ReplayedCollectives())
-    return _call(probes, call, leaves, replica, with_inner=False)
+class Probe:
+    """The calls on one small batch: unsplit, and in two parts.
 
+    Args:
+        probes: the framework's calls.
+        call: the layer's call.
+        batch: its leaves, some of which are `Rows`.
+        with_inner: bool, whether to record inner layers.
+    """
 
-def run_probe(
-    probes: LayerProbes, call: LayerCall, batch: list[Any], with_inner: bool = False
-) -> Probe:
-    """Calls the layer on a batch, of which some leaves are `(tensor, mask)` rows."""
-    rows = next(len(leaf) for leaf in batch if isinstance(leaf, Rows))
-    sizes = split_sizes(rows, 2)
-    collectives = _ReplayedCollectives()
+    def __init__(
+        self,
+        probes: LayerProbes,
+        call: LayerCall,
+        batch: list[Any],
+        with_inner: bool = False,
+    ):
+        self._strategy = probes.strategy
+        self._layer_call = call
+        self._batch = batch
+        self._with_inner = with_inner
+        self.rows = next(len(leaf) for leaf in batch if isinstance(leaf, Rows))
+        self.sizes = split_sizes(self.rows, 2)
+        self.collectives = _ReplayedCollectives()
+        self.unsplit = self._outcome(0, 0, self.rows)
 
-    def run(replica_id: int, start: int, stop: int) -> ProbeOutcome:
+    @functools.cached_property
+    def first_part(self) -> ProbeOutcome:
+        self.collectives.replay()
+        return self._outcome(0, 0, self.sizes[0])
+
+    @functools.cached_property
+    def parts(self) -> list[ProbeOutcome]:
+        first = self.first_part
+        self.collectives.replay()
+        return [first, self._outcome(1, self.sizes[0], self.rows)]
+
+    @property
+    def is_of_outputs(self) -> bool:
+        """Whether the calls had outputs only: no losses, statistics or collectives."""
+        floats = any("float" in v.dtype for v, _ in self.unsplit.updates.values())
+        return not (floats or self.unsplit.losses or self.collectives.were_used)
+
+    @property
+    def fractions(self) -> list[float]:
+        return [size / self.rows for size in self.sizes]
+
+    def _outcome(self, replica_id: int, start: int, stop: int) -> ProbeOutcome:
         leaves = [
             leaf.tensor(start, stop) if isinstance(leaf, Rows) else leaf
-            for leaf in batch
+            for leaf in self._batch
         ]
-        replica = _ProbeReplica(probes.strategy, replica_id, collectives)
-        return _call(probes, call, leaves, replica, with_inner)
-
-    try:
-        unsplit = run(0, 0, rows)
-        parts = []
-        for replica_id, (start, stop) in enumerate([(0, sizes[0]), (sizes[0], rows)]):
-            collectives.replay()
-            parts.append(run(replica_id, start, stop))
-    except Exception as error:
-        if collectives.by_user:
-            raise UsesReplicasError from error
-        raise
-    return Probe(sizes, unsplit, parts, collectives)
+        replica = _ProbeReplica(self._strategy, replica_id, self.collectives)
+        try:
+            return _call(self._layer_call, leaves, replica, self._with_inner)
+        except Exception as error:
+            if self.collectives.by_user:
+                raise UsesReplicasError from error
+            raise
 
 
 @dataclass
@@ -291,8 +291,11 @@ class Rows:
         return part
 
     def take(self, indices: Sequence[int]) -> Rows:
+        """Rows by their indices, most of which are equal."""
+
         def rows(tensor: Any) -> Any:
-            return keras.ops.take(tensor, np.asarray(indices), axis=0)
+            each = {i: tensor[i : i + 1] for i in set(indices)}
+            return keras.ops.concatenate([each[i] for i in indices])
 
         mask = None if self.mask is None else rows(self.mask)
         return Rows(rows(self.values), mask)

@@ -11,6 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_strategies.engines.tensorflow.data_parallel.first_step import (
+    collection_paused,
+    optimizer_options,
+)
 from keras_strategies.engines.tensorflow.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import (
@@ -52,6 +56,7 @@ class StepFunction:
         self._model = model
         self._kind = kind
         self._call = call
+        self._optimizer_options = optimizer_options(call.placement)
         self._workers = workers_of(call.placement)
         self._steps = model.steps_per_execution
         if model.jit_compile:
@@ -87,9 +92,14 @@ class StepFunction:
     ) -> Callable[[Any], Any]:
         if self._model.run_eagerly:
             return step
+
+        def traced(data: Any) -> Any:
+            with collection_paused():
+                return step(data)
+
         # TensorFlow counts retracing by code object, which the programs of all models
         # share; partial functions have none and are counted one by one.
-        own = functools.partial(tf.autograph.experimental.do_not_convert(step))
+        own = functools.partial(tf.autograph.experimental.do_not_convert(traced))
         return tf.function(own, reduce_retracing=reduce_retracing)
 
     def __call__(self, batches: Iterable[Any]) -> Any:
@@ -161,7 +171,8 @@ class StepFunction:
     def _run(self, program: Any, batch: Any, spec: Any) -> Any:
         self._batch = batch
         try:
-            return self._run_on(program, batch, spec)
+            with self._optimizer_options():
+                return self._run_on(program, batch, spec)
         finally:
             self._batch = None
 

@@ -1,0 +1,67 @@
+"""Options that shorten the first step of a program: graph optimizer, garbage collector.
+
+A program of two replicas has twice the operations of one device's. TensorFlow's graph
+optimizer (Grappler) is most of a program's first run and takes time in proportion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+
+from keras_strategies.engines.tensorflow import compat
+from keras_strategies.runtime.placement import Placement
+
+# Options of the optimizer in place of its defaults, on CPUs:
+# - its second iteration finds a few operations of what the first one has left;
+# - layouts of images are converted for GPUs only, after an analysis of all shapes;
+# - the memory optimizer swaps tensors of GPUs, and splits sums of many tensors where a
+#   device's memory is nearly full.
+_ON_CPUS = {
+    "meta_optimizer_iterations": RewriterConfig.ONE,
+    "layout_optimizer": RewriterConfig.OFF,
+    "memory_optimization": RewriterConfig.NO_MEM_OPT,
+}
+
+
+def optimizer_options(
+    placement: Placement,
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes contexts in which the programs of a strategy are called.
+
+    Options that the user has set with `tf.config.optimizer` stay as they are.
+    """
+    devices = {placement.variables, *placement.replicas}
+    if any(device.kind != "cpu" for device in devices):
+        return contextlib.nullcontext
+    return functools.partial(compat.program_config, set_options)
+
+
+def set_options(config: Any) -> None:
+    """Replaces defaults in a `ConfigProto`."""
+    options = config.graph_options.rewrite_options
+    for name, value in _ON_CPUS.items():
+        if not getattr(options, name):
+            setattr(options, name, value)
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """A context without garbage collections, for a trace.
+
+    Nearly everything that a trace allocates stays with the program. The collector
+    would visit it again and again, and then all objects of the process.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,83 @@
+"""Options of TensorFlow that shorten the first step of a program."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+
+from keras_strategies.devices import Device
+from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.data_parallel import first_step
+from keras_strategies.runtime.placement import Placement
+
+ks.set_virtual_cpu_devices(4)
+
+
+def current_options():
+    serialized = compat.program_options().config_proto_serialized
+    config = tf.compat.v1.ConfigProto.FromString(serialized)
+    return config.graph_options.rewrite_options
+
+
+class Observed(keras.Sequential):
+    """Records the state of the process while its step is traced."""
+
+    def predict_step(self, data):
+        self.collects = gc.isenabled()
+        self.iterations = current_options().meta_optimizer_iterations
+        return super().predict_step(data)
+
+
+def test_a_step_is_traced_without_collections_and_optimized_once():
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = Observed([keras.Input((2,)), layers.Dense(1)])
+    model.predict_on_batch(np.zeros((4, 2), "float32"))
+    assert not model.collects
+    assert model.iterations == RewriterConfig.ONE
+    assert gc.isenabled()
+    assert current_options().meta_optimizer_iterations != RewriterConfig.ONE
+
+
+def test_an_error_in_a_trace_leaves_the_collector_on():
+    with pytest.raises(ZeroDivisionError), first_step.collection_paused():
+        _ = 1 / 0
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off():
+    gc.disable()
+    try:
+        with first_step.collection_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_options_of_the_user_stay():
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.layout_optimizer = RewriterConfig.ON
+    first_step.set_options(config)
+    options = config.graph_options.rewrite_options
+    assert options.layout_optimizer == RewriterConfig.ON
+    assert options.memory_optimization == RewriterConfig.NO_MEM_OPT
+
+
+@pytest.mark.parametrize("variables", ["cpu", "gpu"])
+def test_options_are_for_cpus_alone(variables):
+    replicas = (Device("gpu", 0), Device("gpu", 1))
+    placement = Placement(replicas, Device(variables, 0), True)
+    assert first_step.optimizer_options(placement) is contextlib.nullcontext
