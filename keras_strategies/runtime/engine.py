@@ -49,11 +49,6 @@ WITHOUT_SHARDED_CHECKPOINTS = (
     "files load under every strategy and backend."
 )
 
-WITHOUT_ELASTIC_WORKERS = (
-    "Set KERAS_BACKEND=torch, or continue a new start of all workers with "
-    "ks.callbacks.Resume."
-)
-
 
 def require(engine: Engine, feature: Feature) -> None:
     """Raises `BackendError` if an engine lacks a feature."""

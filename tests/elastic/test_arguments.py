@@ -29,7 +29,6 @@ def test_sharded_variables_are_refused() -> None:
         ks.ModelParallelStrategy(elastic=ELASTIC)
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="others lack it")
 def test_a_minimum_above_the_cluster_is_an_error(monkeypatch) -> None:
     cluster = '{"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": %s}'
     monkeypatch.setenv("TF_CONFIG", cluster % '{"type": "worker", "index": 0}')

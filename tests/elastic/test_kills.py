@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 from harness.elastic_training import (
@@ -19,12 +18,7 @@ from harness.forker import Forker
 from harness.processes import TIMEOUT
 from harness.training import ADAM_TOLERANCE
 
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.skipif(
-        keras.backend.backend() != "torch", reason="other backends lack it"
-    ),
-]
+pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture

@@ -240,6 +240,10 @@ def main() -> None:
                 # Until the new worker waits at the chief.
                 time.sleep(1.0)
 
+        def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if not is_eager:
+                die("validation")
+
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             nonlocal trained
             trained += 1

@@ -28,7 +28,6 @@ from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
-    WITHOUT_ELASTIC_WORKERS,
     Engine,
     Feature,
 )
@@ -45,7 +44,6 @@ class JaxEngine(Engine):
     name = "jax"
     lacks = MappingProxyType(
         {
-            Feature.ELASTIC_WORKERS: WITHOUT_ELASTIC_WORKERS,
             Feature.CUSTOM_REDUCTIONS: "A step is one program for all devices, in "
             "which XLA inserts the all-reduces; `fit` would never call it. Omit it, or "
             "use ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce() or "

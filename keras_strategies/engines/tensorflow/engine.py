@@ -42,7 +42,6 @@ from keras_strategies.errors import OutOfRangeError
 from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
-    WITHOUT_ELASTIC_WORKERS,
     WITHOUT_SHARDED_CHECKPOINTS,
     Engine,
     Feature,
@@ -67,7 +66,6 @@ class TensorFlowEngine(Engine):
     name = "tensorflow"
     lacks = MappingProxyType(
         {
-            Feature.ELASTIC_WORKERS: WITHOUT_ELASTIC_WORKERS,
             Feature.SHARDED_VARIABLES: "Keras shards variables over devices on JAX "
             "only: on TensorFlow a layer's kernel is one `tf.Variable`, on one device. "
             "Set KERAS_BACKEND=jax; a model that is saved there opens here. What works "

@@ -94,7 +94,7 @@ def _log_so_far(path: Path, separator: str, done: int) -> tuple[list[str], int |
     rows = [_cells(line, separator) for line in lines]
     while len(rows) > 1 and not (rows[-1] and int(rows[-1][0]) <= done):
         rows.pop()
-    if not rows[0]:
+    if rows and not rows[0]:
         rows.clear()
     path.write_bytes(b"".join(lines[: len(rows)]))
     if len(rows) < 2:
