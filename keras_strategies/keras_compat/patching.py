@@ -39,8 +39,7 @@ def remove(group: str) -> None:
 
 def _add(group: str) -> None:
     if group not in installed:
-        rows = [row for row in GROUPS[group].patches if is_present(row)]
-        installed[group] = [_replace(row) for row in rows]
+        installed[group] = [_replace(*row) for row in _replacements(group)]
 
 
 def _remove_unused(group: str) -> None:
@@ -50,15 +49,34 @@ def _remove_unused(group: str) -> None:
 
 
 @contextlib.contextmanager
-def installed_while(group: str) -> Iterator[None]:
-    """Installs a group of patches for a block of code, in any number of threads."""
-    with _lock:
-        _users[group] = _users.get(group, 0) + 1
-        _add(group)
+def installed_while(*groups: str) -> Iterator[None]:
+    """Installs groups of patches for a block of code, in any number of threads."""
+    begin_use(groups)
     try:
         yield
     finally:
-        with _lock:
+        end_use(groups)
+
+
+def begin_use(groups: tuple[str, ...]) -> None:
+    """Installs groups of patches until as many calls of `end_use`.
+
+    Only the outermost of nested uses replaces attributes.
+    """
+    if not groups:
+        return
+    with _lock:
+        for group in groups:
+            _users[group] = _users.get(group, 0) + 1
+            _add(group)
+
+
+def end_use(groups: tuple[str, ...]) -> None:
+    """Ends a use that `begin_use` began."""
+    if not groups:
+        return
+    with _lock:
+        for group in reversed(groups):
             _users[group] -= 1
             _remove_unused(group)
 
@@ -108,11 +126,20 @@ def resolved(path: str) -> Any:
         return getattr(resolved(parent), name, None) if parent else None
 
 
-def _replace(patch: Patch) -> tuple[Any, str, Any]:
-    owner = owner_of(patch)
-    original = vars(owner)[patch.name]
-    setattr(owner, patch.name, _wrapped(original, function_of(patch)))
-    return owner, patch.name, original
+@functools.cache
+def _replacements(group: str) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """The owners, names and functions of a group's patches for this version."""
+    return [
+        (owner_of(patch), patch.name, function_of(patch))
+        for patch in GROUPS[group].patches
+        if is_present(patch)
+    ]
+
+
+def _replace(owner: Any, name: str, around: Callable[..., Any]) -> tuple[Any, str, Any]:
+    original = vars(owner)[name]
+    setattr(owner, name, _wrapped(original, around))
+    return owner, name, original
 
 
 @functools.cache

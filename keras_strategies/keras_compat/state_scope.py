@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -48,11 +47,9 @@ class StateScope(keras.StatelessScope):
     def __init__(self, policy: StatePolicy):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.policy = policy
-        self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> StateScope:
-        for group in self.policy.patches:
-            self._patches.enter_context(patching.installed_while(group))
+        patching.begin_use(self.policy.patches)
         super().__enter__()
         return self
 
@@ -65,7 +62,7 @@ class StateScope(keras.StatelessScope):
         try:
             super().__exit__(kind, error, traceback)
         finally:
-            self._patches.close()
+            patching.end_use(self.policy.patches)
 
     def get_current_value(self, variable: Any) -> Any:
         return self.policy.read(variable)

@@ -20,6 +20,7 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
 )
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
@@ -29,6 +30,7 @@ from keras_strategies.runtime.state.local_values import LocalValues
 from keras_strategies.runtime.state.run_state import (
     CREATE_ONCE,
     CreatedVariables,
+    RunState,
     SequentialRunNeededError,
 )
 
@@ -118,7 +120,10 @@ class TorchRun(ReplicaRun):
     ) -> list[Any]:
         made = CreatedVariables(collectives.is_sequential)
         tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
-        with self._random_calls.call(owner, None) as random:
+        with (
+            patching.installed_while(*RunState.patches),
+            self._random_calls.call(owner, None) as random,
+        ):
             results = self._threads.run(tasks, collectives, random)
         self.commit(merging.states)
         return results
