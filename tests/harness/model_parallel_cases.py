@@ -51,6 +51,7 @@ _CASES = [
         data=data.tokens,
         rows=25,
         script=only_fit,
+        nightly=True,
     ),
     Case(
         "embedding_adagrad",
@@ -91,16 +92,25 @@ _CASES = [
         compile={"steps_per_execution": 3},
         metrics=lambda: ["accuracy"],
     ),
+    # Each operation is compiled, for each shape: few of them by day.
     Case(
-        "regularized_eager",
+        "eager",
         rows=8,
         epochs=1,
-        # Each operation is compiled for each shape.
         model=models.linear,
         loss=lambda: "mse",
         data=data.regression,
         compile={"run_eagerly": True},
         script=only_fit,
+    ),
+    Case(
+        "regularized_eager",
+        rows=8,
+        epochs=1,
+        model=models.regularized,
+        compile={"run_eagerly": True},
+        script=only_fit,
+        nightly=True,
     ),
 ]
 

@@ -284,4 +284,6 @@ _FIT = [
 ]
 WORKER_CASES = [*_ROWS, *_MODELS, *_LOSSES_AND_METRICS, *_UPDATES, *_FIT]
 # For `harness.references`.
-CASES = [each.case for each in WORKER_CASES]
+CASES = [
+    replace(each.case, nightly=BACKEND in each.nightly_on) for each in WORKER_CASES
+]

@@ -34,7 +34,7 @@ CROSSED = {
     ("accumulation", "model_2x2"): "sums of gradients in parts",
     ("mixed_bfloat16", "fsdp_2x2"): "parts are gathered in the dtype of compute",
     ("steps_per_execution", "model_2x2"): "several batches in one program",
-    ("regularized_eager", "model_2x2"): "no program: each operation on parts",
+    ("eager", "model_2x2"): "no program: each operation on parts",
 }
 
 
