@@ -97,6 +97,7 @@ def summary() -> str:
 
 def table(name: str) -> str:
     """The Markdown of one block."""
+    import elasticity
     import faults
     import first_step
     import fit
@@ -116,6 +117,7 @@ def table(name: str) -> str:
         }
         return part("model_parallel", what, tables[what])
     modules = {
+        "elasticity": elasticity,
         "fit": fit,
         "loops": loops,
         "faults": faults,
