@@ -36,7 +36,6 @@ from measuring import BACKENDS, RESULTS, Results
 from page import write_page
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
 
 WORKERS = 3
 ROWS = 86
@@ -554,6 +553,7 @@ def main() -> None:
     for name in ("--measure", "--train", "--mode", "--by-hand"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
     if options.train:
         train(Path(options.train), options.mode)
     elif options.by_hand:
@@ -584,6 +584,8 @@ def _measure_all(options: argparse.Namespace) -> None:
         os.environ["KERAS_BACKEND"] = "torch"
         known.put("restarts", measure_restarts(options.restarts, options.seed))
     print(table(known.values))
+    # It has a folder with the name of another benchmark.
+    sys.path.remove(str(HERE.parent / "tests"))
     write_page(options.output)
 
 
