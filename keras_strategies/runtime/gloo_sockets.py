@@ -11,13 +11,26 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
 
 _Address = tuple[str, int]
+# Seconds between two searches for connections of a group that is being made.
+_INTERVAL = 0.05
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The sockets of this process before a group is made."""
+
+    listeners: frozenset[_Address]
+    connections: frozenset[tuple[_Address, _Address | None]]
 
 
 class GlooSockets:
@@ -35,22 +48,43 @@ class GlooSockets:
 
     def __init__(self) -> None:
         self._addresses: set[_Address] = set()
+        self._before: _Before | None = None
+
+    def add(self, host: str, port: int) -> None:
+        """Adds the connections of a listener, such as that of a store of addresses."""
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self._addresses |= {_address(each[4]) for each in found}
 
     @contextlib.contextmanager
     def making(self, group: WorkerGroup) -> Iterator[None]:
-        """Context manager around the creation of Gloo's group on all workers."""
-        before = _listeners()
-        yield
-        own = sorted(_listeners() - before)
+        """Context manager around the creation of Gloo's group on all workers.
+
+        Raises:
+            WorkerError: if a worker is lost.
+        """
+        before = self._before = _Before(
+            frozenset(_listeners()), frozenset(map(_ends, _connections()))
+        )
+        try:
+            # A worker that was lost earlier will end no wait.
+            group.check()
+            yield
+        finally:
+            self._before = None
+        own = sorted(_listeners() - before.listeners)
         found = group.gather_values("the addresses of Gloo", own)
         self._addresses |= {(host, port) for each in found for host, port in each}
 
     def shutdown(self) -> int:
         """Ends all connections, and the calls that wait for them with an error.
 
+        The creation of a group ends as well, on a thread that searches until it has.
+
         Returns:
             int, the number of connections.
         """
+        if self._before is not None:
+            threading.Thread(target=self._end_making, daemon=True).start()
         count = 0
         for each in _connections():
             with contextlib.suppress(OSError):
@@ -58,6 +92,25 @@ class GlooSockets:
                     each.shutdown(socket.SHUT_RDWR)
                     count += 1
         return count
+
+    def _end_making(self) -> None:
+        while (before := self._before) is not None:
+            for each in _connections():
+                ends = _ends(each)
+                # Not those that the process has accepted at its other listeners.
+                if ends in before.connections or ends[0] in before.listeners:
+                    continue
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+            time.sleep(_INTERVAL)
+
+
+def _ends(connection: socket.socket) -> tuple[_Address, _Address | None]:
+    """Both addresses of a connection; None for that of one that is being made."""
+    try:
+        return _address(connection.getsockname()), _peer(connection)
+    except OSError:
+        return _address(connection.getsockname()), None
 
 
 def _address(name: Any) -> _Address:

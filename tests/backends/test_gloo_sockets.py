@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 class Alone:
     """Stands in for a group of one worker."""
+
+    def check(self) -> None:
+        pass
 
     def gather_values(self, what: str, value: Any) -> list[Any]:
         return [value]
@@ -45,3 +49,43 @@ def test_connections_of_new_listeners_end() -> None:
 
 def test_without_connections_nothing_ends() -> None:
     assert GlooSockets().shutdown() == 0
+
+
+def test_the_creation_of_a_group_ends() -> None:
+    """A peer that has accepted a connection never answers, and none accepts another."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    silent = socket.create_server(("127.0.0.1", 0))
+    earlier = connected(listener)
+    sockets = GlooSockets()
+
+    class Lost(Exception):
+        pass
+
+    def create() -> None:
+        with sockets.making(Alone()):  # type: ignore[arg-type]
+            threading.Timer(0.2, sockets.shutdown).start()
+            with socket.create_connection(silent.getsockname(), timeout=60) as own:
+                assert own.recv(1) == b""
+            raise Lost
+
+    try:
+        with pytest.raises(Lost):
+            create()
+        earlier[0].sendall(b"x")
+        assert earlier[1].recv(1) == b"x"
+    finally:
+        for each in (*earlier, listener, silent):
+            each.close()
+
+
+def test_added_addresses_end() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    store = connected(listener)
+    sockets = GlooSockets()
+    sockets.add("localhost", listener.getsockname()[1])
+    try:
+        assert sockets.shutdown() == 2
+        assert store[0].recv(1) == b""
+    finally:
+        for each in (*store, listener):
+            each.close()

@@ -20,6 +20,8 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
+from keras_strategies.engines.tensorflow import worker_collectives
+
 LIMIT = 80.0
 
 
@@ -398,6 +400,20 @@ def test_a_lost_worker_is_named(run_two, fault, timeout, train, how):
     assert end - begin < (10 if "KILL" in fault else timeout + 10)
 
 
+def test_other_shapes_of_another_worker_are_an_error_of_the_exchange():
+    """Which worker hears of it, and when, depends on the order of messages."""
+    text = (
+        "Shape mismatch in the collective instance 1. Op at device /device:CPU:0 "
+        "expected shape [2] but another member in the group expected shape [3]."
+    )
+    error = tf.errors.InvalidArgumentError(None, None, text)
+    assert worker_collectives._of_collective(error) == text
+    other = tf.errors.InvalidArgumentError(
+        None, None, "indices[0] = 12 is not in [0, 3)"
+    )
+    assert worker_collectives._of_collective(other) is None
+
+
 def test_workers_that_do_not_do_the_same_are_told(run_two):
     # One may notice at once, and the other after the timeout. Both wait for the other:
     # a process that has ended is another error.
@@ -422,5 +438,5 @@ def test_workers_that_do_not_do_the_same_are_told(run_two):
     )
     for text in found:
         [line] = [line for line in text.splitlines() if "told:" in line]
-        assert "Check that all workers make the same calls" in line
+        assert "Check that all workers make the same calls" in line, "\n\n".join(found)
         assert float(line.split()[1]) < 5 + 25

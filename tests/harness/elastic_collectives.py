@@ -30,7 +30,8 @@ class Training:
 
     Args:
         membership: the group.
-        folder: for files; `PID.members` has the members of the current generation.
+        folder: for files; `PID.members` has the members of the last generation
+            that has finished a step.
     """
 
     def __init__(self, membership: Membership, folder: Path):
@@ -39,6 +40,8 @@ class Training:
         self.step = 0
         self.times: list[float] = []
         self._is_over = False
+        # Whether this generation has finished a step, and so all of its connections.
+        self._is_noted = False
         self._ending = threading.Lock()
         group = membership.group
         self.workers: Workers = get_engine().connect(group, CommunicationOptions())
@@ -52,9 +55,7 @@ class Training:
         self._watch(group)
 
     def run(self) -> None:
-        if self.membership.is_member:
-            self._note()
-        else:
+        if not self.membership.is_member:
             # As a new worker, in a group of itself until now.
             self._reform()
         while not self._is_over:
@@ -85,9 +86,12 @@ class Training:
         _check(chief, [numbers[0], self.step])
         self.step += 1
         self._is_over = any(stop)
+        if not self._is_noted:
+            self._note()
 
     def _reform(self) -> None:
         begun = time.monotonic()
+        self._is_noted = False
         while True:
             is_new = not self.membership.is_member
             self.membership.reform(None if is_new else self.step)
@@ -103,7 +107,6 @@ class Training:
             else:
                 break
         self.times.append(time.monotonic() - begun)
-        self._note()
 
     def _watch(self, group: WorkerGroup) -> None:
         def end(loss: Any) -> None:
@@ -114,6 +117,7 @@ class Training:
         group.on_loss(end)
 
     def _note(self) -> None:
+        self._is_noted = True
         members = [member.index for member in self.membership.generation.members]
         write(self.folder, "members", members)
 

@@ -488,6 +488,9 @@ def _of_collective(error: Any) -> str | None:
     lines = [line for line in text.splitlines() if any(s in line for s in signs)]
     told = [line for line in lines if "ollective ops is aborted" in line]
     told += [line for line in lines if "timed out" in line]
+    # "Shape mismatch in the collective instance 1. Op at device ...", of the worker
+    # that hears of another one's shape before its own exchange begins.
+    told += [line for line in lines if "ollective instance" in line]
     if isinstance(error, tf.errors.InvalidArgumentError) and not told:
         return None
     return (told or lines)[0].strip() if lines else None

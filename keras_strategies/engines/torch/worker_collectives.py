@@ -34,6 +34,8 @@ _OPERATIONS: dict[ReduceOp, Any] = {
 }
 #: Seconds that the end of a process waits for an engine to abort.
 _ABORT_SECONDS = 5.0
+# Least seconds for a connection to the store in the chief's process.
+_CONNECT_SECONDS = 10.0
 # Registered name of Gloo on a chosen interface.
 _GLOO = "keras_strategies_gloo"
 # Dtypes that Gloo does not support.
@@ -52,9 +54,9 @@ class TorchWorkers(Workers):
         super().__init__(group, options)
         group.clock.sees_waits = True
         self._timeout = datetime.timedelta(seconds=group.patience)
-        self._store = _store(group, self._timeout)
         self._groups: dict[str, Any] = {}
         self._sockets = GlooSockets()
+        self._store = _store(group, self._timeout, self._sockets)
         #: Called before each collective of an elastic group.
         self.on_exchange: Callable[[], None] | None = None
         # The engines below torch's default process group, where there is one.
@@ -113,7 +115,10 @@ class TorchWorkers(Workers):
             # Copies of this object for other strategies have the same ones.
             self._groups.clear()
             self._groups, self._sockets = {}, GlooSockets()
-        self._store = _store(group, self._timeout)
+        try:
+            self._store = _store(group, self._timeout, self._sockets)
+        except RuntimeError as error:
+            raise lost_worker(group, error) from error
         group.clock.sees_waits = True
         super().replace(group)
 
@@ -280,7 +285,9 @@ class Pack:
         return found
 
 
-def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
+def _store(
+    group: WorkerGroup, timeout: datetime.timedelta, sockets: GlooSockets
+) -> Any:
     """Store for the addresses of process groups, in the chief's process."""
     store = None
     port = b""
@@ -302,15 +309,20 @@ def _store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
         )
         port = str(number).encode()
     found = int(group.broadcast("the address of torch's store", port))
+    host = str(group.members[0]["host"])
     if store is None:
+        # The chief listens by now, unless it has been lost since.
+        seconds = max(_CONNECT_SECONDS, group.timeout)
         store = dist.TCPStore(
-            str(group.members[0]["host"]),
+            host,
             found,
             group.count,
             is_master=False,
-            timeout=timeout,
+            timeout=min(timeout, datetime.timedelta(seconds=seconds)),
             wait_for_workers=False,
         )
+        store.set_timeout(timeout)
+    sockets.add(host, found)
     return store
 
 
