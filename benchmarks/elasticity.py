@@ -420,7 +420,7 @@ def hosts_if_possible() -> Iterator[Any]:
         try:
             yield stack.enter_context(hosts.connected_hosts(WORKERS))
         except hosts.NotPermittedError as error:
-            print(f"nobody is cut off: {error}", file=sys.stderr)
+            print(f"no worker is cut off: {error}", file=sys.stderr)
             yield None
 
 

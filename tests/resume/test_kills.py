@@ -26,20 +26,23 @@ def killed_after(seed: int, count: int) -> list[int]:
     return [rng.randint(4, STEPS // count - 1) for _ in range(count)]
 
 
+# JAX and TensorFlow compile their programs in each process, and are killed once by day.
+_ALL = pytest.param(2, marks=[] if BACKEND == "torch" else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("kills", [_ALL] if BACKEND == "torch" else [1, _ALL])
 def test_a_killed_training_ends_as_one_that_is_not(
-    forker: Forker, tmp_path: Path
+    forker: Forker, tmp_path: Path, kills: int
 ) -> None:
     expected = Resumed(forker, tmp_path / "whole", dropout=0.3).finished("none")
     killed = Resumed(forker, tmp_path / "killed", dropout=0.3)
-    # Others compile their programs in each process; a second kill finds what the
-    # first has found, and also stands in the test below.
-    for after in killed_after(1, 2)[: 2 if BACKEND == "torch" else 1]:
+    for after in killed_after(1, 2)[:kills]:
         killed.killed("none", after)
     found = killed.finished("none")
     assert found.trained < expected.trained
     assert_same_end(found, expected, 1e-6)
     assert found.log == expected.log
-    if BACKEND != "torch":
+    if kills == 1:
         return
     again = killed.finished("none")
     assert again.trained == 0, "a finished training has nothing left to do"

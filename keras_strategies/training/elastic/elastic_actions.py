@@ -173,7 +173,7 @@ class ElasticActions(ElasticLoop):
             self._fit.reformed()
 
     def _begin_again(self, model: Any) -> NoReturn:
-        """Leaves the `fit` of a worker that the others have excluded, to join anew.
+        """Leaves the `fit` of an excluded worker, which joins as a new one.
 
         They have taken steps since, for example while this process was stopped.
         """

@@ -117,7 +117,7 @@ class MeshTrainer(DistributionTrainer):
 
     @property
     def input_placer(self) -> BatchPlacer:
-        # A batch is sharded anew over the workers of a step that is repeated.
+        # A repeated step shards its batch over the workers that are left.
         return self.placer if self.elastic is None else HostBatches()
 
     def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
