@@ -18,8 +18,8 @@ from keras_strategies.cluster import (
 )
 from keras_strategies.cluster.environment import ELASTIC
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Membership
-from keras_strategies.cluster.group.rendezvous_listener import Limits
 from keras_strategies.cluster.resolver import as_resolver
 from keras_strategies.cluster.resolvers.torchrun import TorchrunClusterResolver
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
@@ -213,9 +213,8 @@ def join_workers(
         require(engine, Feature.ELASTIC_WORKERS)
         _check_addresses(resolver)
         limits = Limits.of(elastic, len(addresses), timeout)
-        membership = Membership.join(
-            addresses, index, same, limits=limits, job=job, is_ready=False
-        )
+        settings = GroupSettings(addresses, index, limits, same, job)
+        membership = Membership.join(settings, is_ready=False)
         actions = ElasticActions(membership)
         group = membership.group
     try:

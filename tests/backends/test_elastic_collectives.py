@@ -16,7 +16,7 @@ from harness import elastic_collectives
 from harness.forker import Forked, Forker
 from harness.processes import TIMEOUT, wait_until
 
-from keras_strategies.cluster.group.rendezvous_listener import Limits
+from keras_strategies.cluster.group.group_settings import Limits
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.types import Elastic
 

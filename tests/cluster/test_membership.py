@@ -19,9 +19,9 @@ import pytest
 from harness import elastic_worker
 from harness.processes import TIMEOUT, assert_gone, wait_until
 
+from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Generation, Member, Membership
 from keras_strategies.cluster.group.rendezvous import Rendezvous
-from keras_strategies.cluster.group.rendezvous_listener import Limits
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.types import Elastic
@@ -205,7 +205,8 @@ def join_all(addresses: list[str], indices: list[int], **changed: Any) -> list[A
 def join(
     addresses: list[str], index: int, given: Limits, version: str = "1"
 ) -> Membership:
-    return Membership.join(addresses, index, {"the version": version}, limits=given)
+    same = {"the version": version}
+    return Membership.join(GroupSettings(addresses, index, given, same))
 
 
 def everywhere(

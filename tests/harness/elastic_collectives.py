@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Membership
-from keras_strategies.cluster.group.rendezvous_listener import Limits
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
@@ -143,9 +143,8 @@ def write(folder: Path, kind: str, value: Any) -> None:
 def main(settings: dict[str, Any], index: int) -> None:
     folder = Path(settings["folder"])
     limits = Limits(**settings["limits"])
-    membership = Membership.join(
-        settings["addresses"], index, {}, limits=limits, is_ready=False
-    )
+    own = GroupSettings(settings["addresses"], index, limits)
+    membership = Membership.join(own, is_ready=False)
     training = Training(membership, folder)
     training.run()
     write(folder, "json", {"steps": training.step, "times": training.times})

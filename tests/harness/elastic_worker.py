@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Generation, Membership
-from keras_strategies.cluster.group.rendezvous_listener import Limits
 from keras_strategies.errors import WorkerError
 
 ROWS = 7
@@ -116,7 +116,8 @@ def main(settings: dict[str, Any], index: int) -> None:
     limits = Limits(**settings["limits"])
     training: Training | None = None
     try:
-        membership = Membership.join(settings["addresses"], index, {}, limits=limits)
+        own = GroupSettings(settings["addresses"], index, limits)
+        membership = Membership.join(own)
         training = Training(membership, folder, settings["seconds"])
         training.run()
     except WorkerError as error:

@@ -9,25 +9,21 @@ one takes over.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.group_settings import GroupSettings
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.group.rendezvous import (
     Formed,
     GroupIsRunningError,
     Rendezvous,
 )
-from keras_strategies.cluster.group.rendezvous_listener import (
-    Limits,
-    RendezvousListener,
-)
+from keras_strategies.cluster.group.rendezvous_listener import RendezvousListener
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import WorkerError
@@ -114,7 +110,7 @@ class Membership:
 
     Example:
 
-    >>> membership = Membership.join(addresses, index, {}, limits=limits)
+    >>> membership = Membership.join(GroupSettings(addresses, index, limits))
     >>> try:
     ...     may_begin = membership.begin_step()
     ...     if may_begin:
@@ -126,48 +122,22 @@ class Membership:
     ...     generation = membership.reform(step)
     """
 
-    def __init__(
-        self,
-        addresses: list[str],
-        index: int,
-        same: dict[str, Any],
-        info: dict[str, Any],
-        job: str,
-        limits: Limits,
-    ):
-        self._limits = limits
+    def __init__(self, settings: GroupSettings):
+        self._limits = settings.limits
         self._lock = threading.Lock()
         self._group: WorkerGroup | None = None
         self._generation: Generation | None = None
         self._is_agreed = False
-        self._listener = RendezvousListener(
-            addresses, index, same, info, job, limits, self._end, self._newcomer
-        )
+        self._listener = RendezvousListener(settings, self._end, self._newcomer)
         self._rendezvous = Rendezvous(self._listener)
 
     @classmethod
-    def join(
-        cls,
-        addresses: list[str],
-        index: int,
-        same: dict[str, Any],
-        info: dict[str, Any] | None = None,
-        *,
-        limits: Limits,
-        job: str | None = None,
-        is_ready: bool = True,
-    ) -> Self:
+    def join(cls, settings: GroupSettings, *, is_ready: bool = True) -> Self:
         """Forms the first generation with the other workers, or joins a running one.
 
         Args:
-            addresses: the addresses of all workers that may take part; each listens at
-                its own.
-            index: int, the number of this worker.
-            same: dict of values that must agree on all workers, by name.
-            info: dict, further information for the other workers.
-            limits: `Limits`.
-            job: str, identifies this cluster among others at the same addresses; None
-                to use the addresses.
+            settings: `GroupSettings`.
+            is_ready: bool, whether this worker can join a group that trains without it.
 
         Returns:
             A `Membership`.
@@ -177,8 +147,7 @@ class Membership:
                 one index, or workers disagree.
             WorkerError: if fewer than `limits.min_workers` connect in time.
         """
-        name = job or hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]
-        membership = cls(addresses, index, same, info or {}, name, limits)
+        membership = cls(settings)
         try:
             try:
                 membership.reform(None, is_ready=is_ready)

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.group_settings import GroupSettings
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError
-from keras_strategies.types import Elastic
 
 STARTING, FORMING, JOINING, RUNNING = "starting", "forming", "joining", "running"
 
@@ -48,63 +48,13 @@ class Candidate:
     rank: int = -1
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Numbers and times of an elastic group.
-
-    Args:
-        min_workers: int, the smallest group.
-        max_workers: int or None, the largest one.
-        rejoin: bool, whether workers may join after the start.
-        timeout: float, seconds without an answer after which a worker is excluded.
-        patience: float, seconds to wait for busy workers and for `min_workers`.
-    """
-
-    min_workers: int
-    max_workers: int | None
-    rejoin: bool
-    timeout: float
-    patience: float
-
-    @classmethod
-    def of(cls, elastic: Elastic, count: int, timeout: float) -> Self:
-        """The limits of a cluster.
-
-        Args:
-            elastic: `Elastic`.
-            count: int, the workers of the cluster.
-            timeout: float, seconds between heartbeats.
-
-        Raises:
-            ClusterError: if the cluster has fewer than `min_workers`.
-        """
-        if elastic.min_workers > count:
-            raise ClusterError(
-                f"`Elastic(min_workers={elastic.min_workers})` needs more workers than "
-                f"the cluster describes: {count}. Add workers to the cluster, or lower "
-                "`min_workers`."
-            )
-        return cls(
-            elastic.min_workers,
-            elastic.max_workers,
-            elastic.rejoin,
-            timeout,
-            elastic.timeout_seconds,
-        )
-
-
 class RendezvousListener:
     """Listener of one worker: votes, probes, and workers that wait to join.
 
     Attributes are read and assigned while `changed` is held.
 
     Args:
-        addresses: the addresses of all workers; this worker listens at its own.
-        index: int, the number of this worker.
-        same: dict of values that must agree on all workers, by name.
-        info: dict, further information for the other workers.
-        job: str, identifies this cluster among others at the same addresses.
-        limits: `Limits`.
+        settings: `GroupSettings`.
         on_end: called on a thread, with the number of a generation, when the other
             workers end it.
         on_newcomer: called on a thread of the chief when a worker waits to join.
@@ -115,22 +65,17 @@ class RendezvousListener:
 
     def __init__(
         self,
-        addresses: list[str],
-        index: int,
-        same: dict[str, Any],
-        info: dict[str, Any],
-        job: str,
-        limits: Limits,
+        settings: GroupSettings,
         on_end: Callable[[int], None],
         on_newcomer: Callable[[], None],
     ):
-        self.addresses = addresses
-        self.index = index
+        self.addresses = settings.addresses
+        self.index = settings.index
+        self.limits = settings.limits
+        self.job = settings.job_id
         self.uid = f"{os.getpid()}-{secrets.token_hex(8)}"
-        same = json.loads(json.dumps(same))
-        self.info = {**info, "same": same, "pid": os.getpid()}
-        self.job = job
-        self.limits = limits
+        same = json.loads(json.dumps(settings.same))
+        self.info = {"same": same, "pid": os.getpid()}
         self._on_end = on_end
         self._on_newcomer = on_newcomer
         self.changed = threading.Condition()
