@@ -8,6 +8,9 @@ import pytest
 from harness.training import ADAM_TOLERANCE, assert_same
 
 import keras_strategies as ks
+from keras_strategies.devices import Device
+from keras_strategies.engines import get_engine
+from keras_strategies.runtime.engine import Feature
 
 BACKEND = keras.backend.backend()
 
@@ -44,6 +47,16 @@ def test_without_a_tpu_it_says_what_was_looked_for():
     assert "cpu:0" in str(error.value)
     assert BACKEND in str(error.value)
     assert "DeviceAssignment" in str(error.value)
+
+
+def test_an_engine_that_lacks_tpus(monkeypatch) -> None:
+    engine = get_engine()
+    monkeypatch.setattr(engine, "lacks", {Feature.TPUS: "Use JAX."})
+    with pytest.raises(ks.errors.BackendError, match=r"No TPU was found.* Use JAX\."):
+        ks.TPUStrategy()
+    monkeypatch.setattr(engine, "local_devices", lambda: (Device("tpu", 0),))
+    with pytest.raises(ks.errors.BackendError, match=r"on TPUs is not .* Use JAX\."):
+        ks.TPUStrategy()
 
 
 def test_an_assignment_gives_each_replica_its_core(expected):

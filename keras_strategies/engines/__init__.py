@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime.engine import Engine
@@ -25,22 +27,30 @@ def backend_name() -> str:
 
 def get_engine() -> Engine:
     """The engine of Keras's backend, imported at its first use."""
-    return _load(backend_name())
-
-
-@functools.cache
-def _load(name: str) -> Engine:
-    if name not in ENGINES:
-        raise unknown_backend(name)
-    module, _, kind = ENGINES[name].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), kind)()
+    engine: Engine = for_backend(ENGINES)
     return engine
 
 
-def unknown_backend(name: str) -> InvalidArgumentError:
-    """The error for a Keras backend without strategies."""
-    return InvalidArgumentError(
-        f"Keras uses the backend {name!r}, which keras_strategies does not support. "
-        "Set the environment variable KERAS_BACKEND to one of "
-        f"{', '.join(ENGINES)} before Keras is imported."
-    )
+def for_backend(classes: Mapping[str, str]) -> Any:
+    """The only object of the class for Keras's backend, imported at its first use.
+
+    Args:
+        classes: `"module:class"` by the name of the backend.
+
+    Raises:
+        ValueError: if Keras uses a backend without strategies.
+    """
+    name = backend_name()
+    if name not in classes:
+        raise InvalidArgumentError(
+            f"Keras uses the backend {name!r}, which keras_strategies does not "
+            "support. Set the environment variable KERAS_BACKEND to one of "
+            f"{', '.join(classes)} before Keras is imported."
+        )
+    return _load(classes[name])
+
+
+@functools.cache
+def _load(path: str) -> Any:
+    module, _, kind = path.partition(":")
+    return getattr(importlib.import_module(module), kind)()

@@ -13,6 +13,7 @@ from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
 from keras_strategies.cluster.resolvers.local_processes import LocalClusterResolver
 from keras_strategies.cluster.spec import check_parameter_server_cluster
 from keras_strategies.devices import Device
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat import patching
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
@@ -26,7 +27,7 @@ from keras_strategies.parameter_server.coordinator.process_cluster import (
 from keras_strategies.parameter_server.coordinator.remote_functions import (
     RemoteFunctions,
 )
-from keras_strategies.parameter_server.engines import get_engine
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
@@ -37,6 +38,7 @@ from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
 from keras_strategies.parameter_server.wire.variable_description import server_device
 from keras_strategies.reports.worker_status import TrainingStatus
 from keras_strategies.runtime.drivers import Drivers
+from keras_strategies.runtime.engine import Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base import Strategy
 from keras_strategies.strategies.extended import StrategyExtended
@@ -163,13 +165,14 @@ class ParameterServerStrategy(Strategy):
             resolver = find_cluster() or LocalClusterResolver()
         spec = resolver.cluster_spec()
         check_parameter_server_cluster(spec)
+        require(get_engine(), Feature.PARAMETER_SERVERS)
         _check_installed()
         self._resolver = resolver
         # Set by `ClusterCoordinator`, which exists once.
         self._coordinator: Any = None
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
         patching.install("parameter servers")
-        get_engine().install()
+        parameter_server_engine().install()
         options = ClusterOptions(
             workers=spec.num_tasks("worker"),
             servers=spec.num_tasks("ps"),
@@ -268,7 +271,7 @@ class ParameterServerStrategy(Strategy):
                 f"of the function. Received: {type(args).__name__}. Write "
                 "`args=(value,)` for one argument."
             )
-        if get_engine().is_tracing():
+        if parameter_server_engine().is_tracing():
             raise ContextError(
                 "`run` of a ParameterServerStrategy was called while a ks.function was "
                 "traced on the coordinator. Schedule that function on a worker "

@@ -42,6 +42,8 @@ class Feature(enum.Enum):
     )
     WORKERS = "Training on several workers is not supported"
     ELASTIC_WORKERS = "`elastic`, for workers that come and go, is not supported"
+    PARAMETER_SERVERS = "ks.ParameterServerStrategy is not supported"
+    TPUS = "ks.TPUStrategy on TPUs is not supported"
 
 
 WITHOUT_SHARDED_CHECKPOINTS = (

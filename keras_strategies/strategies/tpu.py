@@ -158,33 +158,19 @@ def _cores(
         names = [name for row in assignment.devices for name in row]
         chosen = choose_devices(engine, names, "experimental_device_assignment")
         if any(device.kind == "tpu" for device in chosen):
-            _check_backend(engine)
+            require(engine, Feature.TPUS)
         width = assignment.num_cores_per_replica
         return [chosen[i : i + width] for i in range(0, len(chosen), width)]
     found = engine.local_devices()
     tpus = [device for device in found if device.kind == "tpu"]
     if tpus:
-        _check_backend(engine)
+        require(engine, Feature.TPUS)
         return [(device,) for device in tpus]
-    needs = {
-        "jax": "On a machine with TPUs, install JAX for them: pip install 'jax[tpu]'.",
-        "torch": "Torch reaches TPUs through torch_xla, which this package does not "
-        "use: set KERAS_BACKEND=jax there.",
-        "tensorflow": "TensorFlow reaches TPUs through tf.distribute.TPUStrategy, "
-        "which this package does not use: set KERAS_BACKEND=jax there.",
-    }
+    install = "On a machine with TPUs, install JAX for them: pip install 'jax[tpu]'."
     raise BackendError(
         f"No TPU was found. The {engine.name} backend has the devices "
         f"{', '.join(map(str, found))}, and none of the kind 'tpu'. "
-        f"{needs.get(engine.name, '')} To try the strategy on other devices, name "
-        "them in `experimental_device_assignment=ks.DeviceAssignment([['cpu:0'], "
-        "['cpu:1']])`."
+        f"{engine.lacks.get(Feature.TPUS, install)} To try the strategy on other "
+        "devices, name them in `experimental_device_assignment="
+        "ks.DeviceAssignment([['cpu:0'], ['cpu:1']])`."
     )
-
-
-def _check_backend(engine: Engine) -> None:
-    if engine.name != "jax":
-        raise BackendError(
-            f"TPUs are used on JAX, and this is the {engine.name} backend. Set "
-            "KERAS_BACKEND=jax."
-        )

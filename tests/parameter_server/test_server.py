@@ -13,8 +13,10 @@ from harness.forker import Forked
 
 import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.engines import get_engine
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_service import Service
+from keras_strategies.runtime.engine import Feature
 from parameter_server import clusters
 
 pytestmark = pytest.mark.multiprocess
@@ -166,3 +168,11 @@ def test_arguments_of_tensorflows_server(monkeypatch) -> None:
     local = ks.Server.create_local_server()
     assert local.target in local.server_def["cluster"]["worker"]
     assert set(local.server_def["cluster"]) == {"chief", "worker", "ps"}
+
+
+def test_an_engine_that_lacks_parameter_servers(monkeypatch) -> None:
+    lacks = {Feature.PARAMETER_SERVERS: "Use ks.MirroredStrategy."}
+    monkeypatch.setattr(get_engine(), "lacks", lacks)
+    message = r"ks\.ParameterServerStrategy is not supported with .*\. Use ks\.Mirrored"
+    with pytest.raises(ks.errors.BackendError, match=message):
+        ks.ParameterServerStrategy()

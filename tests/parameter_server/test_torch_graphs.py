@@ -24,7 +24,9 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     CompilableStep,
     bucket,
 )
-from keras_strategies.parameter_server.engines.torch_engine import ENGINE
+from keras_strategies.parameter_server.engines.torch_engine import (
+    TorchParameterServerEngine,
+)
 from keras_strategies.parameter_server.engines.torch_graphs import (
     GraphRecorder,
     NotRecordableError,
@@ -32,6 +34,7 @@ from keras_strategies.parameter_server.engines.torch_graphs import (
 )
 from keras_strategies.training.model_hooks import StrategyHooks
 
+ENGINE = TorchParameterServerEngine()
 ROWS, IDS = 50, 4
 
 

@@ -73,6 +73,8 @@ class TensorFlowEngine(Engine):
             "and ks.CentralStorageStrategy, which keeps them, and the optimizer's "
             "slots, on one device that may be larger than the others, such as 'cpu:0'.",
             Feature.SHARDED_CHECKPOINTS: WITHOUT_SHARDED_CHECKPOINTS,
+            Feature.TPUS: "TensorFlow reaches TPUs through tf.distribute.TPUStrategy, "
+            "which this package does not use: set KERAS_BACKEND=jax there.",
         }
     )
     out_of_range_error = TensorFlowOutOfRangeError

@@ -130,6 +130,8 @@ def _lacks() -> Mapping[Feature, str]:
     lacks = {
         Feature.DATASETS_IN_PROGRAMS: "Iterate outside of it.",
         Feature.SHARDED_CHECKPOINTS: WITHOUT_SHARDED_CHECKPOINTS,
+        Feature.TPUS: "Torch reaches TPUs through torch_xla, which this package does "
+        "not use: set KERAS_BACKEND=jax there.",
     }
     version = keras.version()
     if tuple(int(part) for part in version.split(".")[:2]) < (3, 16):

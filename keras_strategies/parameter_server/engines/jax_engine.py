@@ -231,6 +231,3 @@ class JaxParameterServerEngine(ParameterServerEngine):
             return jax.tree.map(np.asarray, jitted(*arguments))
 
         return run
-
-
-ENGINE = JaxParameterServerEngine()

@@ -436,6 +436,3 @@ def _pending_value(variable: Any) -> np.ndarray:
     raw = raw_value(variable)
     given: np.ndarray | None = getattr(raw, _PENDING_VALUE, None)
     return raw.numpy() if given is None else given  # type: ignore[no-any-return]
-
-
-ENGINE = TensorFlowParameterServerEngine()

@@ -128,6 +128,3 @@ class _Update:
         """Values, and the slots of each."""
         values = [next(items) for _ in self._slots]
         return values, [[next(items) for _ in range(count)] for count in self._slots]
-
-
-ENGINE = TorchParameterServerEngine()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.errors import PeerError, SnapshotError
-from keras_strategies.parameter_server.engines import get_engine
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.server.loss_scale import apply_scale_report
 from keras_strategies.parameter_server.server.optimizer_updater import OptimizerUpdater
 from keras_strategies.parameter_server.server.snapshots import SnapshotFiles
@@ -44,7 +44,7 @@ class ParameterServer:
         self, index: int, snapshots: str | None = None, interval: float | None = None
     ):
         self._index = index
-        self._engine = get_engine()
+        self._engine = parameter_server_engine()
         self._store = VariableStore()
         self._updaters: dict[int, OptimizerUpdater] = {}
         self._optimizers: dict[int, bytes] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_strategies import context
 from keras_strategies.devices import Device
-from keras_strategies.parameter_server.engines import get_engine
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
 from keras_strategies.parameter_server.wire.request_connection import Connection
@@ -36,7 +36,7 @@ class WorkerStrategy(Strategy):
 
     def __init__(self, worker: Worker):
         super().__init__(Placement((_CPU,), _CPU, mirrored=False))
-        get_engine().install()
+        parameter_server_engine().install()
         self._worker = worker
         self._replica = context.ReplicaContext(self, 0, SingleReplica())
 
@@ -89,7 +89,7 @@ def run_worker(
         timeout: float, seconds that a server may take to answer.
         coordinator_seconds: float, timeout for a lost coordinator.
     """
-    engine = get_engine()
+    engine = parameter_server_engine()
     variables = WorkerVariables(engine)
     servers = ServerConnections(addresses, keys, timeout)
     connection = Connection(control, keys, "the coordinator")
