@@ -96,6 +96,11 @@ class ParameterServerStrategy(Strategy):
         silence_seconds: float, seconds without a heartbeat after which a process is
             killed and restarted.
         start_seconds: float, timeout for the start of the cluster.
+        step_timeout_seconds: float, seconds without a result after which a worker that
+            runs a scheduled function or a step is ended and replaced, although its
+            process is alive; the function goes to another worker. After three such
+            ends it is an error. The first steps of a worker, which compile, must
+            finish in this time. None for no timeout.
 
     Raises:
         ValueError: for an invalid cluster, without a worker or a server or with two
@@ -128,6 +133,7 @@ class ParameterServerStrategy(Strategy):
         timeout_seconds: float = 120.0,
         silence_seconds: float = 30.0,
         start_seconds: float = 180.0,
+        step_timeout_seconds: float | None = None,
     ):
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
@@ -148,6 +154,7 @@ class ParameterServerStrategy(Strategy):
             ("timeout_seconds", timeout_seconds),
             ("silence_seconds", silence_seconds),
             ("start_seconds", start_seconds),
+            ("step_timeout_seconds", step_timeout_seconds),
         ):
             if seconds is not None and not seconds > 0:
                 raise InvalidArgumentError(
@@ -184,6 +191,7 @@ class ParameterServerStrategy(Strategy):
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
             start_seconds=start_seconds,
+            step_timeout_seconds=step_timeout_seconds,
         )
         self._cluster = _cluster(resolver, options)
         self._finalizer = weakref.finalize(self, self._cluster.close)

@@ -44,6 +44,7 @@ EVERYWHERE = {
     "test_rows": (),
     "test_shared_buffers": (),
     "test_snapshots": (),
+    "test_step_timeouts": (),
     "test_steps_that_differ": (),
     "test_store": (),
     "test_training": (

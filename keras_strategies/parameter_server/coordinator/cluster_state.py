@@ -18,12 +18,15 @@ class QueuedTask:
         task: the task, without the values of local variables.
         result: called with the value and the error of the result.
         local: numbers of variables on no server.
+        deaths: int, number of workers that died while they ran it.
+        timeouts: int, number of these that were ended after `step_timeout_seconds`.
     """
 
     task: ScheduledTask
     result: Callable[[Any, BaseException | None], None]
     local: tuple[int, ...]
     deaths: int = 0
+    timeouts: int = 0
 
 
 @dataclass
@@ -35,6 +38,10 @@ class WorkerState:
     sender: bytes | None = None
     pid: int = 0
     last_heartbeat: float = 0.0
+    #: The connection of its heartbeats.
+    heartbeat_sender: bytes | None = None
+    #: Time of its last result, or of the first task of an idle worker.
+    last_progress: float = 0.0
     in_flight: collections.deque[QueuedTask] = field(default_factory=collections.deque)
     known: set[tuple[str, int]] = field(default_factory=set)
     steps: int = 0

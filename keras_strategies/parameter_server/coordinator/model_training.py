@@ -315,6 +315,7 @@ class ModelTraining:
             nonlocal last
             step, value = in_flight.popleft()
             last = value.fetch()
+            scheduler.tasks.emit_warnings()
             end(step, last)
 
         try:

@@ -47,6 +47,7 @@ class ClusterOptions:
     timeout_seconds: float = 120.0
     silence_seconds: float = 30.0
     start_seconds: float = 180.0
+    step_timeout_seconds: float | None = None
 
 
 class ProcessCluster:
@@ -103,6 +104,7 @@ class ProcessCluster:
             can_restore=self._snapshots is not None or not is_local,
             name=self._name,
             on_snapshot_error=options.on_snapshot_error,
+            step_timeout=options.step_timeout_seconds,
         )
         self.servers: ServerConnections | None = None
         try:

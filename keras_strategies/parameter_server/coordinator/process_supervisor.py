@@ -190,7 +190,9 @@ class ProcessSupervisor:
         if isinstance(name, tuple):
             state = self.servers.get(name[1])
         else:
-            state = self.workers.get(name)
+            state = worker = self.workers.get(name)
+            if worker is not None:
+                worker.heartbeat_sender = sender
         if state is not None and state.incarnation == incarnation:
             state.last_heartbeat = time.monotonic()
 
@@ -204,6 +206,15 @@ class ProcessSupervisor:
             server = self.servers[task.index]
             if server.incarnation == task.incarnation:
                 self._server_died(server, reason)
+
+    def end_worker(self, worker: WorkerState, reason: str) -> None:
+        """Ends a worker's process and starts another one."""
+        if self._processes is not None:
+            self._kill("worker", worker.index, worker.incarnation)
+        elif worker.heartbeat_sender is not None:
+            self._send(worker.heartbeat_sender, ("end", reason))
+        self._lost(worker, reason)
+        self._restart(worker, reason)
 
     def _restart(self, worker: WorkerState, reason: str) -> None:
         if worker.failed_starts >= _MAX_FAILED_STARTS:
@@ -262,12 +273,12 @@ class ProcessSupervisor:
             states: list[WorkerState | ServerState] = [*self.workers.values()]
             for state in [*states, *self.servers.values()]:
                 state.last_heartbeat = now
+            for worker in self.workers.values():
+                worker.last_progress = now
         for worker in self.workers.values():
             if worker.is_alive and now - worker.last_heartbeat > self._silence:
                 reason = f"no heartbeat for {self._silence:g} seconds"
-                self._kill("worker", worker.index, worker.incarnation)
-                self._lost(worker, reason)
-                self._restart(worker, reason)
+                self.end_worker(worker, reason)
         for server in self.servers.values():
             if server.is_ready and now - server.last_heartbeat > self._silence:
                 self._kill("ps", server.index, server.incarnation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from keras_strategies.keras_compat.models.building import compiled_parts
@@ -177,7 +178,9 @@ class RemoteFunctions:
         number = next(self._numbers)
         numbers = tuple(variables)
         self._scheduler.define(
-            FunctionDefinition(number, kind, blob, generation, numbers)
+            FunctionDefinition(
+                number, kind, blob, generation, numbers, _name(kind, what)
+            )
         )
         local = tuple(
             n for n, description in variables.items() if description.kind == "local"
@@ -196,3 +199,14 @@ class RemoteFunctions:
             # Optimizers have been built, or their variables have been moved.
             blob, generation, variables, _ = dump(what)
         return blob, generation, variables
+
+
+def _name(kind: str, what: Any) -> str:
+    """The name of a function or of a model's step in messages."""
+    if kind != "call":
+        return f"the {kind} step of model {what.name!r}"
+    code = getattr(what, "__code__", None)
+    name = getattr(what, "__qualname__", type(what).__name__).split("<locals>.")[-1]
+    if code is None:
+        return f"function {name!r}"
+    return f"function {name!r} ({Path(code.co_filename).name}:{code.co_firstlineno})"

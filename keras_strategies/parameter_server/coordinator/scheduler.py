@@ -61,6 +61,8 @@ class Scheduler:
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
         on_snapshot_error: str, `"raise"` or `"continue"`.
+        step_timeout: float or None, seconds without a result after which a worker that
+            has tasks is ended.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Scheduler:
         can_restore: bool,
         name: str,
         on_snapshot_error: str = "raise",
+        step_timeout: float | None = None,
     ):
         self._service = service
+        self._step_timeout = step_timeout
         self._on_snapshot_error = on_snapshot_error
         self._local = local
         self._silence = silence
@@ -207,6 +211,7 @@ class Scheduler:
                 if not self._is_closed:
                     self.supervisor.update_processes()
                 self.supervisor.check_heartbeats()
+                self._check_progress()
                 self._assign()
                 to_send, self._to_send = self._to_send, collections.deque()
                 is_closed = self._is_closed
@@ -225,18 +230,58 @@ class Scheduler:
             # Only the first one was running.
             pending.deaths += i == 0
             if pending.deaths >= _FATAL_DEATHS:
-                self.tasks.fail(
-                    pending,
-                    WorkerError(
-                        f"{pending.deaths} workers in turn died while they ran one "
-                        f"scheduled function, worker {worker.index} last: {reason}. "
-                        "See their output. A process without an error there may have "
-                        "been killed because the machine ran out of memory."
-                    ),
-                )
+                self.tasks.fail(pending, self._repeated(pending, worker, reason))
         alive = [p for p in again if p.deaths < _FATAL_DEATHS]
         self.tasks.waiting.extendleft(reversed(alive))
         self.condition.notify_all()
+
+    def _repeated(
+        self, pending: QueuedTask, worker: WorkerState, reason: str
+    ) -> BaseException:
+        """The error of a task during which several workers died."""
+        name = self._name(pending)
+        if pending.timeouts:
+            return ClusterTimeoutError(
+                f"{pending.deaths} workers in turn were ended because {name} did not "
+                f"finish within {self._step_timeout:g} seconds, worker {worker.index} "
+                "last. If it needs longer, raise `step_timeout_seconds` of the "
+                "strategy."
+            )
+        return WorkerError(
+            f"{pending.deaths} workers in turn died while they ran one scheduled "
+            f"function, {name}, worker {worker.index} last: {reason}. See their "
+            "output. A process without an error there may have been killed because "
+            "the machine ran out of memory."
+        )
+
+    def _name(self, pending: QueuedTask) -> str:
+        return self._definitions[pending.task.definition].name
+
+    def _check_progress(self) -> None:
+        """Ends workers without a result for `step_timeout_seconds`."""
+        if self._step_timeout is None:
+            return
+        now = time.monotonic()
+        if not all(server.is_ready for server in self.servers.values()):
+            # Steps wait for a server that is restarted.
+            for worker in self.workers.values():
+                worker.last_progress = now
+        for worker in self.workers.values():
+            seconds = now - worker.last_progress
+            if worker.in_flight and seconds > self._step_timeout:
+                late = worker.in_flight[0]
+                late.timeouts += 1
+                reason = (
+                    f"{self._name(late)} did not finish within "
+                    f"{self._step_timeout:g} seconds"
+                )
+                if late.deaths + 1 < _FATAL_DEATHS:
+                    self.tasks.warnings.append(
+                        f"Worker {worker.index} was ended and is replaced: {reason}, "
+                        "the `step_timeout_seconds` of the strategy. It runs again on "
+                        "the next free worker; its updates count once."
+                    )
+                self.supervisor.end_worker(worker, reason)
 
     def _is_running(self) -> bool:
         """Whether a worker runs a task."""
@@ -287,6 +332,8 @@ class Scheduler:
             done=self.tasks.first_unfinished,
             pulls_ahead=self._pulls_ahead,
         )
+        if not worker.in_flight:
+            worker.last_progress = time.monotonic()
         worker.in_flight.append(pending)
         self._to_send.append((worker.sender, ("task", task)))
         self.condition.notify_all()
@@ -305,7 +352,7 @@ class Scheduler:
     def _finish(
         self, worker: WorkerState, pending: QueuedTask, result: TaskResult
     ) -> None:
-        worker.last_heartbeat = time.monotonic()
+        worker.last_heartbeat = worker.last_progress = time.monotonic()
         if result.error is not None:
             self.tasks.fail(pending, result.error)
             return

@@ -1,13 +1,16 @@
 """Heartbeats: liveness of workers and servers, and detection of a lost coordinator.
 
 A thread sends them, so that they continue during a step that hangs; a stopped process
-or a lost machine sends none.
+or a lost machine sends none. The coordinator's only reply ends a process whose step
+hangs.
 """
 
 from __future__ import annotations
 
 import collections
 import math
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -51,8 +54,13 @@ def send_heartbeats(
         connection.post((0, ("heartbeat", (index, incarnation))))
         while notices:
             connection.post((0, notices.popleft()))
-        # There are no replies; this monitors the connection.
-        connection.receive(HEARTBEAT_SECONDS)
+        # This also monitors the connection.
+        message = connection.receive(HEARTBEAT_SECONDS)
+        if message is not None:
+            _, (_, reason) = message
+            print(f"This process ends: {reason}.", file=sys.stderr, flush=True)
+            # Its main thread hangs.
+            os._exit(1)
         if announce is not None and connection.reconnects > reconnects:
             reconnects = connection.reconnects
             connection.post((0, announce()))

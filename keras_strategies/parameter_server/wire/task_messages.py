@@ -19,6 +19,7 @@ class FunctionDefinition:
         blob: bytes, the function or the model, pickled.
         generation: int, higher for later pickles.
         variables: tuple of int, the numbers of the variables in it.
+        name: str, for messages: `"function 'step' (train.py:12)"`.
     """
 
     number: int
@@ -26,6 +27,7 @@ class FunctionDefinition:
     blob: bytes
     generation: int
     variables: tuple[int, ...]
+    name: str = "a function"
 
 
 @dataclass(frozen=True)
