@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 _twice_differentiated: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class CallOnReplicas(GradientBoundary):
-    """One call of a layer on all replicas, each on its rows.
+@dataclass(frozen=True)
+class SplitCall:
+    """A layer call that is split over the replicas of a strategy.
 
     Args:
         strategy: the strategy.
@@ -44,17 +46,24 @@ class CallOnReplicas(GradientBoundary):
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
     """
 
-    def __init__(
-        self,
-        strategy: StrategyCore,
-        layer_call: LayerCall,
-        row_split: RowSplit,
-        reduction: LocalReduction | None,
-    ):
-        lead = strategy.placement.variables
-        super().__init__(row_split.replica_set.primitives, row_split, lead, reduction)
-        self.strategy = strategy
-        self.layer_call = layer_call
+    strategy: StrategyCore
+    layer_call: LayerCall
+    row_split: RowSplit
+    reduction: LocalReduction | None
+
+
+class CallOnReplicas(GradientBoundary):
+    """One call of a layer on all replicas, each on its rows.
+
+    Args:
+        call: the layer call and its rows.
+    """
+
+    def __init__(self, call: SplitCall):
+        lead = call.strategy.placement.variables
+        super().__init__(call.row_split, lead, call.reduction)
+        self.strategy = call.strategy
+        self.layer_call = call.layer_call
 
     # What an engine provides, besides the boundary.
 

@@ -111,20 +111,15 @@ class GradientBoundary(abc.ABC):
     """One layer call's tensors and gradients between the global batch and replicas.
 
     Args:
-        ops: the functions of the framework's tensors.
         row_split: the rows of the call.
         lead: the device of the global batch.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
     """
 
     def __init__(
-        self,
-        ops: TensorPrimitives,
-        row_split: RowSplit,
-        lead: Device,
-        reduction: LocalReduction | None,
+        self, row_split: RowSplit, lead: Device, reduction: LocalReduction | None
     ):
-        self.ops = ops
+        self.ops = row_split.replica_set.primitives
         self.row_split = row_split
         self.lead = lead
         self.reduction = reduction

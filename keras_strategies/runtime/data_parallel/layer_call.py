@@ -30,7 +30,10 @@ from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.call_on_replicas import CallOnReplicas
+from keras_strategies.runtime.data_parallel.call_on_replicas import (
+    CallOnReplicas,
+    SplitCall,
+)
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.row_checks.layer_checks import RowChecks
@@ -67,6 +70,9 @@ class DataParallelCall(abc.ABC):
         self.probes = probes
         self._primitives = primitives
         self._not_by_rows: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         self._row_checks = RowChecks(strategy.placement.workers)
 
     # What an engine provides.
@@ -76,7 +82,7 @@ class DataParallelCall(abc.ABC):
         """Whether replicas can call a layer, with copies of all of its variables."""
 
     @abc.abstractmethod
-    def on_replicas(self, layer_call: LayerCall, row_split: RowSplit) -> CallOnReplicas:
+    def on_replicas(self, call: SplitCall) -> CallOnReplicas:
         """A call on the replicas that have rows."""
 
     def is_faster_unsplit(
@@ -96,6 +102,28 @@ class DataParallelCall(abc.ABC):
     def workers_changed(self) -> None:
         """Drops results of checks that the workers have made together."""
         self._row_checks.clear()
+
+    def has_foreign_variables(
+        self, layer: Any, is_foreign: Callable[[Any], bool], what: str
+    ) -> bool:
+        """Whether a layer has variables without copies on replicas; warns once.
+
+        Args:
+            layer: the layer.
+            is_foreign: callable of a layer, the check of the framework.
+            what: str, the framework's objects that have such variables.
+        """
+        known = self._foreign.get(layer)
+        if known is None:
+            known = self._foreign[layer] = is_foreign(layer)
+            if known:
+                warn_user(
+                    f"Layer {layer.name!r} contains {what}. Replicas cannot have "
+                    "copies of their variables, so the layer is called on one device "
+                    "with the unsplit batch, which is exact but not parallel. Use "
+                    "`add_weight` and Keras layers to run it on all replicas."
+                )
+        return known
 
     # The call.
 
@@ -127,8 +155,8 @@ class DataParallelCall(abc.ABC):
                     self._row_checks.add(layer_call, check)
                     self._warn_of(layer, check.problem)
                 return outputs
-            on_replicas = self.on_replicas(layer_call, row_split)
-            result = on_replicas.outputs(check.loss_kinds)
+            split_call = SplitCall(self.strategy, layer_call, row_split, self.reduction)
+            result = self.on_replicas(split_call).outputs(check.loss_kinds)
             if result is None:
                 self._not_by_rows.add(layer)
                 return call(*args, **kwargs)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from keras_strategies import context
-from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
@@ -32,40 +31,28 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.call_on_replicas import CallOnReplicas
+from keras_strategies.runtime.data_parallel.call_on_replicas import (
+    CallOnReplicas,
+    SplitCall,
+)
 from keras_strategies.runtime.data_parallel.gradient_boundary import Channel
-from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall
 from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
-
-if TYPE_CHECKING:
-    from keras_strategies.runtime.engine import StrategyCore
 
 
 class CallInLockstep(CallOnReplicas):
     """One data-parallel call, from its first slice to its backward pass.
 
     Args:
-        strategy: the strategy.
-        layer_call: the call.
-        row_split: the rows of each replica.
-        reduction: the strategy's `CrossDeviceOps`, None for TensorFlow's own sums.
+        call: the layer call and its rows.
         engine: the replicas' threads.
     """
 
-    def __init__(
-        self,
-        strategy: StrategyCore,
-        layer_call: LayerCall,
-        row_split: RowSplit,
-        reduction: LocalReduction | None,
-        engine: ReplicaEngine,
-    ):
-        super().__init__(strategy, layer_call, row_split, reduction)
+    def __init__(self, call: SplitCall, engine: ReplicaEngine):
+        super().__init__(call)
         self._engine = engine
-        self.sizes = row_split.sizes
+        self.sizes = call.row_split.sizes
         count = len(self.sizes)
-        placement = strategy.placement
+        placement = call.strategy.placement
         replicas = placement.replicas[:count]
         self._devices = [tf_device(device) for device in replicas]
         self._lead_name = tf_device(placement.variables)
@@ -79,7 +66,7 @@ class CallInLockstep(CallOnReplicas):
         self._asked: set[int] = set()
         self._zeros: dict[Any, tuple[Any, Any]] = {}
         self._collectives = LockstepCollectives(
-            replicas, placement.variables, row_split.replica_set, reduction
+            replicas, placement.variables, call.row_split.replica_set, call.reduction
         )
         self.traces = ReplicaTraces(
             self._devices, self.slices, self._local_value, self._collectives

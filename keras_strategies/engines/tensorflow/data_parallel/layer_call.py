@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,8 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
-from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -51,9 +49,6 @@ class TensorFlowDataParallelCall(DataParallelCall):
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         super().__init__(strategy, PRIMITIVES, TensorFlowProbes(strategy))
         self._engine = engine
-        self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
-            weakref.WeakKeyDictionary()
-        )
         #: What steps keep of elastic workers; None for fixed ones.
         self.elastic: TensorFlowElasticSteps | None = None
         workers = workers_of(self.placement)
@@ -85,12 +80,12 @@ class TensorFlowDataParallelCall(DataParallelCall):
         kinds = (tf.RaggedTensor, tf.SparseTensor)
         if any(isinstance(tensor, kinds) for tensor in tensors):
             return False
-        return not self._has_foreign_variables(layer)
-
-    def on_replicas(self, layer_call: LayerCall, row_split: RowSplit) -> CallInLockstep:
-        return CallInLockstep(
-            self.strategy, layer_call, row_split, self.reduction, self._engine
+        return not self.has_foreign_variables(
+            layer, holds_tf_variables, "variables or modules of TensorFlow"
         )
+
+    def on_replicas(self, call: SplitCall) -> CallInLockstep:
+        return CallInLockstep(call, self._engine)
 
     def sizes_in_program(self, layer: Any, rows: Any, count: int) -> list[Any]:
         if _cannot_take_no_rows(layer):
@@ -110,21 +105,6 @@ class TensorFlowDataParallelCall(DataParallelCall):
         )
         with tf.control_dependencies([check] if check is not None else []):
             return tf.identity(rows)
-
-    def _has_foreign_variables(self, layer: Any) -> bool:
-        """Whether a layer computes with variables that are not Keras's."""
-        known = self._foreign.get(layer)
-        if known is None:
-            known = self._foreign[layer] = holds_tf_variables(layer)
-            if known:
-                warn_user(
-                    f"Layer {layer.name!r} contains variables or modules of "
-                    "TensorFlow. They cannot be replaced by a replica's copies, so "
-                    "the layer is called on one device with the whole batch, which "
-                    "is exact but not parallel. Use `add_weight` and Keras layers to "
-                    "run it on all replicas."
-                )
-        return known
 
 
 def _cannot_take_no_rows(layer: Any) -> bool:

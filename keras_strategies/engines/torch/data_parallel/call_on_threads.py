@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from keras_strategies import context
-from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.compat import is_graph_retained
 from keras_strategies.engines.torch.data_parallel.gradient_sums import WorkerSums
 from keras_strategies.engines.torch.devices import torch_device
@@ -24,23 +23,18 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.call_on_replicas import CallOnReplicas
-from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall
+from keras_strategies.runtime.data_parallel.call_on_replicas import (
+    CallOnReplicas,
+    SplitCall,
+)
 from keras_strategies.runtime.state.replica_state import ReplicaState
-
-if TYPE_CHECKING:
-    from keras_strategies.runtime.engine import StrategyCore
 
 
 class CallOnThreads(CallOnReplicas):
     """One call of a layer on the replicas' threads.
 
     Args:
-        strategy: the strategy.
-        layer_call: the call.
-        row_split: the rows of each replica.
-        reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
+        call: the layer call and its rows.
         threads: the threads of the replicas.
         variables: the replicas' copies of variables.
         random: the random numbers of the forward pass.
@@ -48,23 +42,21 @@ class CallOnThreads(CallOnReplicas):
 
     def __init__(
         self,
-        strategy: StrategyCore,
-        layer_call: LayerCall,
-        row_split: RowSplit,
-        reduction: LocalReduction | None,
+        call: SplitCall,
         threads: ReplicaThreads,
         variables: ReplicaVariables,
         random: ReplicaRandom,
     ):
-        super().__init__(strategy, layer_call, row_split, reduction)
+        super().__init__(call)
         self._threads = threads
         self._variables = variables
         self._random = random
-        replicas = strategy.placement.replicas[: len(row_split.sizes)]
+        row_split = call.row_split
+        replicas = call.strategy.placement.replicas[: len(row_split.sizes)]
         self._devices = [torch_device(device) for device in replicas]
         # The backward pass uses the same collectives.
         self._collectives = ThreadCollectives(
-            replicas, replica_set=row_split.replica_set, reduction=reduction
+            replicas, replica_set=row_split.replica_set, reduction=call.reduction
         )
         self._state = thread_state()
         self._versions: list[int] = []

@@ -23,10 +23,10 @@ from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVar
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import wraps_torch_modules
+from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall, flags
-from keras_strategies.user_warnings import warn_user
+from keras_strategies.runtime.row_checks.layer_probes import flags
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -67,9 +67,6 @@ class TorchDataParallelCall(DataParallelCall):
         )
         # How the calls of the current step were made.
         self._were_small: list[bool] = []
-        self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
-            weakref.WeakKeyDictionary()
-        )
 
     @contextlib.contextmanager
     def step(self, is_small: bool) -> Iterator[Callable[[], bool]]:
@@ -108,7 +105,9 @@ class TorchDataParallelCall(DataParallelCall):
             return super().__call__(layer, call, args, kwargs)
 
     def can_split(self, layer: Any, tensors: Sequence[Any]) -> bool:
-        return not self._has_torch_modules(layer)
+        return not self.has_foreign_variables(
+            layer, wraps_torch_modules, "torch modules"
+        )
 
     def is_faster_unsplit(
         self, layer: Any, rows: int, row_split: RowSplit, call_few: Callable[[], int]
@@ -125,33 +124,11 @@ class TorchDataParallelCall(DataParallelCall):
         self._were_small.append(is_small)
         return is_small
 
-    def on_replicas(self, layer_call: LayerCall, row_split: RowSplit) -> CallOnThreads:
-        return CallOnThreads(
-            self.strategy,
-            layer_call,
-            row_split,
-            self.reduction,
-            self._threads,
-            self._variables,
-            self._random,
-        )
+    def on_replicas(self, call: SplitCall) -> CallOnThreads:
+        return CallOnThreads(call, self._threads, self._variables, self._random)
 
     def _cost_of(self, layer: Any, call_few: Callable[[], int]) -> CallCost:
         work = self._costs.get(layer)
         if work is None:
             work = self._costs[layer] = measure(call_few)
         return work
-
-    def _has_torch_modules(self, layer: Any) -> bool:
-        """Whether a layer contains torch modules."""
-        known = self._foreign.get(layer)
-        if known is None:
-            known = self._foreign[layer] = wraps_torch_modules(layer)
-            if known:
-                warn_user(
-                    f"Layer {layer.name!r} contains torch modules. Their parameters "
-                    "cannot be replaced by a replica's copies, so the layer runs on "
-                    "one device with the full batch: exact, but not parallel. Write "
-                    "it with Keras layers to run it on all replicas."
-                )
-        return known
