@@ -23,6 +23,7 @@ from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Generation, Member, Membership
 from keras_strategies.cluster.group.rendezvous import Rendezvous
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.types import Elastic
 
@@ -299,6 +300,26 @@ def test_the_state_of_the_worker_that_is_ahead_counts(joined):
         assert (generation.number, generation.step, generation.source) == (1, 7, 1)
         assert generation.behind == (0, 2)
         assert generation.lost == generation.joined == ()
+
+
+def test_a_process_that_has_replaced_the_chief_does_not_lead(joined):
+    # It listens before the others notice the loss.
+    addresses = free_addresses(2)
+    joined += join_all(addresses, [0, 1], min_workers=2)
+    joined.pop(0).leave()
+    with ThreadPoolExecutor(1) as pool:
+        new = pool.submit(join, addresses, 0, limits(min_workers=2))
+        wait_until(lambda: _listens(addresses[0]), "the new worker listens")
+        found = joined[0].reform(5)
+        joined.append(new.result(TIMEOUT))
+    assert [each.index for each in found.members] == [1, 0]
+    assert (found.lost, found.joined, found.step) == ((0,), (0,), 5)
+
+
+def _listens(address: str) -> bool:
+    host, port = split_address(address)
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
 
 
 def test_one_worker_ends_the_generation_of_busy_ones(joined):

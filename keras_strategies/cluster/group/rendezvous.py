@@ -21,9 +21,11 @@ Then the leader, now the chief, makes the votes' connections those of the new gr
 chief, where they wait for the next generation.
 
 Votes carry the last finished step of a worker; a worker without training state has
-none. A new worker waits when it is ready to train: before that, it learns that the
-others train and forms no group. New workers begin after a step where the furthest
-worker admits them.
+none. A process without training state does not lead workers that have it: it may have
+the index of a lost one, and answers their votes with `new`, so that they pass over it.
+A new worker waits when it is ready to train: before that, it learns that the others
+train and forms no group. New workers begin after a step where the furthest worker
+admits them.
 """
 
 from __future__ import annotations
@@ -217,7 +219,7 @@ class Rendezvous:
         if header is not None and header["kind"] == "welcome":
             return Formed(line, None, header), False
         line.abort()
-        if header is None or header["kind"] == "wrong_job":
+        if header is None or header["kind"] in ("wrong_job", "new"):
             return None, True
         if header["kind"] == "refused":
             error = WorkerError if header["is_late"] else ClusterError
@@ -382,6 +384,8 @@ class Rendezvous:
                     return int(chief)
             elif self._own.target == 0 < answer["target"]:
                 return index
+            elif answer["target"] == 0 < self._own.target:
+                continue
             elif answer["phase"] == FORMING and order.index(index) < own:
                 return -1
         return None

@@ -192,7 +192,8 @@ class RendezvousListener:
             header["admits"],
         )
         with self.changed:
-            answer = self._answer(candidate)
+            is_behind = header["target"] > 0 and not self.target and not self.previous
+            answer = self.state("new") if is_behind else self._answer(candidate)
             if answer is None:
                 self.candidates[candidate.uid] = candidate
                 self.changed.notify_all()
