@@ -110,6 +110,17 @@ def test_a_killed_worker_and_a_killed_chief_are_replaced(cluster):
     assert [len(found[index]["times"]) for index in range(3)] == [1, 4, 3]
 
 
+def test_a_worker_is_lost_before_the_first_collective(cluster):
+    """The connections of a generation are made when no other has taken a step."""
+    second = cluster.processes[1]
+    (cluster.folder / f"{second.pid}.dies").touch()
+    cluster.send(2, signal.SIGKILL)
+    second.wait(TIMEOUT)
+    del cluster.processes[1]
+    cluster.await_members({0})
+    assert len(cluster.results()[0]["times"]) == 2
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
 def test_a_stopped_worker_is_left_out(cluster, victim):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,7 +32,8 @@ class Training:
     Args:
         membership: the group.
         folder: for files; `PID.members` has the members of the last generation
-            that has finished a step.
+            that has finished a step. A worker whose process has a file `PID.dies` kills
+            itself before the first collective of a generation.
     """
 
     def __init__(self, membership: Membership, folder: Path):
@@ -74,6 +76,8 @@ class Training:
         own = numbers[rank]
         workers.group.progress = f"step {self.step}"
         stop = workers.group.gather_values("stop", (self.folder / "stop").exists())
+        if not self._is_noted and (self.folder / f"{os.getpid()}.dies").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
         total, most = (
             workers.all_reduce(op, [_tensor([own * self.step, 1])])[0]
             for op in (ReduceOp.SUM, ReduceOp.MAX)

@@ -24,6 +24,7 @@ from jax import numpy as jnp
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
+from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines.jax import compat
@@ -110,7 +111,7 @@ class JaxWorkers(Workers):
                     f"{_LOOPBACK}:{relay.port}",
                     group.count,
                     group.index,
-                    group.timeout,
+                    group.patience,
                 )
             compat.use_host_for_collectives(group.own_host)
             group.barrier("the start of JAX's service")
@@ -120,10 +121,19 @@ class JaxWorkers(Workers):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _start_devices(self, group: WorkerGroup) -> None:
-        """Makes the devices, and finds the connections between them."""
+        """Makes the devices and the connections between them.
+
+        XLA would make connections in the first step, after its compilation. Here, the
+        loss of a worker meanwhile ends the wait for it.
+        """
         sockets = GlooSockets()
-        with sockets.making(group):
-            jax.local_devices()
+
+        def end_waits(loss: LostWorker) -> None:
+            sockets.shutdown()
+
+        group.on_loss(end_waits)
+        with _lost_meanwhile(group), sockets.making(group):
+            _connect_devices(group)
         self._runtime.sockets = sockets
 
     def _start_service(self, group: WorkerGroup, path: str) -> int:
@@ -173,7 +183,7 @@ class JaxWorkers(Workers):
             runtime.front = runtime.relay = runtime.sockets = None
             with _lost_meanwhile(group):
                 self._start(group)
-                self._start_devices(group)
+            self._start_devices(group)
             runtime.group = group
         self.__dict__.pop("_mesh", None)
         super().replace(group)
@@ -342,6 +352,21 @@ def _unpack(
         results[i] = jnp.asarray(part.reshape(array.shape))
 
 
+def _connect_devices(group: WorkerGroup) -> None:
+    """Takes a sum over all devices, in which Gloo connects them."""
+    local = jax.local_devices()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
+    split = jax.NamedSharding(mesh, jax.P("device"))
+    shape = jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=split)
+    replicated = jax.NamedSharding(mesh, jax.P())
+    program = jax.jit(jnp.sum, out_shardings=replicated).lower(shape).compile()
+    # From here on, all workers are in the same few milliseconds.
+    group.barrier("the connections between devices")
+    ones = [jax.device_put(np.ones(1, np.float32), device) for device in local]
+    stacked = jax.make_array_from_single_device_arrays(shape.shape, split, ones)
+    jax.block_until_ready(program(stacked))
+
+
 def _is_collective(error: BaseException) -> bool:
     """Whether an error is one of a collective, and not of the program, such as memory.
 
@@ -376,8 +401,10 @@ def _lost_meanwhile(group: WorkerGroup) -> Iterator[None]:
     """Raises `WorkerError` for an engine's error while its runtime starts."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, RuntimeError, OSError) as error:
+    except (jax.errors.JaxRuntimeError, RuntimeError, OSError, ValueError) as error:
         if isinstance(error, WorkerError):
+            raise
+        if isinstance(error, ValueError) and not _is_collective(error):
             raise
         raise lost_worker(group, error) from error
 
