@@ -9,6 +9,7 @@ import pytest
 from keras_strategies.parameter_server.coordinator.process_supervisor import (
     ProcessSupervisor,
 )
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from parameter_server import clusters
 
 _LOGGER = logging.getLogger("keras_strategies")
@@ -26,6 +27,7 @@ def start():
             silence=8.0,
             can_restore=False,
             name="me",
+            addresses=ServerAddresses(["ipc://s"]),
             send=lambda receiver, message: None,
             on_lost=lambda worker, reason: None,
             on_failure=lambda error: None,
@@ -34,7 +36,7 @@ def start():
             on_snapshots=lambda problem: None,
         )
         supervisor.start_all()
-        supervisor.handle("server", b"s", (0, 0, 60, False, ""))
+        supervisor.handle("server", b"s", (0, 0, 60, False, "", "ipc://s"))
         supervisor.handle("worker", b"w", (1, 0, 51))
 
     level = _LOGGER.level

@@ -14,6 +14,7 @@ from keras_strategies.parameter_server.coordinator.process_supervisor import (
 )
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.snapshots import check_folder
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server.full_disk import full_disk
 
@@ -193,6 +194,7 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
         silence=8.0,
         can_restore=True,
         name="me",
+        addresses=ServerAddresses(["ipc://s"]),
         send=lambda receiver, message: sent.append(message),
         on_lost=lambda worker, reason: None,
         on_failure=broken.append,
@@ -205,9 +207,11 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
         processes.reasons.append((LocalTask("ps", 0, incarnation), reason))
         supervisor.update_processes()
 
-    supervisor.handle("server", b"s", (0, 0, 50, False, ""))
+    supervisor.handle("server", b"s", (0, 0, 50, False, "", "ipc://s"))
     end(0, "it was killed")
-    supervisor.handle("server", b"s", (0, 1, 51, True, "f.snapshot is damaged."))
+    supervisor.handle(
+        "server", b"s", (0, 1, 51, True, "f.snapshot is damaged.", "ipc://s")
+    )
     assert damaged == ["f.snapshot is damaged."] and not broken
     supervisor.handle("snapshots", b"s", (0, "The disk is full.", False))
     assert problems == ["The disk is full."]

@@ -12,6 +12,7 @@ from keras_strategies.parameter_server.coordinator.process_supervisor import (
 )
 from keras_strategies.parameter_server.server import request_handler
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.step_messages import StepRequest
 from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
@@ -136,6 +137,7 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         silence=8.0,
         can_restore=False,
         name="me",
+        addresses=ServerAddresses(["ipc://s"]),
         send=lambda receiver, message: sent.append(message),
         on_lost=lambda worker, reason: lost.append((worker.index, reason)),
         on_failure=broken.append,
@@ -147,7 +149,7 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         supervisor.handle("worker", b"w%d" % index, (index, 0, 50 + index))
     assert sent == [("registered", "me")] * 2
     assert supervisor.missing() == ["parameter server 0"]
-    supervisor.handle("server", b"s", (0, 0, 60, False, ""))
+    supervisor.handle("server", b"s", (0, 0, 60, False, "", "ipc://s"))
     now[0] += 30
     supervisor.check_heartbeats()
     assert not lost
@@ -156,8 +158,8 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         until = now[0] + seconds
         while now[0] < until:
             now[0] += 1
-            supervisor.handle("heartbeat", b"b", (0, 0))
-            supervisor.handle("heartbeat", b"b", (("ps", 0), 0))
+            supervisor.handle("heartbeat", b"b", (0, 0, 0))
+            supervisor.handle("heartbeat", b"b", (("ps", 0), 0, None))
             supervisor.check_heartbeats()
 
     pass_time(7)

@@ -27,6 +27,7 @@ from keras_strategies.parameter_server.variables.coordinator_variables import (
 )
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_service import Service
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.worker.worker_process import run_worker
 from keras_strategies.processes.local_cluster import LocalTask
@@ -74,9 +75,9 @@ class ProcessCluster:
         folder = Path(self._folder.name)
         #: Whether this process starts the other ones.
         self.is_local = is_local = control is None
-        self._addresses = addresses or [
-            f"ipc://{folder}/ps-{i}" for i in range(options.servers)
-        ]
+        self._addresses = ServerAddresses(
+            addresses or [f"ipc://{folder}/ps-{i}" for i in range(options.servers)]
+        )
         self._snapshots = options.snapshot_folder
         self._own_snapshots: str | None = None
         if options.snapshot_seconds is not None and self._snapshots is None:
@@ -103,6 +104,7 @@ class ProcessCluster:
             # A server that was started elsewhere reports whether it was restored.
             can_restore=self._snapshots is not None or not is_local,
             name=self._name,
+            addresses=self._addresses,
             on_snapshot_error=options.on_snapshot_error,
             step_timeout=options.step_timeout_seconds,
         )
@@ -151,7 +153,7 @@ class ProcessCluster:
         else:
             entry = run_worker
             common |= {
-                "addresses": self._addresses,
+                "addresses": self._addresses.state[1],
                 "timeout": self.options.timeout_seconds,
             }
         return ProcessCall(f"{entry.__module__}:{entry.__name__}", common)

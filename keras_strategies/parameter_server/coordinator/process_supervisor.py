@@ -16,6 +16,7 @@ from keras_strategies.parameter_server.coordinator.cluster_state import (
     ServerState,
     WorkerState,
 )
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.reports.tables import counted
 
@@ -33,6 +34,7 @@ class ProcessSupervisor:
         silence: float, seconds without a heartbeat after which a process is lost.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
+        addresses: `ServerAddresses`, changed when a server registers.
         send: callable of a recipient and a message.
         on_lost: called with a lost worker and the reason.
         on_failure: called with an error that ends the cluster.
@@ -50,6 +52,7 @@ class ProcessSupervisor:
         silence: float,
         can_restore: bool,
         name: str,
+        addresses: ServerAddresses,
         send: Callable[[bytes, Any], None],
         on_lost: Callable[[WorkerState, str], None],
         on_failure: Callable[[BaseException], None],
@@ -63,6 +66,7 @@ class ProcessSupervisor:
         self._silence = silence
         self._can_restore = can_restore
         self._name = name
+        self._addresses = addresses
         self._send = send
         self._notify_lost = on_lost
         self._notify_failure = on_failure
@@ -158,9 +162,14 @@ class ProcessSupervisor:
         self._progress.report(f"worker {index} is ready, {ready} of {total}")
         self._notify_change()
 
-    def _on_server(self, sender: bytes, value: tuple[int, int, int, bool, str]) -> None:
-        index, incarnation, pid, is_restored, damage = value
+    def _on_server(
+        self, sender: bytes, value: tuple[int, int, int, bool, str, str]
+    ) -> None:
+        index, incarnation, pid, is_restored, damage, address = value
         server = self.servers[index]
+        if incarnation < server.incarnation and self._processes is not None:
+            return
+        self._addresses.set(index, address)
         is_restart = server.pid not in (0, pid)
         server.pid, server.incarnation = pid, incarnation
         is_new = is_restart or not server.is_ready
@@ -184,8 +193,10 @@ class ProcessSupervisor:
         self.servers[index].unsaved = "" if is_restorable else problem or ""
         self._notify_snapshots(problem)
 
-    def _on_heartbeat(self, sender: bytes, value: tuple[Any, int]) -> None:
-        name, incarnation = value
+    def _on_heartbeat(self, sender: bytes, value: tuple[Any, int, int | None]) -> None:
+        name, incarnation, version = value
+        if version not in (None, self._addresses.version):
+            self._send(sender, ("addresses", self._addresses.state))
         state: WorkerState | ServerState | None
         if isinstance(name, tuple):
             state = self.servers.get(name[1])

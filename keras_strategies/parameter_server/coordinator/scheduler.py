@@ -31,6 +31,7 @@ from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
 from keras_strategies.parameter_server.wire.request_service import Service
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
     TaskResult,
@@ -60,6 +61,7 @@ class Scheduler:
         silence: float, seconds without a heartbeat after which a process is lost.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
+        addresses: `ServerAddresses`, changed when a server registers.
         on_snapshot_error: str, `"raise"` or `"continue"`.
         step_timeout: float or None, seconds without a result after which a worker that
             has tasks is ended.
@@ -77,6 +79,7 @@ class Scheduler:
         silence: float,
         can_restore: bool,
         name: str,
+        addresses: ServerAddresses,
         on_snapshot_error: str = "raise",
         step_timeout: float | None = None,
     ):
@@ -96,6 +99,7 @@ class Scheduler:
             silence,
             can_restore,
             name,
+            addresses,
             send=lambda receiver, message: self._to_send.append((receiver, message)),
             on_lost=self._worker_lost,
             on_failure=self._fail_all,

@@ -30,7 +30,7 @@ def run_server(
         incarnation: int, number of earlier processes of this server.
         control: str, the coordinator's address.
         keys: `Keys` where addresses are not local.
-        address: str, the server's own.
+        address: str, the server's own; with port 0 for a free one.
         snapshots: folder for snapshots, None for none.
         interval: float, seconds between snapshots; None for snapshots on request only.
         coordinator_seconds: float, timeout for a lost coordinator.
@@ -40,9 +40,9 @@ def run_server(
     """
     reasons: list[str] = []
 
-    def ready(server: ParameterServer) -> None:
+    def ready(server: ParameterServer, found: str) -> None:
         restored = (server.is_restored, server.damage)
-        value = (index, incarnation, os.getpid(), *restored)
+        value = (index, incarnation, os.getpid(), *restored, found)
 
         def lost(reason: str) -> None:
             reasons.append(reason)
@@ -70,7 +70,7 @@ def _serve(
     keys: Keys | None,
     snapshots: str | None,
     interval: float | None,
-    ready: Callable[[ParameterServer], None],
+    ready: Callable[[ParameterServer, str], None],
 ) -> None:
     """Serves requests until the server is stopped.
 
@@ -80,12 +80,12 @@ def _serve(
         keys: `Keys` for TCP.
         snapshots: folder for snapshots, None for none.
         interval: float, seconds between snapshots; None for snapshots on request only.
-        ready: called with the server once it listens.
+        ready: called with the server and its address once it listens.
     """
     server = ParameterServer(index, snapshots, interval)
     service = Service(address, keys)
     try:
-        ready(server)
+        ready(server, service.address)
         serve(
             service,
             server.handle,

@@ -1,8 +1,8 @@
 """Heartbeats: liveness of workers and servers, and detection of a lost coordinator.
 
 A thread sends them, so that they continue during a step that hangs; a stopped process
-or a lost machine sends none. The coordinator's only reply ends a process whose step
-hangs.
+or a lost machine sends none. The coordinator replies with changed
+addresses of servers, or to end a process whose step hangs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_connection import Connection
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 
 #: Seconds between heartbeats.
 HEARTBEAT_SECONDS = 0.5
@@ -31,6 +32,7 @@ def send_heartbeats(
     lost: Callable[[str], None] | None = None,
     coordinator_seconds: float = math.inf,
     notices: collections.deque[tuple[str, Any]] | None = None,
+    addresses: ServerAddresses | None = None,
 ) -> None:
     """Sends heartbeats to the coordinator until the process ends.
 
@@ -45,22 +47,27 @@ def send_heartbeats(
         coordinator_seconds: float, timeout for a lost coordinator.
         notices: further messages for the coordinator, pairs of a kind and a value,
             appended by other threads.
+        addresses: a worker's addresses of servers, which replies to heartbeats change.
     """
     connection = Connection(address, keys, "the coordinator")
     reconnects = 0
     if announce is not None:
         connection.post((0, announce()))
     while True:
-        connection.post((0, ("heartbeat", (index, incarnation))))
+        version = None if addresses is None else addresses.version
+        connection.post((0, ("heartbeat", (index, incarnation, version))))
         while notices:
             connection.post((0, notices.popleft()))
         # This also monitors the connection.
         message = connection.receive(HEARTBEAT_SECONDS)
         if message is not None:
-            _, (_, reason) = message
-            print(f"This process ends: {reason}.", file=sys.stderr, flush=True)
-            # Its main thread hangs.
-            os._exit(1)
+            _, (kind, value) = message
+            if kind == "end":
+                print(f"This process ends: {value}.", file=sys.stderr, flush=True)
+                # Its main thread hangs.
+                os._exit(1)
+            if kind == "addresses" and addresses is not None:
+                addresses.replace(*value)
         if announce is not None and connection.reconnects > reconnects:
             reconnects = connection.reconnects
             connection.post((0, announce()))
@@ -70,9 +77,11 @@ def send_heartbeats(
             return
 
 
-def start_heartbeats(*arguments: Any) -> None:
+def start_heartbeats(*arguments: Any, **options: Any) -> None:
     """Starts `send_heartbeats` in a daemon thread."""
-    threading.Thread(target=send_heartbeats, args=arguments, daemon=True).start()
+    threading.Thread(
+        target=send_heartbeats, args=arguments, kwargs=options, daemon=True
+    ).start()
 
 
 def coordinator_lost_message(connection: Connection, seconds: float) -> str:

@@ -36,7 +36,8 @@ class Connection:
     each is applied once.
 
     Args:
-        address: str, the service's.
+        address: str, the service's; or a callable that returns it, `""` while it is not
+            known: the connection follows its changes.
         keys: `Keys`, needed for TCP.
         peer: str, name of the service in errors, such as `"parameter server 0"`.
         check: called periodically while waiting; raises to end the wait.
@@ -44,7 +45,7 @@ class Connection:
 
     def __init__(
         self,
-        address: str,
+        address: str | Callable[[], str],
         keys: Keys | None = None,
         peer: str = "the peer",
         check: Callable[[], None] | None = None,
@@ -52,9 +53,11 @@ class Connection:
         import zmq
 
         self._check = check
+        self._find_address = address if callable(address) else None
 
         self._zmq = zmq
-        self.address = address
+        self._keys = keys
+        self.address = ""
         self.peer = peer
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -62,18 +65,12 @@ class Connection:
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.reconnect_ivl = 20
         self._socket.reconnect_ivl_max = 500
-        if needs_keys(address):
-            assert keys is not None, "TCP needs keys"
-            self._socket.curve_serverkey = keys.service_public
-            self._socket.curve_publickey = keys.client_public
-            self._socket.curve_secretkey = keys.client_secret
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor = self._socket.get_monitor_socket(events)
         #: Time of the disconnection; None while connected or never connected.
         self.lost_since: float | None = None
         #: Number of reconnections.
         self.reconnects = 0
-        self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -83,9 +80,39 @@ class Connection:
         self._waiting: dict[int, list[Any]] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
-        can_share = address.startswith("ipc://") and IS_AVAILABLE
+        first = address() if callable(address) else address
+        can_share = first.startswith("ipc://") and IS_AVAILABLE
         self._shared_buffers = SharedBuffers() if can_share else None
         self._turns = itertools.count(1)
+        self._connect(first)
+
+    def _connect(self, address: str) -> None:
+        if not address:
+            return
+        if needs_keys(address):
+            assert self._keys is not None, "TCP needs keys"
+            self._socket.curve_serverkey = self._keys.service_public
+            self._socket.curve_publickey = self._keys.client_public
+            self._socket.curve_secretkey = self._keys.client_secret
+        self.address = address
+        self._socket.connect(address)
+
+    def _follow(self) -> None:
+        """Connects to the service's new address, if it has another one."""
+        if self._find_address is None:
+            return
+        address = self._find_address()
+        if not address or address == self.address:
+            return
+        if not self.address:
+            self._connect(address)
+            for parts in self._waiting.values():
+                send(self._socket, parts)
+            return
+        # Requests are repeated when the new connection is established.
+        self.lost_since = self.lost_since or time.monotonic()
+        self._socket.disconnect(self.address)
+        self._connect(address)
 
     def begin(self, message: Any, shares_memory: bool = False) -> int:
         """Sends a request without waiting; returns its number for `finish`.
@@ -96,6 +123,7 @@ class Connection:
                 the reply must have been read when the request after the next one
                 is sent.
         """
+        self._follow()
         number = next(self._numbers)
         shares = shares_memory and self._shared_buffers is not None
         turn = next(self._turns) if shares else None
@@ -105,7 +133,8 @@ class Connection:
             assert self._shared_buffers is not None
             parts = self._shared_buffers.write(parts, number)
         self._waiting[number] = parts
-        send(self._socket, parts)
+        if self.address:
+            send(self._socket, parts)
         return number
 
     def request(self, message: Any, timeout: float) -> Any:
@@ -132,9 +161,10 @@ class Connection:
                 an error of the service.
         """
         until = time.monotonic() + timeout
+        is_checked = self._check is not None or self._find_address is not None
         while number not in self._replies:
             left = until - time.monotonic()
-            wait = left if self._check is None else min(left, _CHECK_SECONDS)
+            wait = min(left, _CHECK_SECONDS) if is_checked else left
             message = self.receive(wait)
             if message is None:
                 if self._check is not None:
@@ -160,6 +190,7 @@ class Connection:
 
     def receive(self, timeout: float) -> Any:
         """The next message; None after `timeout` seconds."""
+        self._follow()
         ready = dict(self._poller.poll(max(0, int(timeout * 1000))))
         if self._monitor in ready:
             self._watch()

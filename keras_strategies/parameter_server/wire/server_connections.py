@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from keras_strategies.errors import WorkerError
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_connection import Connection
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
 from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
@@ -25,7 +27,7 @@ class ServerConnections:
     """Connections to all parameter servers.
 
     Args:
-        addresses: sequence of str, one for each server.
+        addresses: `ServerAddresses`, whose changes the connections follow.
         keys: `Keys` for TCP.
         timeout: float, seconds that a server may take to answer, a restart included.
         owner: str, the coordinator's name; servers refuse steps of another one.
@@ -34,7 +36,7 @@ class ServerConnections:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        addresses: ServerAddresses,
         keys: Keys | None,
         timeout: float,
         owner: str | None = None,
@@ -42,8 +44,13 @@ class ServerConnections:
     ):
         self.owner = owner
         self._connections = [
-            Connection(address, keys, f"parameter server {i}", check)
-            for i, address in enumerate(addresses)
+            Connection(
+                functools.partial(addresses.__getitem__, i),
+                keys,
+                f"parameter server {i}",
+                check,
+            )
+            for i in range(len(addresses))
         ]
         self._timeout = timeout
         self._is_closed = False

@@ -13,6 +13,7 @@ from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
 from keras_strategies.parameter_server.wire.request_connection import Connection
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.worker.step_execution import (
     StepExecution,
@@ -85,13 +86,14 @@ def run_worker(
         incarnation: int, number of earlier processes of this worker.
         control: str, the coordinator's address.
         keys: `Keys` where addresses are not local.
-        addresses: list of str, the servers'.
+        addresses: list of str, the servers'; `""` for those that the coordinator sends.
         timeout: float, seconds that a server may take to answer.
         coordinator_seconds: float, timeout for a lost coordinator.
     """
     engine = parameter_server_engine()
     variables = WorkerVariables(engine)
-    servers = ServerConnections(addresses, keys, timeout)
+    found = ServerAddresses(addresses)
+    servers = ServerConnections(found, keys, timeout)
     connection = Connection(control, keys, "the coordinator")
     worker = Worker(
         index,
@@ -101,7 +103,7 @@ def run_worker(
         coordinator_seconds,
     )
     variables.set_strategy(WorkerStrategy(worker))
-    start_heartbeats(control, keys, index, incarnation)
+    start_heartbeats(control, keys, index, incarnation, addresses=found)
     try:
         worker.work()
     finally:

@@ -1,0 +1,115 @@
+"""Connections follow the address of a server that is restarted elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from keras_strategies.parameter_server.coordinator.process_supervisor import (
+    ProcessSupervisor,
+)
+from keras_strategies.parameter_server.wire.cluster_keys import Keys
+from keras_strategies.parameter_server.wire.request_connection import Connection
+from keras_strategies.parameter_server.wire.request_service import Service, serve
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
+from parameter_server import clusters
+
+KEYS = Keys.new()
+
+
+@contextmanager
+def serving(address: str, reply: str) -> Iterator[str]:
+    """A service at an address that answers every request; yields its address."""
+    service = Service(address, KEYS)
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=serve, args=(service, lambda message, empty: reply, ended.is_set)
+    )
+    thread.start()
+    try:
+        yield service.address
+    finally:
+        ended.set()
+        thread.join()
+        service.close()
+
+
+@pytest.fixture
+def addresses() -> ServerAddresses:
+    return ServerAddresses([""])
+
+
+@pytest.fixture
+def connection(addresses: ServerAddresses) -> Iterator[Connection]:
+    made = Connection(lambda: addresses[0], KEYS)
+    yield made
+    made.close()
+
+
+def test_a_request_is_sent_when_the_address_is_known(connection, addresses) -> None:
+    number = connection.begin("where")
+    with serving("tcp://127.0.0.1:0", "first") as found:
+        addresses.set(0, found)
+        assert connection.finish(number, clusters.SECONDS) == "first"
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_an_unanswered_request_is_repeated_at_the_next_address(
+    connection, addresses, kind: str, tmp_path: Path
+) -> None:
+    def address(name: str) -> str:
+        return f"ipc://{tmp_path}/{name}" if kind == "ipc" else "tcp://127.0.0.1:0"
+
+    with serving(address("a"), "first") as first:
+        addresses.set(0, first)
+        assert connection.request("where", clusters.SECONDS) == "first"
+    silent = Service(address("b"), KEYS)
+    addresses.set(0, silent.address)
+    number = connection.begin("where")
+    assert silent.receive(clusters.SECONDS) is not None
+    with serving(address("c"), "third") as third:
+        addresses.set(0, third)
+        assert connection.finish(number, clusters.SECONDS) == "third"
+        assert connection.request("where", clusters.SECONDS) == "third"
+    silent.close()
+
+
+def test_a_worker_with_other_addresses_receives_them_for_its_heartbeat() -> None:
+    sent = []
+    supervisor = ProcessSupervisor(
+        1,
+        2,
+        processes=clusters.RecordedProcesses(),
+        silence=8.0,
+        can_restore=True,
+        name="me",
+        addresses=ServerAddresses(["", ""]),
+        send=lambda receiver, message: sent.append((receiver, message)),
+        on_lost=lambda worker, reason: None,
+        on_failure=lambda error: None,
+        on_change=lambda: None,
+        on_damage=lambda account: None,
+        on_snapshots=lambda problem: None,
+    )
+    supervisor.handle("heartbeat", b"w", (0, 0, 0))
+    assert not sent
+    for index, address in enumerate(("tcp://a:1", "tcp://b:2")):
+        value = (index, 0, 50 + index, False, "", address)
+        supervisor.handle("server", b"s", value)
+    supervisor.handle("heartbeat", b"w", (0, 0, 0))
+    (receiver, (kind, (version, found))) = sent.pop()
+    assert (receiver, kind) == (b"w", "addresses")
+    assert found == ["tcp://a:1", "tcp://b:2"]
+    # Servers have no use for them, and this worker has them now.
+    supervisor.handle("heartbeat", b"s", (("ps", 0), 0, None))
+    supervisor.handle("heartbeat", b"w", (0, 0, version))
+    assert not sent
+    # Registers late, after it was replaced.
+    supervisor.servers[1].incarnation = 1
+    supervisor.handle("server", b"o", (1, 0, 51, False, "", "tcp://old:3"))
+    supervisor.handle("heartbeat", b"w", (0, 0, version))
+    assert not sent
