@@ -2,18 +2,24 @@
 
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.resolver import ClusterResolver
-from keras_strategies.cluster.resolvers.cloud_tpu import TPUClusterResolver
-from keras_strategies.cluster.resolvers.gce import GCEClusterResolver
-from keras_strategies.cluster.resolvers.kubernetes import (
+from keras_strategies.cluster.resolvers.environment.sagemaker import (
+    SageMakerClusterResolver,
+)
+from keras_strategies.cluster.resolvers.environment.slurm import SlurmClusterResolver
+from keras_strategies.cluster.resolvers.environment.tf_config import (
+    TFConfigClusterResolver,
+)
+from keras_strategies.cluster.resolvers.environment.torchrun import (
+    TorchrunClusterResolver,
+)
+from keras_strategies.cluster.resolvers.local_processes import LocalClusterResolver
+from keras_strategies.cluster.resolvers.services.cloud_tpu import TPUClusterResolver
+from keras_strategies.cluster.resolvers.services.gce import GCEClusterResolver
+from keras_strategies.cluster.resolvers.services.kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
 )
-from keras_strategies.cluster.resolvers.local_processes import LocalClusterResolver
-from keras_strategies.cluster.resolvers.sagemaker import SageMakerClusterResolver
 from keras_strategies.cluster.resolvers.simple import SimpleClusterResolver
-from keras_strategies.cluster.resolvers.slurm import SlurmClusterResolver
-from keras_strategies.cluster.resolvers.tf_config import TFConfigClusterResolver
-from keras_strategies.cluster.resolvers.torchrun import TorchrunClusterResolver
 from keras_strategies.cluster.resolvers.union import UnionResolver
 from keras_strategies.cluster.spec import (
     ClusterSpec,

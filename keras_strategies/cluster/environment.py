@@ -6,7 +6,12 @@ import os
 from collections.abc import Callable
 
 from keras_strategies.cluster.resolver import ClusterResolver
-from keras_strategies.cluster.resolvers import sagemaker, slurm, tf_config, torchrun
+from keras_strategies.cluster.resolvers.environment import (
+    sagemaker,
+    slurm,
+    tf_config,
+    torchrun,
+)
 
 #: Number of virtual CPU devices of a process without accelerators; set by the launcher
 #: for `--devices-per-worker`.

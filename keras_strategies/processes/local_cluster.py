@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keras_strategies.cluster.environment import DEVICES_PER_WORKER, QUIET, SECRET
-from keras_strategies.cluster.resolvers import tf_config
+from keras_strategies.cluster.resolvers.environment import tf_config
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import InvalidArgumentError
 

@@ -21,7 +21,9 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.resolver import as_resolver
-from keras_strategies.cluster.resolvers.torchrun import TorchrunClusterResolver
+from keras_strategies.cluster.resolvers.environment.torchrun import (
+    TorchrunClusterResolver,
+)
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
 from keras_strategies.collectives.call_options import check_implementation
 from keras_strategies.collectives.cross_device_ops import (

@@ -11,7 +11,7 @@ import pytest
 from keras_strategies import cluster
 from keras_strategies.cluster import ClusterSpec, find_cluster
 from keras_strategies.cluster.environment import cluster_variables
-from keras_strategies.cluster.resolvers.slurm import (
+from keras_strategies.cluster.resolvers.environment.slurm import (
     expand_node_list,
     expand_tasks_per_node,
 )

@@ -22,7 +22,7 @@ from google.auth.credentials import AnonymousCredentials
 from googleapiclient import discovery
 
 from keras_strategies import cluster
-from keras_strategies.cluster.resolvers import service_members
+from keras_strategies.cluster.resolvers.services import service_members
 
 Answer = Callable[[str, dict[str, list[str]], dict], tuple[int, object]]
 
@@ -280,8 +280,12 @@ def no_tpu(monkeypatch):
     for name in ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "TPU_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("GCE_METADATA_HOST", raising=False)
-    monkeypatch.setattr(cluster.resolvers.cloud_tpu, "DEVICES", ("/dev/no-accel0",))
-    monkeypatch.setattr(cluster.resolvers.cloud_tpu, "_PRODUCT", Path("/there-is-none"))
+    monkeypatch.setattr(
+        cluster.resolvers.services.cloud_tpu, "DEVICES", ("/dev/no-accel0",)
+    )
+    monkeypatch.setattr(
+        cluster.resolvers.services.cloud_tpu, "_PRODUCT", Path("/there-is-none")
+    )
     return monkeypatch
 
 
@@ -371,7 +375,7 @@ def test_a_tpu_by_its_address_and_the_local_one(no_tpu, tmp_path) -> None:
         cluster.TPUClusterResolver("local")
     device = tmp_path / "accel0"
     device.touch()
-    no_tpu.setattr(cluster.resolvers.cloud_tpu, "DEVICES", (str(device),))
+    no_tpu.setattr(cluster.resolvers.services.cloud_tpu, "DEVICES", (str(device),))
     for name in ("local", "", None):
         resolver = cluster.TPUClusterResolver(name)
         assert resolver.cluster_spec().as_dict() == {"worker": ["localhost:8470"]}

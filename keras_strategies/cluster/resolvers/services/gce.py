@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from keras_strategies.cluster.resolver import ClusterResolver
-from keras_strategies.cluster.resolvers.service_members import natural_order, own_place
+from keras_strategies.cluster.resolvers.services.service_members import (
+    natural_order,
+    own_place,
+)
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 

@@ -1,0 +1,1 @@
+"""Resolvers that read environment variables, one file for each kind of launcher."""

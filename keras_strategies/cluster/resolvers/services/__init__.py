@@ -1,0 +1,1 @@
+"""Resolvers that query a service for machines."""
