@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-BACKENDS = ("jax", "torch", "tensorflow")
+from measuring import BACKENDS, run_script
+
 MARKERS = {"jax": "o", "torch": "s", "tensorflow": "^"}
 BATCH_SIZE = 64
 EPOCHS = 12
@@ -76,14 +74,7 @@ def train() -> dict[str, list[float]]:
 
 def train_on(backend: str) -> dict[str, list[float]]:
     """`train` in a process of its own."""
-    process = subprocess.run(
-        [sys.executable, __file__, "--train"],
-        env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(process.stdout.splitlines()[-1])
+    return run_script(__file__, "--train", backend=backend)
 
 
 def draw_split(axis: Any) -> None:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from measuring import BACKENDS, RESULTS, Results
+from measuring import BACKENDS, Results, options_parser, run_script
 from page import write_page
 
 HERE = Path(__file__).parent
@@ -83,25 +81,17 @@ def table(results: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default=",".join(BACKENDS))
+    parser = options_parser(__doc__, BACKENDS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(measure()))
         return
-    known = Results(RESULTS / "faults.json")
-    for backend in options.backends.split(","):
-        process = subprocess.run(
-            [sys.executable, __file__, "--worker"],
-            env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        known.put(backend, json.loads(process.stdout.splitlines()[-1]))
+    known = Results(options.output / "faults.json")
+    for backend in options.backends:
+        known.put(backend, run_script(__file__, "--worker", backend=backend))
     print(table(known.values))
-    write_page(RESULTS)
+    write_page(options.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ wall time. Models are tiny, so nearly all of it is a fixed cost.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measuring import RESULTS, Results, use_cores
+from measuring import Results, options_parser, use_cores
 from page import write_page
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -124,21 +123,14 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round each")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_parser(__doc__, models=MODELS, has_workers=True).parse_args()
     if options.worker:
         work(options.worker, options.model)
         return
     results = Results(options.output / "first_step.json")
-    for name in options.models.split(","):
+    for name in options.models:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        results.put(name, compare(name, 1 if options.quick else options.rounds))
+        results.put(name, compare(name, options.rounds))
     print(table(results.values))
     write_page(options.output)
 

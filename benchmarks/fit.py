@@ -28,11 +28,11 @@ from typing import Any
 
 from measuring import (
     BACKENDS,
-    RESULTS,
     Contestants,
     Results,
     epoch_timer,
     measure,
+    options_parser,
     picture_path,
     run_worker,
     use_cores,
@@ -267,33 +267,23 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round each")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
+    parser = options_parser(__doc__, BACKENDS, WORKLOADS, has_workers=True)
     parser.add_argument("--ddp", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    names = options.models.split(",")
     if options.ddp:
         torch_peer(options.ddp, WORKLOADS[options.model])
         return
     if options.worker:
         work(options.worker, options.cores, options.model, options.rounds)
         return
-    rounds = 1 if options.quick else options.rounds
     results = Results(options.output / "fit.json")
-    for backend in options.backends.split(","):
+    for backend in options.backends:
         print(f"measuring {backend} ...", file=sys.stderr, flush=True)
         # A process for each model: tf.distribute confuses the collectives of two.
         found = {
-            name: run_worker(__file__, backend, 1, name, rounds)
-            | run_worker(__file__, backend, 2, name, rounds)
-            for name in names
+            name: run_worker(__file__, backend, 1, name, options.rounds)
+            | run_worker(__file__, backend, 2, name, options.rounds)
+            for name in options.models
         }
         results.put(backend, found)
     plot(results.values, picture_path(options.output, "fit.png"))

@@ -16,7 +16,6 @@ one that compiles. Ratios above 1 mean that the loop takes longer.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -27,10 +26,10 @@ from typing import Any
 from fit import keras_contestant, no_scope
 from measuring import (
     BACKENDS,
-    RESULTS,
     Contestants,
     Results,
     measure,
+    options_parser,
     run_worker,
     use_cores,
 )
@@ -246,29 +245,21 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round each")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_parser(
+        __doc__, BACKENDS, WORKLOADS, has_workers=True
+    ).parse_args()
     if options.worker:
         work(options.worker, options.cores, options.model, options.rounds)
         return
-    rounds = 1 if options.quick else options.rounds
     results = Results(options.output / "loops.json")
-    for backend in options.backends.split(","):
+    for backend in options.backends:
         print(f"measuring {backend} ...", file=sys.stderr, flush=True)
         found = {
             name: {
-                str(cores): run_worker(__file__, backend, cores, name, rounds)
+                str(cores): run_worker(__file__, backend, cores, name, options.rounds)
                 for cores in (1, 2)
             }
-            for name in options.models.split(",")
+            for name in options.models
         }
         results.put(backend, found)
     print(table(results.values))

@@ -1,7 +1,8 @@
-"""How contestants are measured: in turn, in a process with so many cores."""
+"""Measurements of contestants in turn, their processes, options and results."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +76,77 @@ def use_cores(backend: str, cores: int) -> None:
     ks.set_virtual_cpu_devices(cores)
 
 
+def options_parser(
+    description: str,
+    backends: Iterable[str] = (),
+    models: Iterable[str] = (),
+    has_workers: bool = False,
+) -> argparse.ArgumentParser:
+    """The options of a benchmark: what it measures, how often, and its files.
+
+    Args:
+        description: its first line is that of the help.
+        backends: the default of `--backends`; without any there is no such option.
+        models: the default of `--models`, likewise.
+        has_workers: whether `run_worker` runs the script.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    if backends:
+        parser.add_argument("--backends", type=names, default=list(backends))
+    if models:
+        parser.add_argument("--models", type=names, default=list(models))
+    if has_workers:
+        parser.add_argument("--worker", help=argparse.SUPPRESS)
+        parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
+        parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--quick", dest="rounds", action="store_const", const=1, help="one round each"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    return parser
+
+
+def names(text: str) -> list[str]:
+    """The parts of an option that is a list."""
+    return text.split(",")
+
+
+def run_script(
+    script: str | Path,
+    *arguments: str,
+    backend: str,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Runs a script in a process of its own; the JSON that it prints at its end."""
+    process = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={
+            **os.environ,
+            "KERAS_BACKEND": backend,
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            **(environment or {}),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout,
+        check=True,
+    )
+    return json.loads(process.stdout.splitlines()[-1])
+
+
 def run_worker(
     script: str, backend: str, cores: int, name: str, rounds: int
 ) -> dict[str, float]:
     """Runs a script as `script --worker backend ...`, which prints JSON at its end."""
-    command = [sys.executable, script, "--worker", backend, "--cores", str(cores)]
-    command += ["--model", name, "--rounds", str(rounds)]
-    environment = {
-        **os.environ,
-        "KERAS_BACKEND": backend,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        # Idle threads of one contestant are not to spin while another is measured.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
-    }
-    process = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    arguments = ["--worker", backend, "--cores", str(cores), "--model", name]
+    # Idle threads of one contestant are not to spin while another is measured.
+    passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    arguments += ["--rounds", str(rounds)]
+    found: dict[str, float] = run_script(
+        script, *arguments, backend=backend, environment=passive
     )
-    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found
 
 

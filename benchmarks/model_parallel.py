@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import RESULTS, Results, epoch_timer, measure, use_cores
+from measuring import (
+    Results,
+    epoch_timer,
+    measure,
+    options_parser,
+    run_script,
+    use_cores,
+)
 from page import write_page
 
 HERE = Path(__file__).parent
@@ -239,9 +244,7 @@ def memory_table(peaks: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser = options_parser(__doc__)
     parser.add_argument("--worker", choices=["times", "memory"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker == "times":
@@ -252,15 +255,8 @@ def main() -> None:
         return
     results = Results(options.output / "model_parallel.json")
     for worker in ("times", "memory"):
-        command = [sys.executable, __file__, "--worker", worker]
-        process = subprocess.run(
-            [*command, "--rounds", str(options.rounds)],
-            env={**os.environ, "KERAS_BACKEND": "jax"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        results.put(worker, json.loads(process.stdout.splitlines()[-1]))
+        arguments = ["--worker", worker, "--rounds", str(options.rounds)]
+        results.put(worker, run_script(__file__, *arguments, backend="jax"))
     print(times_table(results.values["times"]))
     print(memory_table(results.values["memory"]))
     write_page(options.output)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from fit import keras_contestant
-from measuring import BACKENDS, RESULTS, Results, measure, picture_path
+from measuring import BACKENDS, Results, measure, options_parser, picture_path
 from models import WORKLOADS, Workload
 from page import write_page
 
@@ -363,24 +363,20 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--models", default=",".join(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = options_parser(__doc__, BACKENDS, WORKLOADS)
     parser.add_argument("--steps", type=int, help="steps of an epoch")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     options = parser.parse_args()
     workloads = {
         name: replace(WORKLOADS[name], steps=options.steps or WORKLOADS[name].steps)
-        for name in options.models.split(",")
+        for name in options.models
     }
     if options.kind:
-        serve(options.kind, workloads[options.models])
+        serve(options.kind, *workloads.values())
         return
     # What is measured now takes the place of what was; the rest stays.
     known = Results(options.output / "multi_worker.json")
-    for backend in options.backends.split(","):
+    for backend in options.backends:
         for name, workload in workloads.items():
             print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
             found = compare(backend, workload, options.rounds)

@@ -13,15 +13,20 @@ since `tf.distribute.ParameterServerStrategy` cannot train a model of Keras 3.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from measuring import BACKENDS, RESULTS, Results, picture_path
+from measuring import (
+    BACKENDS,
+    Results,
+    names,
+    options_parser,
+    picture_path,
+    run_script,
+)
 from page import write_page
 
 HERE = Path(__file__).parent
@@ -37,15 +42,7 @@ CURVES = {
 
 def run(script: str, *arguments: str, backend: str) -> Any:
     """Runs a script of this folder, which prints JSON at its end."""
-    process = subprocess.run(
-        [sys.executable, str(HERE / script), *arguments],
-        env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    return json.loads(process.stdout.splitlines()[-1])
+    return run_script(HERE / script, *arguments, backend=backend, timeout=600)
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
@@ -199,13 +196,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--backends", type=names, default=list(BACKENDS))
-    parser.add_argument("--models", type=names, default=list(MODELS))
+    parser = options_parser(__doc__, BACKENDS, MODELS)
     parser.add_argument("--parts", type=names, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=5, help="launches of each")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     results = Results(options.output / "parameter_server.json")
     for name in options.parts:

@@ -14,16 +14,21 @@ turns. Ratios above 1 mean that ours is faster.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from fit import keras_contestant, no_scope
-from measuring import RESULTS, Contestants, Results, measure, run_worker, use_cores
+from measuring import (
+    Contestants,
+    Results,
+    measure,
+    options_parser,
+    run_worker,
+    use_cores,
+)
 from models import WORKLOADS, Workload
 from page import write_page
 
@@ -105,27 +110,18 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round each")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = options_parser(__doc__, models=MODELS, has_workers=True).parse_args()
     if options.worker:
         work(options.cores, options.model, options.rounds)
         return
     import keras
 
-    rounds = 1 if options.quick else options.rounds
     results = Results(options.output / "steps_per_execution.json")
     print(f"measuring Keras {keras.__version__} ...", file=sys.stderr, flush=True)
     found = {
-        name: run_worker(__file__, "jax", 1, name, rounds)
-        | run_worker(__file__, "jax", 2, name, rounds)
-        for name in options.models.split(",")
+        name: run_worker(__file__, "jax", 1, name, options.rounds)
+        | run_worker(__file__, "jax", 2, name, options.rounds)
+        for name in options.models
     }
     results.put(".".join(keras.__version__.split(".")[:2]), found)
     print(table(results.values))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -13,11 +11,11 @@ from typing import Any
 import keras
 import pytest
 from harness import elastic_collectives
-from harness.forker import Forked, Forker
+from harness.elastic_processes import Workers
+from harness.forker import Forker
 from harness.processes import TIMEOUT, wait_until
 
 from keras_strategies.cluster.group.group_settings import Limits
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.types import Elastic
 
 pytestmark = [
@@ -31,19 +29,13 @@ pytestmark = [
 SILENCE = 10.0
 
 
-class Cluster:
+class Cluster(Workers):
     """Processes of `elastic_collectives`."""
 
     def __init__(self, forker: Forker, folder: Path):
-        self.forker, self.folder = forker, folder
-        self.processes: dict[int, Forked] = {}
         limits = Limits.of(Elastic(timeout_seconds=TIMEOUT), count=3, timeout=SILENCE)
-        settings = {
-            "folder": str(folder),
-            "addresses": free_addresses(3),
-            "limits": dataclasses.asdict(limits),
-        }
-        (folder / "settings").write_text(json.dumps(settings))
+        super().__init__(folder, 3, limits)
+        self.forker = forker
         for index in range(3):
             self.start(index)
         self.await_members({0, 1, 2})
@@ -52,18 +44,14 @@ class Cluster:
         script = str(elastic_collectives.__file__)
         log = self.folder / f"log{index}-{len(list(self.folder.glob('log*')))}"
         self.processes[index] = self.forker.start(
-            log, script, str(self.folder / "settings"), str(index), OMP_NUM_THREADS="1"
+            log, script, *self.arguments(index), OMP_NUM_THREADS="1"
         )
-
-    def members(self, index: int) -> list[int]:
-        path = self.folder / f"{self.processes[index].pid}.members"
-        return list(json.loads(path.read_text())) if path.exists() else []
 
     def await_members(self, members: set[int]) -> None:
         def together() -> bool:
             for index, each in self.processes.items():
                 assert each.ended() is None, f"worker {index}:\n{self.text()}"
-            return all(set(self.members(index)) == members for index in members)
+            return self.train_together(members)
 
         try:
             wait_until(together, f"{members} train together")
@@ -76,14 +64,11 @@ class Cluster:
             self.processes.pop(index).wait(TIMEOUT)
 
     def results(self) -> dict[int, dict[str, Any]]:
-        (self.folder / "stop").touch()
-        found = {}
-        for index, process in self.processes.items():
+        self.stop()
+        for process in self.processes.values():
             code, _ = process.wait(TIMEOUT)
             assert code == 0, process.text()
-            path = self.folder / f"{process.pid}.json"
-            found[index] = json.loads(path.read_text())
-        return found
+        return {index: self.result(index) for index in self.processes}
 
     def text(self) -> str:
         paths = sorted(self.folder.glob("log*-?"))

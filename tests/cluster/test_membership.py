@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from harness import elastic_worker
+from harness.elastic_processes import Workers
 from harness.processes import TIMEOUT, assert_gone, wait_until
 
 from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
@@ -58,53 +58,31 @@ def test_a_minimum_above_the_cluster_is_an_error():
         Limits.of(Elastic(min_workers=3), count=2, timeout=1.0)
 
 
-class Cluster:
+class Cluster(Workers):
     """Processes of `elastic_worker`."""
 
     def __init__(self, folder: Path, count: int, seconds: float = 0.01, **changed: Any):
-        self.folder = folder
-        self.count = count
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        super().__init__(folder, count, limits(**changed), seconds=seconds)
         self.all: list[subprocess.Popen[bytes]] = []
-        self.settings = {
-            "folder": str(folder),
-            "addresses": free_addresses(count),
-            "seconds": seconds,
-            "limits": vars(limits(**changed)),
-        }
-        (folder / "settings").write_text(json.dumps(self.settings))
 
     def start(self, *indices: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         for index in indices:
-            command = [sys.executable, elastic_worker.__file__]
-            command += [str(self.folder / "settings"), str(index)]
-            self.processes[index] = subprocess.Popen(command)
+            command = [sys.executable, elastic_worker.__file__, *self.arguments(index)]
+            self.processes[index] = subprocess.Popen(command, env=environment)
             self.all.append(self.processes[index])
 
     def pid(self, index: int) -> int:
-        return self.processes[index].pid
-
-    def members(self, index: int) -> list[int]:
-        """The members of the generation of a worker, when it has trained in it."""
-        path = self.folder / f"{self.pid(index)}.members"
-        return list(json.loads(path.read_text())) if path.exists() else []
+        return int(self.processes[index].pid)
 
     def await_members(self, members: set[int]) -> None:
-        """Waits until these workers train together."""
-        wait_until(
-            lambda: all(set(self.members(i)) == members for i in members),
-            f"{members} train together",
-        )
+        wait_until(lambda: self.train_together(members), f"{members} train together")
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """Ends the training of all workers, at the same step."""
-        (self.folder / "stop").touch()
-        found = {}
-        for index, process in self.processes.items():
+        self.stop()
+        for process in self.processes.values():
             process.wait(TIMEOUT)
-            path = self.folder / f"{process.pid}.json"
-            found[index] = json.loads(path.read_text())
-        return found
+        return {index: self.result(index) for index in self.processes}
 
     def check(self, lost: int, joined: int) -> None:
         """Checks that all workers have taken each step once."""

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
+from harness.elastic_processes import join, run, write, write_members
 from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.devices import Device
@@ -122,8 +120,7 @@ class Training:
 
     def _note(self) -> None:
         self._is_noted = True
-        members = [member.index for member in self.membership.generation.members]
-        write(self.folder, "members", members)
+        write_members(self.folder, self.membership)
 
 
 def _tensor(values: Any) -> Any:
@@ -137,25 +134,15 @@ def _check(found: Any, expected: Any) -> None:
     assert np.array_equal(found, np.array(expected, "float32")), (found, expected)
 
 
-def write(folder: Path, kind: str, value: Any) -> None:
-    path = folder / f"{os.getpid()}.{kind}"
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value))
-    part.rename(path)
-
-
-def main(settings: dict[str, Any], index: int) -> None:
+def train(settings: dict[str, Any], index: int) -> Membership:
     folder = Path(settings["folder"])
-    limits = Limits(**settings["limits"])
-    own = GroupSettings(settings["addresses"], index, limits)
-    membership = Membership.join(own, is_ready=False)
-    training = Training(membership, folder)
+    training = Training(join(settings, index, is_ready=False), folder)
     training.run()
     write(folder, "json", {"steps": training.step, "times": training.times})
-    membership.group.barrier("the end")
+    training.membership.group.barrier("the last collective")
     training.workers.close()
-    membership.leave()
+    return training.membership
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    run(train)

@@ -6,14 +6,11 @@ one number. `python elastic_worker.py SETTINGS INDEX` trains, and writes `PID.js
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
+from harness.elastic_processes import join, run, write, write_members
 from keras_strategies.cluster.group.membership import Generation, Membership
 from keras_strategies.errors import WorkerError
 
@@ -99,40 +96,18 @@ class Training:
                 self._note(self.membership.reform(self.step))
                 continue
             self.step, self.state = found[source or 0]
-            members = [member.index for member in self.membership.generation.members]
-            write(self.folder, "members", members)
+            write_members(self.folder, self.membership)
             return
 
 
-def write(folder: Path, kind: str, value: Any) -> None:
-    path = folder / f"{os.getpid()}.{kind}"
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value))
-    part.rename(path)
-
-
-def main(settings: dict[str, Any], index: int) -> None:
+def train(settings: dict[str, Any], index: int) -> Membership:
     folder = Path(settings["folder"])
-    limits = Limits(**settings["limits"])
-    training: Training | None = None
-    try:
-        own = GroupSettings(settings["addresses"], index, limits)
-        membership = Membership.join(own)
-        training = Training(membership, folder, settings["seconds"])
-        training.run()
-    except WorkerError as error:
-        write(folder, "json", {"error": str(error)})
-        return
-    events = training.events
-    write(
-        folder,
-        "json",
-        {"steps": training.step, "state": training.state, "events": events},
-    )
-    # Workers that leave are no losses.
-    membership.group.barrier("the end")
-    membership.leave()
+    training = Training(join(settings, index), folder, settings["seconds"])
+    training.run()
+    found = {"steps": training.step, "state": training.state}
+    write(folder, "json", {**found, "events": training.events})
+    return training.membership
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    run(train)

@@ -1,0 +1,94 @@
+"""Processes of an elastic group that tests without `fit`: settings, files and end.
+
+A worker runs as `python SCRIPT SETTINGS INDEX`, until a file `stop` exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
+from keras_strategies.cluster.group.membership import Membership
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
+
+
+class Workers:
+    """The workers, as the test sees them.
+
+    Args:
+        folder: for files.
+        count: int, how many addresses there are.
+        limits: `Limits` of the group.
+        settings: further settings of the workers.
+    """
+
+    def __init__(self, folder: Path, count: int, limits: Limits, **settings: Any):
+        self.folder = folder
+        self.processes: dict[int, Any] = {}
+        settings |= {
+            "folder": str(folder),
+            "addresses": free_addresses(count),
+            "limits": dataclasses.asdict(limits),
+        }
+        self.settings = settings
+        (folder / "settings").write_text(json.dumps(settings))
+
+    def arguments(self, index: int) -> tuple[str, str]:
+        return str(self.folder / "settings"), str(index)
+
+    def members(self, index: int) -> list[int]:
+        """The members of the generation of a worker, when it has trained in it."""
+        path = self.folder / f"{self.processes[index].pid}.members"
+        return list(json.loads(path.read_text())) if path.exists() else []
+
+    def train_together(self, members: set[int]) -> bool:
+        """Whether these workers are in one generation, without others."""
+        return all(set(self.members(index)) == members for index in members)
+
+    def stop(self) -> None:
+        """Ends the training of all workers, at the same step."""
+        (self.folder / "stop").touch()
+
+    def result(self, index: int) -> dict[str, Any]:
+        """What a worker that has ended has written."""
+        path = self.folder / f"{self.processes[index].pid}.json"
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+# In the process of a worker.
+
+
+def join(settings: dict[str, Any], index: int, is_ready: bool = True) -> Membership:
+    """Joins the group; `is_ready` as in `Membership.join`."""
+    limits = Limits(**settings["limits"])
+    own = GroupSettings(settings["addresses"], index, limits)
+    return Membership.join(own, is_ready=is_ready)
+
+
+def write_members(folder: Path, membership: Membership) -> None:
+    """Writes the members of the current generation."""
+    members = [member.index for member in membership.generation.members]
+    write(folder, "members", members)
+
+
+def write(folder: Path, kind: str, value: Any) -> None:
+    """Writes `PID.kind` in one step."""
+    path = folder / f"{os.getpid()}.{kind}"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.rename(path)
+
+
+def run(train: Callable[[dict[str, Any], int], Membership]) -> None:
+    """Runs `train(settings, index)`, and leaves the group after all have ended."""
+    membership = train(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]))
+    # Workers that leave are no losses.
+    membership.group.barrier("the end")
+    membership.leave()
