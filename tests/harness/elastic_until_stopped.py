@@ -1,0 +1,104 @@
+"""Training of elastic workers until a file `stop` exists, as a process.
+
+    python elastic_until_stopped.py FOLDER [VICTIM]
+
+Each worker writes `INDEX.state` after each step: its generation, the number of workers
+and its steps. At the end it writes `INDEX.npz` and `INDEX.json`. `VICTIM` is the number
+of a worker that kills itself once, at its 20th step.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.processes import TIMEOUT
+
+#: Seconds without heartbeats after which a worker is lost.
+SILENCE = 3.0
+_ROWS = 44
+# Seconds between steps.
+_PACE = 0.05
+
+
+def make_model() -> Any:
+    import keras
+
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(6, "tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+def fit(model: Any, epochs: int, callbacks: Any = ()) -> dict[str, list[float]]:
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(_ROWS, 4)).astype("float32")
+    y = x[:, :1] - x[:, 1:2]
+    options = {"batch_size": 8, "epochs": epochs, "verbose": 0}
+    return dict(model.fit(x, y, callbacks=list(callbacks), **options).history)
+
+
+def main(folder: Path, victim: int) -> None:
+    import keras
+
+    import keras_strategies as ks
+
+    faulthandler.dump_traceback_later(TIMEOUT)
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    # The launcher sets it by itself.
+    elastic = None if "KS_ELASTIC" in os.environ else ks.Elastic()
+    strategy = ks.MultiWorkerMirroredStrategy(
+        communication_options=ks.CommunicationOptions(timeout_seconds=SILENCE),
+        elastic=elastic,
+    )
+    with strategy.scope():
+        model = make_model()
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            time.sleep(_PACE)
+            killed = folder / "killed"
+            if index == victim and self.steps() == 20 and not killed.exists():
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            generation = strategy.workers.elastic.membership.generation.number
+            state = [generation, strategy.workers.group.count, self.steps()]
+            write(folder / f"{index}.state", state)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            # The chief's decision is that of all.
+            self.model.stop_training = (folder / "stop").exists()
+
+        def steps(self) -> int:
+            return int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
+
+    history = fit(model, 10**6, [Steps()])
+    np.savez(folder / f"{index}.npz", *model.get_weights())
+    write(folder / f"{index}.json", history)
+
+
+def write(path: Path, value: Any) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.rename(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int((sys.argv[2:] or [-1])[0]))
