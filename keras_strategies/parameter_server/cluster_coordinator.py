@@ -116,6 +116,7 @@ class ClusterCoordinator:
                 and cannot be restored; as `ks.errors.ClusterTimeoutError`.
         """
         self._cluster.scheduler.tasks.wait_until_done(timeout)
+        self._strategy.functions.release()
 
     def done(self) -> bool:
         """Whether all scheduled functions are done.

@@ -41,6 +41,7 @@ EVERYWHERE = {
     "test_resume": (),
     "test_row_positions": (),
     "test_progress": (),
+    "test_released": ("test_models_that_no_longer_exist_leave_the_cluster",),
     "test_rows": (),
     "test_shared_buffers": (),
     "test_snapshots": (),

@@ -18,6 +18,7 @@ class QueuedTask:
         task: the task, without the values of local variables.
         result: called with the value and the error of the result.
         local: numbers of variables on no server.
+        uses: objects that exist until it is finished.
         deaths: int, number of workers that died while they ran it.
         timeouts: int, number of these that were ended after `step_timeout_seconds`.
     """
@@ -25,6 +26,7 @@ class QueuedTask:
     task: ScheduledTask
     result: Callable[[Any, BaseException | None], None]
     local: tuple[int, ...]
+    uses: Any = None
     deaths: int = 0
     timeouts: int = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,11 @@ from keras_strategies.parameter_server.variables.optimizer_registry import (
 from keras_strategies.parameter_server.variables.variable_registry import (
     VariableRegistry,
 )
+from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
+    ReleasedNumbers,
     WorkerReference,
     WorkerResource,
 )
@@ -42,10 +45,42 @@ class ModelDefinition:
     Args:
         number: int, of its `FunctionDefinition`.
         local: tuple of int, numbers of the metrics' variables.
+        uses: the variables and optimizers of the model.
     """
 
     number: int
     local: tuple[int, ...]
+    uses: _UsedObjects
+
+
+class _UsedObjects:
+    """Objects that exist as long as a task that uses them.
+
+    Args:
+        objects: sequence of objects.
+    """
+
+    def __init__(self, objects: Sequence[Any]):
+        self.objects = objects
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A definition that has been sent.
+
+    Args:
+        number: int, of the `FunctionDefinition`.
+        local: tuple of int, numbers of variables on no server.
+        variables: tuple of int, numbers of all variables.
+        optimizers: tuple of int, numbers of optimizers.
+        settings: of a model's layers and its other parts.
+    """
+
+    number: int
+    local: tuple[int, ...]
+    variables: tuple[int, ...]
+    optimizers: tuple[int, ...]
+    settings: Any = None
 
 
 class RemoteFunctions:
@@ -75,9 +110,18 @@ class RemoteFunctions:
             registry, self._pickler, servers, lazy_rows, strategy.scope
         )
         self._numbers = itertools.count()
-        self._definitions: dict[Any, tuple[int, tuple[int, ...], Any]] = {}
-        # Scheduled functions for `strategy.run` on the coordinator.
-        self._steps: dict[int, tuple[Any, Callable[..., Any]]] = {}
+        self._definitions: dict[int, _Sent] = {}
+        # Definitions of functions, and of their calls by `strategy.run`.
+        self._calls = {"schedule": WeakNumbers(), "run": WeakNumbers()}
+        # Definitions of models by the model's number and the kind of the step.
+        self._model_steps: dict[tuple[int, str], int] = {}
+        self._used: weakref.WeakValueDictionary[int, _UsedObjects] = (
+            weakref.WeakValueDictionary()
+        )
+        # Definitions that no later task uses.
+        self._replaced: list[int] = []
+        # Functions of values of each worker, which workers call at any time.
+        self._makers: list[Any] = []
 
     # Calls
 
@@ -88,12 +132,21 @@ class RemoteFunctions:
         kwargs: Mapping[str, Any],
     ) -> RemoteValue:
         """Schedules a call of a function; see `ClusterCoordinator.schedule`."""
+        return self._schedule(fn, args, kwargs, "schedule")
+
+    def _schedule(
+        self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], how: str
+    ) -> RemoteValue:
         self._scheduler.tasks.raise_error()
-        number, local, _ = self._definition(fn)
+        self.release()
+        sent, uses = self._definition(fn, how)
         arguments = with_references((tuple(args), dict(kwargs)))
-        blob, generation, _ = self._dump(arguments)
+        blob, generation, variables, optimizers = self._dump(arguments)
+        used = (uses, *map(self._registry.find, variables), *optimizers)
         value = RemoteValue()
-        self._scheduler.schedule(number, blob, generation, value.set, local)
+        self._scheduler.schedule(
+            sent.number, blob, generation, value.set, sent.local, used
+        )
         return value
 
     def schedule_steps(
@@ -102,7 +155,12 @@ class RemoteFunctions:
         """Schedules a model's steps on batches of NumPy arrays."""
         value = RemoteValue()
         self._scheduler.schedule(
-            definition.number, batches, 0, value.set, definition.local
+            definition.number,
+            batches,
+            0,
+            value.set,
+            definition.local,
+            definition.uses,
         )
         return value
 
@@ -110,15 +168,7 @@ class RemoteFunctions:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs `strategy.run` on a worker and waits for the result, as tensors."""
-        key = id(fn)
-        if key not in self._steps:
-            strategy = self._strategy
-
-            def step(*args: Any, **kwargs: Any) -> Any:
-                return strategy.run(fn, args, kwargs)
-
-            self._steps[key] = fn, step
-        value = self.schedule(self._steps[key][1], args, kwargs)
+        value = self._schedule(fn, args, kwargs, "run")
         try:
             return value.get()
         except Exception as error:
@@ -130,6 +180,7 @@ class RemoteFunctions:
     def add_value(self, fn: Callable[[], Any]) -> WorkerReference:
         """Defines a value that each worker creates at its first use."""
         blob, generation, _, _ = self._pickler.dump(fn)
+        self._makers.append(fn)
         number = next(self._numbers)
         self._scheduler.add_resource(WorkerResource(number, "value", blob, generation))
         return WorkerReference(number)
@@ -144,12 +195,16 @@ class RemoteFunctions:
 
     # Definitions
 
-    def _definition(self, fn: Any) -> tuple[int, tuple[int, ...], Any]:
+    def _definition(self, fn: Any, how: str) -> tuple[_Sent, _UsedObjects]:
         function = original_function(fn)
-        key = ("call", id(function))
-        if key not in self._definitions:
-            self._definitions[key] = self._define("call", function)
-        return self._definitions[key]
+        number = self._calls[how].get(function)
+        uses = None if number is None else self._uses(number)
+        if number is None or uses is None:
+            self._replace(number)
+            step = _run_step(self._strategy, function) if how == "run" else function
+            number, uses = self._define("call", step, function)
+            self._calls[how].set(function, number)
+        return self._definitions[number], uses
 
     def model_definition(self, model: Any, kind: str) -> ModelDefinition:
         """The definition of a model's step, sent again when the model has changed.
@@ -158,47 +213,128 @@ class RemoteFunctions:
             model: Keras model.
             kind: str, `"train"`, `"test"` or `"predict"`.
         """
+        self.release()
+        number_of = self._pickler.number_of
+        parts = (model.optimizer, *compiled_parts(model))
         settings = (
             layer_settings(model),
-            id(model.optimizer),
-            *map(id, compiled_parts(model)),
+            *(None if part is None else number_of(part) for part in parts),
             len(model.variables),
         )
-        key = (kind, id(model))
-        known = self._definitions.get(key)
-        if known is None or known[2][1] != settings:
-            number, local, _ = self._define(kind, model)
-            self._definitions[key] = (number, local, (model, settings))
-        number, local, _ = self._definitions[key]
-        return ModelDefinition(number, local)
+        key = (number_of(model), kind)
+        number = self._model_steps.get(key)
+        uses = None if number is None else self._uses(number)
+        if (
+            number is None
+            or uses is None
+            or self._definitions[number].settings != settings
+        ):
+            self._replace(number)
+            number, uses = self._define(kind, model, model, settings)
+            self._model_steps[key] = number
+        return ModelDefinition(number, self._definitions[number].local, uses)
 
-    def _define(self, kind: str, what: Any) -> tuple[int, tuple[int, ...], Any]:
-        blob, generation, variables = self._dump(what)
+    def _replace(self, number: int | None) -> None:
+        if number is not None:
+            self._replaced.append(number)
+
+    def _define(
+        self, kind: str, what: Any, named: Any, settings: Any = None
+    ) -> tuple[int, _UsedObjects]:
+        """Sends a definition; returns its number and what it uses.
+
+        Args:
+            kind: str, see `FunctionDefinition`.
+            what: the function or the model.
+            named: the function or the model to name in messages.
+            settings: of a model.
+        """
+        blob, generation, variables, optimizers = self._dump(what)
         self._registry.warn_of_imbalance()
         number = next(self._numbers)
-        numbers = tuple(variables)
         self._scheduler.define(
             FunctionDefinition(
-                number, kind, blob, generation, numbers, _name(kind, what)
+                number, kind, blob, generation, tuple(variables), _name(kind, named)
             )
         )
-        local = tuple(
-            n for n, description in variables.items() if description.kind == "local"
+        self._definitions[number] = _Sent(
+            number,
+            tuple(n for n, found in variables.items() if found.kind == "local"),
+            tuple(variables),
+            tuple(map(self._pickler.number_of, optimizers)),
+            settings,
         )
-        return number, local, what
+        uses = self._uses(number)
+        assert uses is not None, "all of it exists"
+        return number, uses
 
-    def _dump(self, what: Any) -> tuple[bytes, int, dict[int, VariableDescription]]:
+    def _uses(self, number: int) -> _UsedObjects | None:
+        """What a definition uses; None if a part of it no longer exists.
+
+        A function may refer to another model by now.
+        """
+        uses = self._used.get(number)
+        if uses is None:
+            sent = self._definitions[number]
+            objects = [
+                *map(self._registry.find, sent.variables),
+                *map(self._pickler.find, sent.optimizers),
+            ]
+            if any(found is None for found in objects):
+                return None
+            self._used[number] = uses = _UsedObjects(objects)
+        return uses
+
+    def _dump(
+        self, what: Any
+    ) -> tuple[bytes, int, dict[int, VariableDescription], list[Any]]:
         """Pickles an object for workers, and sends servers the optimizers in it.
 
         Returns:
-            The bytes, their generation, and the variables in them.
+            The bytes, their generation, and the variables and optimizers in them.
         """
         dump = self._pickler.dump
-        blob, generation, variables, optimizers = dump(what)
-        if self._optimizers.send_all(optimizers, variables):
+        dumped = dump(what)
+        if self._optimizers.send_all(dumped[3], dumped[2]):
             # Optimizers have been built, or their variables have been moved.
-            blob, generation, variables, _ = dump(what)
-        return blob, generation, variables
+            dumped = dump(what)
+        return dumped
+
+    # What no longer exists
+
+    def release(self) -> None:
+        """Releases variables, optimizers and functions that no longer exist.
+
+        Servers and workers discard them. Tasks refer to all that they use, so that
+        nothing of a task under way is released.
+        """
+        self._registry.delete_released()
+        variables = self._registry.take_deleted()
+        objects = self._pickler.take_released()
+        self._optimizers.release(objects)
+        for key in [key for key in self._model_steps if key[0] in objects]:
+            self._replaced.append(self._model_steps.pop(key))
+        for calls in self._calls.values():
+            self._replaced += calls.take_released()
+        # A task under way uses its definition.
+        definitions = [number for number in self._replaced if number not in self._used]
+        if not (variables or objects or definitions):
+            return
+        for number in definitions:
+            self._replaced.remove(number)
+            del self._definitions[number]
+        self._scheduler.release(
+            ReleasedNumbers(tuple(definitions), tuple(variables), tuple(objects))
+        )
+
+
+def _run_step(strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `strategy.run` on a worker."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return strategy.run(fn, args, kwargs)
+
+    return step
 
 
 def _name(kind: str, what: Any) -> str:

@@ -34,6 +34,7 @@ from keras_strategies.parameter_server.wire.request_service import Service
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
+    ReleasedNumbers,
     TaskResult,
     WorkerResource,
 )
@@ -131,6 +132,18 @@ class Scheduler:
         with self.condition:
             self._resources[resource.number] = resource
 
+    def release(self, released: ReleasedNumbers) -> None:
+        """Discards what no longer exists, here and on workers."""
+        with self.condition:
+            for number in released.definitions:
+                del self._definitions[number]
+            for worker in self.workers.values():
+                worker.known.difference_update(
+                    ("definition", number) for number in released.definitions
+                )
+                if worker.sender is not None:
+                    self._to_send.append((worker.sender, ("release", released)))
+
     def schedule(
         self,
         definition: int,
@@ -138,9 +151,19 @@ class Scheduler:
         generation: int,
         result: Callable[[Any, BaseException | None], None],
         local: tuple[int, ...],
+        uses: Any = None,
     ) -> None:
-        """Queues a task; blocks only while the queue is full."""
-        self.tasks.add(definition, arguments, generation, result, local)
+        """Queues a task; blocks only while the queue is full.
+
+        Args:
+            definition: int, number of the `FunctionDefinition`.
+            arguments: see `ScheduledTask`.
+            generation: int, of the arguments.
+            result: called with the value and the error of the result.
+            local: numbers of variables on no server.
+            uses: objects that exist until the task is finished.
+        """
+        self.tasks.add(definition, arguments, generation, result, local, uses)
         with self.condition:
             # Busy workers receive it after their next result.
             is_wanted = bool(self.tasks.waiting and self._ready_workers())

@@ -44,6 +44,7 @@ class TaskQueue:
         generation: int,
         result: Callable[[Any, BaseException | None], None],
         local: tuple[int, ...],
+        uses: Any = None,
     ) -> None:
         """Queues a task; blocks only while the queue is full."""
         self.emit_warnings()
@@ -56,7 +57,7 @@ class TaskQueue:
             self._next_task += 1
             self._unfinished.add(number)
             task = ScheduledTask(number, definition, arguments, generation=generation)
-            self.waiting.append(QueuedTask(task, result, local))
+            self.waiting.append(QueuedTask(task, result, local, uses))
 
     def wait_for_room(self, is_known: Callable[[], bool]) -> bool:
         """Waits until a task is finished, or until the queue is empty.

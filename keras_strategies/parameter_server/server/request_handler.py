@@ -85,6 +85,10 @@ class ParameterServer:
                 self._owner = value
             elif kind == "shards":
                 self._create(value)
+            elif kind == "deleted":
+                self._delete(value)
+            elif kind == "released":
+                self._release(value)
             else:
                 self._optimizers[value[0]] = value[1]
                 self._make_updater(value[0])
@@ -222,8 +226,21 @@ class ParameterServer:
 
     def on_delete(self, keys: list[Key]) -> None:
         """Deletes shards of variables that no longer exist."""
+        self._delete(keys)
+        self._note("deleted", keys)
+
+    def _delete(self, keys: list[Key]) -> None:
         for key in keys:
             self._store.arrays.pop(key, None)
+
+    def on_release(self, number: int) -> None:
+        """Deletes an optimizer that no longer exists."""
+        self._release(number)
+        self._note("released", number)
+
+    def _release(self, number: int) -> None:
+        self._optimizers.pop(number, None)
+        self._updaters.pop(number, None)
 
     def on_snapshot(self, argument: None = None) -> str:
         """Writes a snapshot and returns its path."""
@@ -243,6 +260,7 @@ class ParameterServer:
         return {
             "nbytes": self._store.nbytes,
             "shards": len(self._store.arrays),
+            "optimizers": len(self._optimizers),
             "version": self._store.version,
             "restored": self.is_restored,
             "pid": os.getpid(),

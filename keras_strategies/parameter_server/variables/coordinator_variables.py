@@ -22,6 +22,10 @@ class CoordinatorVariables:
         with self._lock:
             return self._values[number]
 
+    def delete(self, number: int) -> None:
+        with self._lock:
+            self._values.pop(number, None)
+
     def add(self, changes: dict[int, np.ndarray]) -> None:
         with self._lock:
             for number, change in changes.items():

@@ -11,7 +11,8 @@ import io
 import itertools
 import pickle
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
@@ -27,6 +28,7 @@ from keras_strategies.keras_compat.saving.pickling import (
     rebuilt,
     renew_identities,
 )
+from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
 from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
 )
@@ -43,6 +45,11 @@ class UnpicklingContext:
     def variable(self, description: VariableDescription) -> Any:
         """The variable with this number."""
         raise NotImplementedError
+
+    def release_objects(self, numbers: Iterable[int]) -> None:
+        """Discards objects that the sending process no longer has."""
+        for number in numbers:
+            self.generations.pop(id(self.objects.pop(number, None)), None)
 
     def function(self, original: Callable[..., Any]) -> Any:
         """The substitute for a compiled function."""
@@ -123,19 +130,31 @@ class ObjectPickler:
     ):
         self._describe = describe
         self._strategy = strategy
-        self._objects: dict[int, Any] = {}
+        self._numbers = WeakNumbers()
+        self._objects: weakref.WeakValueDictionary[int, Any] = (
+            weakref.WeakValueDictionary()
+        )
+        self._next_number = itertools.count()
         self._generation = itertools.count()
         self._lock = threading.RLock()
 
     def number_of(self, made: Any) -> int:
-        """The number of a Keras object, stored as long as this pickler."""
+        """The number of a Keras object; other objects never have the same one."""
         with self._lock:
-            for number, found in self._objects.items():
-                if found is made:
-                    return number
-            number = len(self._objects)
-            self._objects[number] = made
+            number = self._numbers.get(made)
+            if number is None:
+                number = next(self._next_number)
+                self._numbers.set(made, number)
+                self._objects[number] = made
             return number
+
+    def find(self, number: int) -> Any:
+        """The Keras object with a number; None if it no longer exists."""
+        return self._objects.get(number)
+
+    def take_released(self) -> list[int]:
+        """Numbers of objects that have been garbage-collected since the last call."""
+        return self._numbers.take_released()
 
     def dump(
         self, value: Any

@@ -105,6 +105,13 @@ class OptimizerRegistry:
                 has_changed |= self._send(optimizer)
         return has_changed
 
+    def release(self, numbers: Sequence[int]) -> None:
+        """Deletes optimizers that no longer exist here from the servers."""
+        for number in numbers:
+            if self._sent.pop(number, None) is not None:
+                servers = range(len(self._servers))
+                self._servers.request_all("release", dict.fromkeys(servers, number))
+
     def _send(self, optimizer: Any) -> bool:
         """Sends the servers an optimizer, unless they have it.
 

@@ -35,6 +35,7 @@ from keras_strategies.parameter_server.variables.sharded_variable import Sharded
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
+from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.variable_description import (
     ShardRange,
@@ -76,7 +77,9 @@ class VariableRegistry:
         self._local = local
         self._numbers = itertools.count()
         self._described: dict[int, VariableDescription] = {}
-        self._number_of_id: dict[int, int] = {}
+        self._number_of = WeakNumbers()
+        # Variables that have left the servers, for `take_deleted`.
+        self._deleted: list[int] = []
         self.references: dict[int, int] = {}
         self._variables: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
@@ -109,6 +112,7 @@ class VariableRegistry:
         self._begin(variable, shard_factory(initializer, shape, dtype), None)
 
     def _register(self, variable: Any, shape: tuple[int, ...]) -> VariableDescription:
+        self.delete_released()
         with self._lock:
             number = next(self._numbers)
             kind, reference = self._kind(variable, shape)
@@ -134,9 +138,8 @@ class VariableRegistry:
             self._described[number] = description
             if is_sharded(description):
                 mix_in(variable, ShardedVariable)
-            self._number_of_id[id(variable)] = number
+            self._number_of.set(variable, number)
             self._variables[number] = variable
-            weakref.finalize(variable, self._number_of_id.pop, id(variable), None)
             return description
 
     def _kind(self, variable: Any, shape: tuple[int, ...]) -> tuple[str, Any]:
@@ -184,7 +187,7 @@ class VariableRegistry:
 
     def describe(self, variable: Any) -> VariableDescription:
         """The description of a variable for workers and servers."""
-        number = self._number_of_id.get(id(variable))
+        number = self._number_of.get(variable)
         if number is None:
             raise InvalidArgumentError(
                 f"Variable {variable.path!r} was created outside of the strategy's "
@@ -202,6 +205,10 @@ class VariableRegistry:
             )
             self._described[number] = description
         return description
+
+    def find(self, number: int) -> Any:
+        """The variable with a number; None if it no longer exists."""
+        return self._variables.get(number)
 
     def variable(self, number: int) -> Any:
         """The variable with a number."""
@@ -313,14 +320,38 @@ class VariableRegistry:
             )
             self.references[number] = home.number
             self._servers.request_all("create", {server: [((number, 0), value)]})
-            self._number_of_id[id(variable)] = number
+            self._number_of.set(variable, number)
             self._variables[number] = variable
             del self._variables[before.number]
-        old: dict[int, list[Any]] = {}
-        for shard in before.shards:
-            old.setdefault(shard.server, []).append((before.number, shard.start))
-        self._servers.request_all("delete", old)
+        self._delete([before.number])
         return number
+
+    # Deleting variables
+
+    def delete_released(self) -> None:
+        """Deletes variables from the servers that no longer exist here."""
+        self._delete(self._number_of.take_released())
+
+    def take_deleted(self) -> list[int]:
+        """Numbers of variables that have been deleted since the last call."""
+        with self._lock:
+            found, self._deleted = self._deleted, []
+            return found
+
+    def _delete(self, numbers: list[int]) -> None:
+        if not numbers:
+            return
+        old: dict[int, list[Any]] = {}
+        with self._lock:
+            for number in numbers:
+                self.references.pop(number, None)
+                description = self._described.pop(number)
+                if description.kind == "local":
+                    self._local.delete(number)
+                for shard in description.shards:
+                    old.setdefault(shard.server, []).append((number, shard.start))
+            self._deleted += numbers
+        self._servers.request_all("delete", old)
 
     # Balance
 

@@ -81,6 +81,21 @@ class TaskResult:
 
 
 @dataclass(frozen=True)
+class ReleasedNumbers:
+    """What no longer exists on the coordinator, and no task uses.
+
+    Args:
+        definitions: numbers of `FunctionDefinition`s.
+        variables: numbers of variables.
+        objects: numbers of Keras objects.
+    """
+
+    definitions: tuple[int, ...]
+    variables: tuple[int, ...]
+    objects: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class WorkerReference:
     """Reference to a value that exists once per worker.
 

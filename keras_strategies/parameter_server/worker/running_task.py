@@ -168,7 +168,9 @@ class RunningTask:
         """Runs a function as a program: pull, compute, push."""
         if self._programs.in_program:
             return fn(*args, **kwargs)
-        program, batch = self._programs.of_function(fn, (args, kwargs), self.numbers)
+        program, batch = self._programs.of_function(
+            self.task.definition, fn, (args, kwargs), self.numbers
+        )
         with self._programs.inside_program():
             plan = self._execution.plan(program, batch)
         servers = self._execution.servers

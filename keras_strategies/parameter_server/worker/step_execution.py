@@ -79,6 +79,12 @@ class WorkerVariables(UnpicklingContext):
         ):
             known.clear()
 
+    def release(self, numbers: Sequence[int]) -> None:
+        """Discards variables that the coordinator no longer has."""
+        for number in numbers:
+            self._descriptions.pop(number, None)
+            self._numbers.pop(id(self.by_number.pop(number, None)), None)
+
     def strategy(self) -> Any:
         return self._strategy
 

@@ -32,14 +32,17 @@ class StepPrograms:
         self.variables = execution.variables
         #: Whether variables have local values instead of the servers'.
         self.in_program = True  # Until a task runs.
-        self._programs: dict[Hashable, StepProgram] = {}
-        # Functions of programs, so that their ids stay theirs.
-        self._functions: list[Any] = []
+        # Programs of each definition. Those of functions have the function too, so
+        # that its id stays its own.
+        self._programs: dict[int, dict[Hashable, tuple[StepProgram, Any]]] = {}
 
     def clear(self) -> None:
         """Discards all programs."""
         self._programs.clear()
-        self._functions.clear()
+
+    def release(self, definition: int) -> None:
+        """Discards the programs of a definition."""
+        self._programs.pop(definition, None)
 
     def of_model(
         self, number: int, model: Any, kind: str, variables: tuple[int, ...]
@@ -52,25 +55,36 @@ class StepPrograms:
             kind: str, `"train"`, `"test"` or `"predict"`.
             variables: tuple of int, numbers of the model's variables.
         """
-        if number not in self._programs:
+        own = self._programs.setdefault(number, {})
+        if kind not in own:
             engine = self.execution.engine
             body = engine.model_body(model, kind)
-            self._programs[number] = engine.program(
-                body, self.execution.step_variables(variables), kind == "train"
-            )
-        return self._programs[number]
+            step_variables = self.execution.step_variables(variables)
+            own[kind] = engine.program(body, step_variables, kind == "train"), model
+        return own[kind][0]
 
     def of_function(
-        self, fn: Callable[..., Any], arguments: Any, numbers: tuple[int, ...]
+        self,
+        definition: int,
+        fn: Callable[..., Any],
+        arguments: Any,
+        numbers: tuple[int, ...],
     ) -> tuple[StepProgram, Any]:
-        """The program of a function, and the arrays among its arguments."""
+        """The program of a function, and the arrays among its arguments.
+
+        Args:
+            definition: int, of the scheduled function that calls it.
+            fn: callable.
+            arguments: structure.
+            numbers: tuple of int, the variables of the scheduled function.
+        """
+        own = self._programs.setdefault(definition, {})
         leaves = keras.tree.flatten(arguments)
         sent = [is_array(leaf) for leaf in leaves]
         rest = [None if a else x for a, x in zip(sent, leaves, strict=True)]
         shape = keras.tree.map_structure(lambda leaf: 0, arguments)
         key = (id(fn), repr(shape), repr(rest))
-        if key not in self._programs:
-            self._functions.append(fn)
+        if key not in own:
 
             def body(arrays: Any) -> Any:
                 found = iter(arrays)
@@ -81,9 +95,9 @@ class StepPrograms:
                 return fn(*args, **kwargs)
 
             variables = self.execution.step_variables(numbers)
-            self._programs[key] = self.execution.engine.program(body, variables, True)
+            own[key] = self.execution.engine.program(body, variables, True), fn
         batch = [to_numpy(leaf) for a, leaf in zip(sent, leaves, strict=True) if a]
-        return self._programs[key], batch
+        return own[key][0], batch
 
     def compute(
         self, program: StepProgram, plan: PullPlan, pulled: Any, batch: Any

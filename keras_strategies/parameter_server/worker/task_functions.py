@@ -46,6 +46,11 @@ class TaskFunctions:
     def add_resource(self, resource: WorkerResource) -> None:
         self._resources[resource.number] = resource
 
+    def release(self, number: int) -> None:
+        """Discards a definition and its function."""
+        self._definitions.pop(number, None)
+        self._functions.pop(number, None)
+
     def definition(self, task: ScheduledTask) -> FunctionDefinition:
         """The definition of a task's function."""
         return self._definitions[task.definition]

@@ -22,6 +22,7 @@ from keras_strategies.parameter_server.wire.heartbeat import coordinator_lost_me
 from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
+    ReleasedNumbers,
     ScheduledTask,
     TaskResult,
 )
@@ -135,6 +136,8 @@ class Worker:
                 self._functions.define(value)
             elif kind == "resource":
                 self._functions.add_resource(value)
+            elif kind == "release":
+                self._release(value)
             elif kind == "registered":
                 if self._owner not in (None, value):
                     self._reset()
@@ -144,6 +147,13 @@ class Worker:
                 self._is_stopped = True
                 return
             timeout = 0.0
+
+    def _release(self, released: ReleasedNumbers) -> None:
+        for number in released.definitions:
+            self._functions.release(number)
+            self.programs.release(number)
+        self._variables.release(released.variables)
+        self._variables.release_objects(released.objects)
 
     # Tasks
 

@@ -1,0 +1,129 @@
+"""Variables, optimizers and functions that no longer exist leave the cluster."""
+
+from __future__ import annotations
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.parameter_server.server.request_handler import ParameterServer
+from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
+from parameter_server import clusters
+
+
+class Thing:
+    """An object with weak references."""
+
+
+def test_numbers_are_released_with_their_objects() -> None:
+    numbers, thing, other = WeakNumbers(), Thing(), 5
+    numbers.set(thing, 1)
+    numbers.set(thing, 2)
+    numbers.set(other, 3)
+    assert (numbers.get(thing), numbers.get(other)) == (2, 3)
+    assert numbers.get(Thing()) is None
+    assert numbers.take_released() == []
+    del thing
+    assert numbers.take_released() == [2]
+    assert numbers.take_released() == []
+
+
+def test_a_restored_server_does_not_bring_them_back(tmp_path) -> None:
+    server = ParameterServer(0, str(tmp_path))
+    server.handle(("begin", "me"))
+    values = np.zeros(1000, "float32")
+    server.handle(("create", [((0, 0), values), ((1, 0), values)]))
+    for _ in range(2):  # Requests may be repeated.
+        server.handle(("delete", [(0, 0)]))
+    again = ParameterServer(0, str(tmp_path))
+    for each in (server, again):
+        found = each.handle(("status", None))
+        assert (found["shards"], found["nbytes"]) == (1, 4000)
+
+
+def on_servers(strategy) -> list[tuple[int, int]]:
+    """Numbers of shards and of optimizers on each server."""
+    servers = strategy.cluster.servers
+    found = servers.request_all("status", dict.fromkeys(range(len(servers))))
+    return [(status["shards"], status["optimizers"]) for status in found.values()]
+
+
+def on_worker():
+    """Numbers of variables, objects and programs on the worker that runs this."""
+    from keras_strategies import context
+
+    worker = context.current_strategy()._worker
+    return (
+        len(worker._variables.by_number),
+        len(worker._variables.objects),
+        len(worker.programs._programs),
+    )
+
+
+def train() -> list[float]:
+    x, y = clusters.clicks()
+    model = clusters.two_inputs("adam")
+    model.fit(x, y, batch_size=8, verbose=0)
+    model.evaluate(x, y, batch_size=48, verbose=0)
+    return model.predict(x, verbose=0)[:, 0].tolist()
+
+
+@pytest.mark.multiprocess
+def test_models_that_no_longer_exist_leave_the_cluster(synchronous) -> None:
+    coordinator = ks.ClusterCoordinator(synchronous)
+
+    def release() -> tuple:
+        gc.collect()
+        coordinator.join(clusters.SECONDS)
+        on_the_worker = coordinator.schedule(on_worker).fetch(clusters.SECONDS)
+        return on_servers(synchronous), on_the_worker
+
+    coordinator.schedule(on_worker).fetch(clusters.SECONDS)
+    before = release()
+    found = []
+    for _ in range(2):
+        with synchronous.scope():
+            found.append(train())
+        assert release() == before
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_a_task_has_what_it_uses_until_it_is_done(synchronous) -> None:
+    coordinator = ks.ClusterCoordinator(synchronous)
+
+    def scheduled(value):
+        """A function of variables that nothing else refers to."""
+        with synchronous.scope():
+            total = keras.Variable(value, name="total", trainable=False)
+
+        def step():
+            import time
+
+            time.sleep(0.2)
+            total.assign_add(1.0)
+            return float(total.numpy())
+
+        return coordinator.schedule(step)
+
+    found = [scheduled(value) for value in (1.0, 2.0, 3.0)]
+    gc.collect()
+    assert coordinator.fetch(found) == [2.0, 3.0, 4.0]
+
+
+@pytest.mark.multiprocess
+def test_a_function_is_sent_again_when_it_refers_to_another_model(synchronous) -> None:
+    coordinator = ks.ClusterCoordinator(synchronous)
+    total = None
+
+    def step():
+        return float(total.numpy())
+
+    for value in (1.0, 2.0):
+        with synchronous.scope():
+            total = keras.Variable(value, name="total", trainable=False)
+        gc.collect()
+        assert coordinator.schedule(step).fetch(clusters.SECONDS) == value
