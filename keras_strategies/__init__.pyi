@@ -54,8 +54,11 @@ from keras_strategies.reports.plan import Plan as Plan
 from keras_strategies.reports.worker_status import TrainingStatus as TrainingStatus
 from keras_strategies.reports.worker_status import WorkerStatus as WorkerStatus
 from keras_strategies.runtime.placement import VariableCopy as VariableCopy
-from keras_strategies.strategies.base import Strategy as Strategy
-from keras_strategies.strategies.base import ValueContext as ValueContext
+from keras_strategies.strategies.base.strategy import Strategy as Strategy
+from keras_strategies.strategies.base.strategy_extended import (
+    StrategyExtended as StrategyExtended,
+)
+from keras_strategies.strategies.base.strategy_input import ValueContext as ValueContext
 from keras_strategies.strategies.central_storage import (
     CentralStorageStrategy as CentralStorageStrategy,
 )
@@ -70,7 +73,6 @@ from keras_strategies.strategies.default import DefaultStrategy as DefaultStrate
 from keras_strategies.strategies.device_selection import (
     set_virtual_cpu_devices as set_virtual_cpu_devices,
 )
-from keras_strategies.strategies.extended import StrategyExtended as StrategyExtended
 from keras_strategies.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from keras_strategies.strategies.model_parallel import (
     ModelParallelStrategy as ModelParallelStrategy,

@@ -8,7 +8,7 @@ from keras_strategies.experimental.strategies import (
 from keras_strategies.parameter_server.parameter_server_strategy import (
     ParameterServerStrategy,
 )
-from keras_strategies.strategies.base import ValueContext
+from keras_strategies.strategies.base.strategy_input import ValueContext
 from keras_strategies.strategies.central_storage import CentralStorageStrategy
 from keras_strategies.training.saving.preemption import (
     PreemptionCheckpointHandler,

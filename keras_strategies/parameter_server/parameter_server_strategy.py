@@ -40,8 +40,8 @@ from keras_strategies.reports.worker_status import TrainingStatus
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import Feature, require
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.strategies.base import Strategy
-from keras_strategies.strategies.extended import StrategyExtended
+from keras_strategies.strategies.base.strategy import Strategy
+from keras_strategies.strategies.base.strategy_extended import StrategyExtended
 from keras_strategies.types import InputContext, RunOptions
 
 _CPU = Device("cpu", 0)

@@ -14,7 +14,7 @@ from keras_strategies.input import distribute
 from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
-from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import default_devices
 from keras_strategies.types import InputContext, InputOptions, RunOptions
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from keras_strategies.engines import get_engine
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
 
 if TYPE_CHECKING:

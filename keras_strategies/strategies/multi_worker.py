@@ -36,7 +36,7 @@ from keras_strategies.errors import ClusterError
 from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
-from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.seeds import sync_random_numbers

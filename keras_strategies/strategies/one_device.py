@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keras_strategies.engines import get_engine
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import choose_devices
 
 

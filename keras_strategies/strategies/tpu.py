@@ -19,7 +19,7 @@ from keras_strategies.layouts import (
 )
 from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import choose_devices
 from keras_strategies.strategies.multi_worker import join_workers
 from keras_strategies.types import CommunicationOptions

@@ -35,7 +35,7 @@ from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
 )
 from keras_strategies.runtime.compiled_functions import original_function
-from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.base.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
 from keras_strategies.parameter_server.worker.worker_loop import Worker
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
-from keras_strategies.strategies.base import Strategy
+from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.types import RunOptions
 
 _CPU = Device("cpu", 0)

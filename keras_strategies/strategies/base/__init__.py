@@ -1,0 +1,1 @@
+"""Base class of strategies: its methods, by subject."""

@@ -1,0 +1,269 @@
+"""Base class of strategies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keras_strategies import context
+from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.collectives import local_results, reduce_gather
+from keras_strategies.collectives.cross_device_ops import (
+    CrossDeviceOps,
+    check_cross_device_ops,
+    is_built_in,
+)
+from keras_strategies.context import check_results, check_returns
+from keras_strategies.engines import get_engine
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat import patching
+from keras_strategies.runtime.engine import Feature, require
+from keras_strategies.runtime.placement import Placement
+from keras_strategies.strategies.base.strategy_checkpoints import StrategyCheckpoints
+from keras_strategies.strategies.base.strategy_extended import StrategyExtended
+from keras_strategies.strategies.base.strategy_input import StrategyInput
+from keras_strategies.strategies.base.strategy_reports import StrategyReports
+from keras_strategies.training.model_hooks import install_hooks
+from keras_strategies.training.tensorflow_calls import (
+    check_no_tensorflow_results,
+    check_not_in_tf_function,
+    replacements_named,
+)
+from keras_strategies.types import ReduceOp, RunOptions, check_flag
+from keras_strategies.values import regroup, select_replica
+
+# Attributes of strategies for other modules of this package; `dir` leaves them out.
+_INTERNAL = frozenset(
+    {
+        "always_split",
+        "engine",
+        "created",
+        "default_replica_context",
+        "drivers",
+        "input_context",
+        "input_share",
+        "other_workers",
+        "owns",
+        "placement",
+        "replicas_here",
+        "synced_variables",
+        "workers",
+    }
+)
+
+
+class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
+    """Placement of variables and computation on devices.
+
+    Strategies are made by their subclasses, which choose the parts and add nothing.
+
+    Args:
+        placement: where replicas compute and where variables are.
+        cross_device_ops: how values are combined, or None for the backend's way.
+        sync_batch_norm: bool, whether batch normalization uses the statistics of
+            the global batch.
+        always_split: bool, whether layer calls are split over replicas even where
+            calling them whole is faster.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        cross_device_ops: CrossDeviceOps | None = None,
+        sync_batch_norm: bool = True,
+        always_split: bool = False,
+    ):
+        check_cross_device_ops(cross_device_ops)
+        check_flag("sync_batch_norm", sync_batch_norm)
+        check_flag("always_split", always_split)
+        install_hooks()
+        engine = get_engine()
+        custom = None if is_built_in(cross_device_ops) else cross_device_ops
+        if custom is not None:
+            require(engine, Feature.CUSTOM_REDUCTIONS)
+        if not sync_batch_norm and placement.share.total > 1:
+            require(engine, Feature.SEPARATE_BATCH_NORM)
+        super().__init__(
+            engine, placement, cross_device_ops, sync_batch_norm, always_split
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The description of the cluster and of this task; None on one machine."""
+        return None
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """A view of devices, variables and reductions, as `tf.distribute` has it."""
+        return StrategyExtended(self)
+
+    @property
+    def distribution(self) -> Any:
+        """The `keras.distribution.Distribution` underneath; None without one."""
+        sharding = self._drivers.sharding
+        return None if sharding is None else sharding.distribution
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Makes this strategy current: models made inside belong to it.
+
+        Returns:
+            A context manager; the `as` target is the strategy.
+
+        Raises:
+            RuntimeError: inside another strategy's scope ("Mixing different
+                strategies").
+
+        Example:
+
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse")
+        """
+        with context.entered(self), patching.installed_while("scope"):
+            yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls `fn` once on each replica, in replica context.
+
+        On JAX `fn` is compiled, and traced again when something that it closes over has
+        changed: a name, an attribute in its code, the contents of a list or dictionary,
+        a setting of a Keras layer. Other values that change, such as the contents of
+        NumPy arrays, must be arguments or a `keras.Variable`.
+
+        Args:
+            fn: callable; ordinary Keras code that may call models, apply optimizers,
+                update metrics and assign variables.
+            args: list or tuple of structures. Each replica gets its component of
+                every `DistributedValues` in them, and everything else as it is.
+            kwargs: dict of structures, likewise.
+            options: `RunOptions`, or None for the defaults.
+
+        Returns:
+            The results as one structure: identical objects are bare, others are
+            `PerReplica`. With one replica, its result.
+
+        Raises:
+            TypeError: if `options` is something else.
+            ValueError: if `args` is not a list or tuple, or if replicas get different
+                shapes with `experimental_enable_dynamic_batch_size=False`.
+            RuntimeError: inside `run`, or in another strategy's scope.
+
+        Example:
+
+        >>> def fn(x):
+        ...     return x * ks.get_replica_context().num_replicas_in_sync
+        >>> strategy.run(fn, args=(distributed_batch,))
+        """
+        checked = RunOptions.parse(options)
+        self._check_outside_replicas("run")
+        check_not_in_tf_function("run")
+        if not isinstance(args, (list, tuple)):
+            raise InvalidArgumentError(
+                "`args` of `run` must be a list or tuple with one entry per "
+                f"argument of the function. Received: {type(args).__name__}. Write "
+                "`args=(value,)` for one argument."
+            )
+        check_returns(fn, "run")
+        replicas = range(self.replicas_here)
+        own_args = [tuple(select_replica(i, list(args))) for i in replicas]
+        own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
+        if not checked.experimental_enable_dynamic_batch_size:
+            local_results.check_equal_shapes(self, own_args, own_kwargs)
+        with context.entered(self), replacements_named():
+            results = self._drivers.run.run(fn, own_args, own_kwargs)
+        check_results(results)
+        check_no_tensorflow_results(results)
+        return regroup(results)
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | Sequence[int] | None = None,
+    ) -> Any:
+        """Reduces a value over replicas.
+
+        Args:
+            reduce_op: `ReduceOp` or its name, in any case.
+            value: a structure of `PerReplica`; anything else counts as being the
+                same on every replica.
+            axis: int, or a sequence of them: axes to reduce along as well, which
+                replicas may have different lengths of; None to reduce over replicas
+                only.
+
+        Returns:
+            The structure of reduced tensors. A mean along an axis divides by the
+            number of elements that there are, on all replicas together.
+
+        Raises:
+            ValueError: for an unknown operation or shapes that do not fit.
+            RuntimeError: inside `run`; use `ReplicaContext.all_reduce` there.
+
+        Example:
+
+        >>> strategy.reduce("MEAN", per_example_losses, axis=0)
+        """
+        self._check_outside_replicas("reduce")
+        op = ReduceOp.parse(reduce_op)
+        assert isinstance(op, ReduceOp)
+        with context.entered(self):
+            return reduce_gather.reduce(self, op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the replicas' values.
+
+        Args:
+            value: a structure of `PerReplica` tensors.
+            axis: int, the axis to concatenate along; lengths may differ there.
+
+        Returns:
+            The structure of tensors, parts in replica order.
+
+        Raises:
+            ValueError: for scalars, or shapes that differ along another axis.
+            RuntimeError: inside `run`; use `ReplicaContext.all_gather` there.
+        """
+        self._check_outside_replicas("gather")
+        with context.entered(self):
+            return reduce_gather.gather(self, value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a value, one for each replica of this process.
+
+        Args:
+            value: a `DistributedValues`; a `keras.Variable`; a structure of them in
+                lists, tuples and dictionaries; or another value, which has no
+                components.
+
+        Returns:
+            tuple: of a `DistributedValues`, its components; of a variable that
+            several replicas use, its value on each, as a tensor on that replica's
+            device; of a structure, one for each replica, with its components. Of
+            anything else, and of a variable of one replica, `(value,)`.
+        """
+        return local_results.results(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        # Copies of a model train under the same strategy.
+        return self
+
+    def __dir__(self) -> list[str]:
+        # What trainers and hooks use of a strategy is not for its users.
+        found = super().__dir__()
+        return sorted(n for n in found if n not in _INTERNAL and n[:1] != "_")
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(device) for device in self._placement.replicas)
+        text = f"<{type(self).__name__} on {devices}"
+        if self.workers is not None:
+            group = self.workers.group
+            text += f", worker {group.index} of {group.count}"
+        return f"{text}>"

@@ -1,0 +1,88 @@
+"""Methods of strategies that save and load sharded checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from keras_strategies import context
+from keras_strategies.errors import BackendError, InvalidArgumentError
+from keras_strategies.keras_compat.models.building import build_optimizer
+from keras_strategies.runtime.drivers import CheckpointDriver
+from keras_strategies.runtime.engine import Feature, require
+from keras_strategies.strategies.base.strategy_checks import StrategyChecks
+
+
+class StrategyCheckpoints(StrategyChecks):
+    """Sharded checkpoints of a strategy's models."""
+
+    def save_sharded(
+        self, model: Any, directory: str | os.PathLike[str], keep: int = 1
+    ) -> int:
+        """Saves a model's state without gathering sharded variables.
+
+        Each process writes the shards of its devices. A checkpoint counts when it is
+        complete: until then, and if a process is killed, the previous one stays the
+        latest. JAX only; needs the extra `checkpoint` (Orbax).
+
+        Args:
+            model: a built `keras.Model` of this strategy. Its variables are saved,
+                seed generators among them, and its optimizer's.
+            directory: path to a directory for the model's checkpoints; made if there
+                is none.
+            keep: int, how many checkpoints to keep, 1 or more.
+
+        Returns:
+            int, the number of the checkpoint, which counts from 1.
+
+        Raises:
+            RuntimeError: on other backends, without Orbax, or if the model was made
+                elsewhere.
+            ValueError: if `keep` is no positive int.
+
+        Example:
+
+        >>> strategy.save_sharded(model, "checkpoints")
+        >>> other_strategy.load_sharded(same_model_made_there, "checkpoints")
+        """
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise InvalidArgumentError(
+                f"`keep` must be a number of checkpoints, 1 or more. Received: {keep!r}"
+            )
+        self._check_owns(model, "save")
+        with context.entered(self):
+            return self._checkpoints.save_sharded(model, Path(directory), keep)
+
+    def load_sharded(self, model: Any, directory: str | os.PathLike[str]) -> int:
+        """Loads the latest checkpoint that `save_sharded` has finished.
+
+        Each device reads only its shards, under any strategy that saved the checkpoint.
+
+        Args:
+            model: a built `keras.Model` of this strategy with the same variables. Its
+                optimizer is built, if it is not yet.
+            directory: path to the directory.
+
+        Returns:
+            int, the number of the checkpoint.
+
+        Raises:
+            ValueError: if there is no finished checkpoint, or one of another model.
+            RuntimeError: as for `save_sharded`.
+        """
+        self._check_owns(model, "load")
+        with context.entered(self):
+            build_optimizer(model)
+            return self._checkpoints.load_sharded(model, Path(directory))
+
+    @property
+    def _checkpoints(self) -> CheckpointDriver:
+        require(self._engine, Feature.SHARDED_CHECKPOINTS)
+        driver = self._drivers.checkpoints
+        if driver is None:
+            raise BackendError(
+                f"{self!r} has no sharded checkpoints: its variables are in other "
+                "processes. Use `model.save` and `keras.models.load_model`."
+            )
+        return driver

@@ -1,0 +1,164 @@
+"""Methods of strategies that make distributed values and datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input import distribute
+from keras_strategies.input.arrays import from_arrays
+from keras_strategies.input.distributed_dataset import DistributedDataset
+from keras_strategies.strategies.base.strategy_checks import StrategyChecks
+from keras_strategies.types import InputContext, InputOptions
+from keras_strategies.values import PerReplica
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """The replica that a value is created for.
+
+    Args:
+        replica_id_in_sync_group: int, the number of the replica, from 0.
+        num_replicas_in_sync: int, how many replicas there are.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+class StrategyInput(StrategyChecks):
+    """Distributed values and datasets of a strategy."""
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Makes a per-replica value from a function.
+
+        Args:
+            value_fn: callable of a `ValueContext`, which says which replica it is
+                for; returns the component.
+
+        Returns:
+            The components, as `run` regroups results.
+
+        Example:
+
+        >>> strategy.experimental_distribute_values_from_function(
+        ...     lambda context: context.replica_id_in_sync_group)
+        """
+        self._check_outside_replicas("experimental_distribute_values_from_function")
+        share = self.input_share()
+        values = [
+            value_fn(ValueContext(share.first + i, share.total))
+            for i in range(share.count)
+        ]
+        return values[0] if share.count == 1 else PerReplica(values)
+
+    def experimental_distribute_dataset(
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        *,
+        batch_size: int | None = None,
+    ) -> DistributedDataset:
+        """Splits each global batch of a dataset over the replicas.
+
+        Every row goes to one replica, in order: `range(10).batch(4)` on two replicas
+        ends `[8]`, `[9]`. Replicas without rows get zero rows.
+
+        Args:
+            dataset: a dataset whose batches are global batches: a `tf.data.Dataset`,
+                a torch `DataLoader`, a `keras.utils.PyDataset`, or an iterable of
+                structures of arrays, each of shape `(rows, ...)`. Arrays, tensors
+                and frames of pandas, alone or in tuples and dictionaries, are made
+                into batches first.
+            options: `InputOptions`, or None for the defaults.
+            batch_size: int, rows of the global batch, for arrays; None for 32, as in
+                `fit`.
+
+        Returns:
+            A `DistributedDataset`: an iterable of batches whose leaves are
+            `PerReplica`, with one replica tensors.
+
+        Raises:
+            ValueError: for what is no dataset, for one that is not batched, and,
+                while it is iterated, for a batch whose parts have different lengths.
+            RuntimeError: inside `run`.
+
+        Example:
+
+        >>> dataset = strategy.experimental_distribute_dataset(
+        ...     tf.data.Dataset.from_tensor_slices((x, y)).batch(64))
+        >>> for batch in dataset:
+        ...     strategy.run(train_step, args=(batch,))
+        """
+        self._check_outside_replicas("experimental_distribute_dataset")
+        return distribute.dataset(self, dataset, options, batch_size)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Distributes datasets that a function makes, without splitting batches.
+
+        Args:
+            dataset_fn: callable of an `InputContext` that returns a dataset of any
+                kind, whose batches are for one replica each: consecutive ones go to
+                consecutive replicas, without being split or joined. It is called once
+                for each worker, or once for each replica with
+                `InputReplicationMode.PER_REPLICA`. When the dataset ends amid the
+                replicas, the others get zero rows.
+            options: `InputOptions`, or None for the defaults.
+
+        Returns:
+            A `DistributedDataset`.
+
+        Raises:
+            TypeError: if `dataset_fn` is not callable.
+            ValueError: if it returns no dataset, or one that is not batched.
+            RuntimeError: inside `run`.
+
+        Example:
+
+        >>> def dataset_fn(context):
+        ...     batch_size = context.get_per_replica_batch_size(64)
+        ...     return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+        >>> dataset = strategy.distribute_datasets_from_function(dataset_fn)
+        """
+        self._check_outside_replicas("distribute_datasets_from_function")
+        return distribute.from_function(self, dataset_fn, options)
+
+    # The former experimental name.
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def make_experimental_numpy_dataset(
+        self, numpy_input: Any, session: Any = None
+    ) -> Any:
+        """A dataset of the rows of arrays, to be batched and then distributed.
+
+        Args:
+            numpy_input: structure of arrays with the same first axis, `(rows, ...)`.
+            session: must be None: there are no sessions here.
+
+        Returns:
+            On TensorFlow a `tf.data.Dataset`; elsewhere an object with its methods
+            `batch`, `shuffle`, `repeat`, `prefetch` and `cardinality`.
+
+        Raises:
+            ValueError: for scalars and arrays of different lengths, and for a session.
+
+        Example:
+
+        >>> dataset = strategy.make_experimental_numpy_dataset((x, y)).batch(64)
+        >>> dataset = strategy.experimental_distribute_dataset(dataset)
+        """
+        if session is not None:
+            raise InvalidArgumentError(
+                "`session` is for TensorFlow 1 and not supported. Omit it. "
+                f"Received: {session!r}"
+            )
+        rows = from_arrays(numpy_input)
+        return rows.as_tf_data() if self._engine.name == "tensorflow" else rows

@@ -1,0 +1,83 @@
+"""Methods of strategies that return tables: `describe`, `status` and `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_strategies.reports.describe import Description, describe
+from keras_strategies.reports.plan import Plan, plan
+from keras_strategies.reports.worker_status import TrainingStatus, worker_status
+from keras_strategies.strategies.base.strategy_checks import StrategyChecks
+
+
+class StrategyReports(StrategyChecks):
+    """Tables about a strategy, its workers and its models."""
+
+    def describe(self, model: Any) -> Description:
+        """A table of the placement of variables and of bytes per device.
+
+        Args:
+            model: a built `keras.Model`, made in this strategy's scope.
+
+        Returns:
+            A `Description`: text in a terminal, a table in a notebook.
+
+        Raises:
+            ValueError: if the model has no variables yet.
+            RuntimeError: if the model was created in another scope.
+        """
+        self._check_owns(model, "describe")
+        return describe(self, model)
+
+    def status(self) -> TrainingStatus:
+        """A table of the workers and of the times of their steps in `fit`.
+
+        Steps take as long as those of the slowest worker, which the others wait for. A
+        worker that takes twice the median of the others over 20 steps is also named in
+        a warning, once.
+
+        Returns:
+            A `TrainingStatus`: text in a terminal, a table in a notebook. Times are at
+            most a second old.
+
+        Raises:
+            RuntimeError: for `ParameterServerStrategy`, whose coordinator has a
+                `status`.
+
+        Example:
+
+        >>> print(strategy.status())
+        """
+        workers = self.workers
+        group = None if workers is None else workers.group
+        return worker_status(type(self).__name__, group)
+
+    def plan(self, build_fn: Callable[[], Any], batch_shapes: Any) -> Plan:
+        """Memory and communication of training a model, from its shapes.
+
+        No memory of the model's size is allocated, so larger models can be planned.
+
+        Args:
+            build_fn: callable without arguments that makes the model and compiles it;
+                called in the scope. It may not read values of variables.
+            batch_shapes: the global batch as `fit` gets it, `(x, y)` or
+                `(x, y, sample_weight)`, whose leaves are shapes such as `(32, 10)`,
+                `keras.KerasTensor`s or arrays.
+
+        Returns:
+            A `Plan`: variables and their layouts, and bytes per device of parameters,
+            gradients and slots, of a whole step, and of what a device sends in one;
+            on JAX these are read from the compiled step. Text in a terminal, tables
+            in a notebook; `plot` draws the mesh.
+
+        Raises:
+            ValueError: if `build_fn` makes no compiled model.
+
+        Example:
+
+        >>> strategy = ks.ModelParallelStrategy("auto", model_parallel=8)
+        >>> print(strategy.plan(make_model, ((32, 512), (32, 512))))
+        """
+        self._check_outside_replicas("plan")
+        return plan(self, build_fn, batch_shapes)
