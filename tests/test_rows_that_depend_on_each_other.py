@@ -192,6 +192,35 @@ class RowCount(layers.Layer):
         return ops.copy(inputs)
 
 
+class Normalized(layers.Layer):
+    """Rows that depend on each other behind statistics that replicas exchange."""
+
+    def build(self, shape: Any) -> None:
+        self.norm = layers.BatchNormalization()
+        self.norm.build(shape)
+
+    def call(self, inputs: Any) -> Any:
+        normal = self.norm(inputs, training=True)
+        return normal - ops.mean(normal[:2], axis=0)
+
+
+class FirstRow(layers.Layer):
+    """Assigns one row of the batch to a variable."""
+
+    row = 0
+
+    def build(self, shape: Any) -> None:
+        self.last = self.add_weight(shape=shape[1:], trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        self.last.assign(inputs[self.row])
+        return 2 * inputs
+
+
+class LastRow(FirstRow):
+    row = -1
+
+
 class CallCount(layers.Layer):
     """Rows that do not depend on each other."""
 
@@ -200,6 +229,17 @@ class CallCount(layers.Layer):
     def call(self, inputs: Any) -> Any:
         self.calls += 1
         return 2 * inputs
+
+
+class NormalizedCallCount(CallCount):
+    """Rows that depend on each other by statistics that replicas exchange alone."""
+
+    def build(self, shape: Any) -> None:
+        self.norm = layers.BatchNormalization()
+        self.norm.build(shape)
+
+    def call(self, inputs: Any) -> Any:
+        return self.norm(super().call(inputs), training=True)
 
 
 def predicted(layer: layers.Layer, rows: int) -> list[str]:
@@ -216,15 +256,25 @@ def predicted(layer: layers.Layer, rows: int) -> list[str]:
 
 @SPLITS
 @pytest.mark.parametrize("rows", [2, 7])
-@pytest.mark.parametrize("kind", [Earlier, Later, Reversed, RowCount])
+@pytest.mark.parametrize("kind", [Earlier, Later, Reversed, RowCount, Normalized])
 def test_outputs_that_depend_on_other_rows_are_noticed(kind: Any, rows: int) -> None:
     (said,) = predicted(kind(), rows)
     assert "depends on the batch as a whole" in said
 
 
 @SPLITS
-def test_layers_with_outputs_only_are_checked_by_three_calls() -> None:
-    layer = CallCount()
+@pytest.mark.parametrize("kind", [FirstRow, LastRow])
+def test_assigned_rows_are_noticed(kind: Any) -> None:
+    (said,) = predicted(kind(), 8)
+    assert "its update of" in said
+
+
+@SPLITS
+@pytest.mark.parametrize("kind", [CallCount, NormalizedCallCount])
+def test_layers_whose_rows_are_independent_are_checked_by_three_calls(
+    kind: Any,
+) -> None:
+    layer = kind()
     assert not predicted(layer, 8)
     replicas = 2
     assert layer.calls == 3 + replicas

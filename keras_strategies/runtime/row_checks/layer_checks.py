@@ -6,15 +6,17 @@ losses and state updates must be what the data-parallel call makes of the parts.
 
 Two batches are tried: the first rows of the batch, and repetitions of two rows, one in
 each part. The second one makes dependence on the full batch extreme: the capacity of
-experts is exceeded, and statistics of the parts are far apart. A layer that has outputs
-only is called on three batches, unsplit: the first rows, a part of these, and
-repetitions of the last one; the outputs of a row must be the same in all.
+experts is exceeded, and statistics of the parts are far apart. Most layers need three
+calls, of which nothing is split: on the first rows, on a part of these, and on
+repetitions of the last one. The outputs of a row must be the same in all of them, and
+so must what the layer assigns to variables; statistics of batch normalization are those
+of the first call.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +166,7 @@ def _compared(
         first = first_rows(probes, call, rows)
         probe = Probe(probes, call, first)
         if not (
-            _is_same_alone(probes, call, first, probe, tolerance)
-            and _is_same_in_part(probe, tolerance)
+            _is_same_alone(probe, tolerance) and _is_same_in_part(probe, tolerance)
         ):
             problem = _problem_of(probes, call, first, tolerance, kinds, probe)
             if problem is None:
@@ -178,7 +179,7 @@ def _compared(
     if randomness.drawn:
         with probes.probing(_QUANTILES[1]):
             probe = Probe(probes, call, first)
-            if not _is_same_alone(probes, call, first, probe, tolerance):
+            if not _is_same_alone(probe, tolerance):
                 problem = _problem_of(probes, call, first, tolerance, kinds, probe)
                 if problem is not None:
                     return RowCheck(rows, problem)
@@ -190,24 +191,20 @@ def _repetitions(probe: Probe) -> int:
     return min(_REPETITIONS, (probe.rows + 1) // 2)
 
 
-def _is_same_alone(
-    probes: LayerProbes,
-    call: LayerCall,
-    batch: list[Any],
-    probe: Probe,
-    tolerance: float,
-) -> bool:
+def _is_same_alone(probe: Probe, tolerance: float) -> bool:
     """Whether the last row has the same outputs in a batch of nothing else.
 
-    Nothing is more extreme: one expert gets all rows, and statistics are those of one
-    row. It is one call, and for layers that have outputs only.
+    Nothing is more extreme: one expert gets all rows, and statistics that are not those
+    of batch normalization are those of one row.
     """
-    if not probe.is_of_outputs:
+    if not probe.compares_rows:
         return False
     count = 2 * _repetitions(probe)
-    alone = Probe(probes, call, taken(batch, [probe.rows - 1] * count)).unsplit
     return _are_rows_of(
-        alone, probe, lambda output: np.repeat(output[-1:], count, axis=0), tolerance
+        probe.repeated(probe.rows - 1, count),
+        probe,
+        lambda output: np.repeat(output[-1:], count, axis=0),
+        tolerance,
     )
 
 
@@ -227,7 +224,7 @@ def _are_rows_of(
 ) -> bool:
     """Whether a call's outputs are some rows of the unsplit call's.
 
-    Integers that it updates, such as those of random generators, are the same, too.
+    What replicas that all assign what it assigns leave behind is the same, too.
     """
     outputs = probe.unsplit.outputs
     if len(found.outputs) != len(outputs):
@@ -238,10 +235,14 @@ def _are_rows_of(
         if difference(rows(expected), own) > tolerance:
             return False
     updates = probe.unsplit.updates
-    return found.updates.keys() == updates.keys() and all(
-        np.array_equal(as_array(found.updates[key][1]), as_array(value))
-        for key, (_, value) in updates.items()
-    )
+    if found.updates.keys() != updates.keys():
+        return False
+    for key, (variable, value) in updates.items():
+        own = found.updates[key][1]
+        is_float = "float" in variable.dtype
+        if not is_float and not np.array_equal(as_array(own), as_array(value)):
+            return False
+    return not any(_differing_updates(probe, [found, found], tolerance))
 
 
 def _problem_of(
@@ -267,7 +268,7 @@ def _problem_of(
     what = [
         *_differing_outputs(probe, tolerance),
         *(f"the loss {i} that it adds" for i, kind in enumerate(kinds) if not kind),
-        *_differing_updates(probe, tolerance),
+        *_differing_updates(probe, probe.parts, tolerance),
     ]
     if not what:
         return None
@@ -316,9 +317,11 @@ def _loss_kinds(probe: Probe, tolerance: float) -> list[set[str]]:
     return kinds
 
 
-def _differing_updates(probe: Probe, tolerance: float) -> Iterator[str]:
+def _differing_updates(
+    probe: Probe, parts: Sequence[ProbeOutcome], tolerance: float
+) -> Iterator[str]:
     for key, (variable, value) in probe.unsplit.updates.items():
-        values = [part.updates[key][1] for part in probe.parts if key in part.updates]
+        values = [part.updates[key][1] for part in parts if key in part.updates]
         if not values:
             yield f"its update of {variable.path!r}"
             continue

@@ -109,10 +109,6 @@ class _ReplayedCollectives(ReplicaCollectives):
         self._next: int | None = None
         self.by_user = False
 
-    @property
-    def were_used(self) -> bool:
-        return bool(self._results)
-
     def replay(self) -> None:
         self._next = 0
 
@@ -237,33 +233,45 @@ class Probe:
         self.rows = next(len(leaf) for leaf in batch if isinstance(leaf, Rows))
         self.sizes = split_sizes(self.rows, 2)
         self.collectives = _ReplayedCollectives()
-        self.unsplit = self._outcome(0, 0, self.rows)
+        self.unsplit = self._outcome(0, batch, 0, self.rows)
 
     @functools.cached_property
     def first_part(self) -> ProbeOutcome:
-        self.collectives.replay()
-        return self._outcome(0, 0, self.sizes[0])
+        return self._replayed(0, self._batch, 0, self.sizes[0])
 
     @functools.cached_property
     def parts(self) -> list[ProbeOutcome]:
-        first = self.first_part
-        self.collectives.replay()
-        return [first, self._outcome(1, self.sizes[0], self.rows)]
+        second = self._replayed(1, self._batch, self.sizes[0], self.rows)
+        return [self.first_part, second]
+
+    def repeated(self, row: int, count: int) -> ProbeOutcome:
+        """The call on repetitions of one row, with the statistics of all rows."""
+        return self._replayed(0, taken(self._batch, [row] * count), 0, count)
 
     @property
-    def is_of_outputs(self) -> bool:
-        """Whether the calls had outputs only: no losses, statistics or collectives."""
-        floats = any("float" in v.dtype for v, _ in self.unsplit.updates.values())
-        return not (floats or self.unsplit.losses or self.collectives.were_used)
+    def compares_rows(self) -> bool:
+        """Whether the outputs of a row tell if it depends on the others.
+
+        Losses and collectives of the user's are functions of the batch.
+        """
+        return not (self.unsplit.losses or self.collectives.by_user)
 
     @property
     def fractions(self) -> list[float]:
         return [size / self.rows for size in self.sizes]
 
-    def _outcome(self, replica_id: int, start: int, stop: int) -> ProbeOutcome:
+    def _replayed(
+        self, replica_id: int, batch: list[Any], start: int, stop: int
+    ) -> ProbeOutcome:
+        self.collectives.replay()
+        return self._outcome(replica_id, batch, start, stop)
+
+    def _outcome(
+        self, replica_id: int, batch: list[Any], start: int, stop: int
+    ) -> ProbeOutcome:
         leaves = [
             leaf.tensor(start, stop) if isinstance(leaf, Rows) else leaf
-            for leaf in self._batch
+            for leaf in batch
         ]
         replica = _ProbeReplica(self._strategy, replica_id, self.collectives)
         try:
