@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 import keras
 import pytest
-from architecture.measures import FRAMEWORKS, OWN, package_source
+from architecture.package_source import OWN, package_source
+from architecture.private_names import FRAMEWORKS
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.manifest import GROUPS, Patch

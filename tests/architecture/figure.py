@@ -1,6 +1,6 @@
 """The figure of the package's README: folders and their imports, as Mermaid text.
 
-python tests/architecture/figure.py writes it into the README.
+PYTHONPATH=tests python tests/architecture/figure.py    # writes it there
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from architecture.measures import REPOSITORY, import_graph, package_source
+from architecture.import_graph import import_graph
+from architecture.package_source import REPOSITORY, package_source
 
 README = REPOSITORY / "keras_strategies" / "README.md"
 BEGIN, END = "<!-- figure: begin -->\n", "<!-- figure: end -->"

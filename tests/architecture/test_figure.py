@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from architecture.figure import README, current, with_figure
-from architecture.measures import REPOSITORY
+from architecture.package_source import REPOSITORY
 
 DECISIONS = sorted((REPOSITORY / "docs" / "decisions").glob("*.md"))
 FILES = {

@@ -10,14 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from architecture.measures import (
-    PACKAGE,
-    Module,
-    Source,
-    cycles,
-    import_graph,
-    package_source,
-)
+from architecture.import_graph import cycles, import_graph
+from architecture.package_source import PACKAGE, Module, Source, package_source
 
 # From the bottom up: a module imports only its own layer and those before it in this
 # list. The longest prefix of a module's name decides its layer.

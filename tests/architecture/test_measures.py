@@ -6,18 +6,16 @@ import ast
 from pathlib import Path
 
 import pytest
+from architecture.import_graph import cycles
 from architecture.measures import (
-    Module,
-    Source,
-    cycles,
     interface_members,
     lines,
     measures,
-    package_source,
-    private_names,
     replaced_attributes,
     temporary_attributes,
 )
+from architecture.package_source import Module, Source, package_source
+from architecture.private_names import private_names
 
 #: Bounds from above. They only go down.
 BOUNDS = {

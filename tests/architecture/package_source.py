@@ -1,0 +1,164 @@
+"""Syntax trees of the package, and names in them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = "keras_strategies"
+#: Folders of engines, by today's name and the former one.
+ENGINE_FOLDERS = ("engines", "backends")
+#: What methods call their own object.
+OWN = ("self", "cls")
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file of source.
+
+    Args:
+        name: str, such as `"engines.jax.run"`.
+        path: where it is.
+        tree: its syntax tree.
+    """
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def is_compat(self) -> bool:
+        """Whether private names of other packages may stand in it."""
+        parts = self.name.split(".")
+        return "keras_compat" in parts or parts[-1].endswith("compat")
+
+    @property
+    def engine(self) -> str | None:
+        """The engine that it is a part of, such as `"jax"`; None outside of engines."""
+        parts = self.name.split(".")
+        inside = len(parts) > 2 and parts[0] in ENGINE_FOLDERS
+        return parts[1] if inside else None
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of its syntax tree."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def defined(self) -> set[str]:
+        """Names that it gives to functions, classes, variables and attributes."""
+        found = set()
+        for node in self.nodes:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(getattr(node, "ctx", None), ast.Store):
+                if isinstance(node, ast.Name):
+                    found.add(node.id)
+                elif isinstance(node, ast.Attribute) and root_name(node) in OWN:
+                    found.add(node.attr)
+        return found
+
+    def is_foreign(self, node: ast.Attribute) -> bool:
+        """Whether an attribute is reached from an import of another package."""
+        return not self.imported.get(root_name(node) or "", PACKAGE).startswith(PACKAGE)
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """Names that imports bind, and what they stand for."""
+        found = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    bound = alias.asname or alias.name.split(".")[0]
+                    found[bound] = alias.name if alias.asname else bound
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        return found
+
+
+class Source:
+    """The modules of a package.
+
+    Args:
+        root: the folder of the package.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.modules = [
+            Module(self._name(path), path, ast.parse(path.read_text()))
+            for path in sorted(root.rglob("*.py"))
+        ]
+        self._by_name = {module.name: module for module in self.modules}
+
+    def _name(self, path: Path) -> str:
+        parts = path.relative_to(self.root).with_suffix("").parts
+        is_folder = parts[-1] == "__init__" and len(parts) > 1
+        return ".".join(parts[:-1] if is_folder else parts)
+
+    def own(self, imported: str) -> str | None:
+        """The module of the package that a full name is, or is in."""
+        parts = imported.split(".")
+        if parts[0] != PACKAGE:
+            return None
+        while len(parts) > 1:
+            name = ".".join(parts[1:])
+            if name in self._by_name:
+                return name
+            parts.pop()
+        return "__init__"
+
+    def classes(self) -> Iterator[tuple[Module, ast.ClassDef]]:
+        for module in self.modules:
+            for node in module.nodes:
+                if isinstance(node, ast.ClassDef):
+                    yield module, node
+
+    def subclasses(self, *names: str) -> list[tuple[Module, ast.ClassDef]]:
+        """Classes derived from the named ones, in any number of steps."""
+        found: dict[int, tuple[Module, ast.ClassDef]] = {}
+        known = set(names)
+        while True:
+            new = [
+                (module, node)
+                for module, node in self.classes()
+                if id(node) not in found and bases_of(node) & known
+            ]
+            if not new:
+                return list(found.values())
+            found |= {id(node): (module, node) for module, node in new}
+            known |= {node.name for _, node in new}
+
+
+@functools.cache
+def package_source() -> Source:
+    """The package of this checkout, parsed once for all tests."""
+    return Source(REPOSITORY / PACKAGE)
+
+
+def dotted(node: ast.AST) -> str:
+    """A name or a chain of attributes as it is written; empty for all else."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([node.id, *reversed(parts)])
+
+
+def bases_of(node: ast.ClassDef) -> set[str]:
+    bases = (b.value if isinstance(b, ast.Subscript) else b for b in node.bases)
+    return {dotted(base).rsplit(".", 1)[-1] for base in bases}
+
+
+def root_name(node: ast.expr) -> str | None:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
