@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.parameter_server.server.variable_store import VariableStore
-from keras_strategies.parameter_server.wire.row_arrays import put_rows
+from keras_strategies.parameter_server.wire.arrays.row_arrays import put_rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", ml_dtypes.bfloat16])

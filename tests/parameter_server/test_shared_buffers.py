@@ -13,12 +13,12 @@ import pytest
 
 from keras_strategies.errors import ClusterTimeoutError
 from keras_strategies.parameter_server.wire import shared_buffers
-from keras_strategies.parameter_server.wire.request_connection import Connection
-from keras_strategies.parameter_server.wire.request_service import Service, serve
-from keras_strategies.parameter_server.wire.shared_buffers import (
+from keras_strategies.parameter_server.wire.arrays.shared_buffers import (
     SharedBufferReader,
     SharedBufferWriter,
 )
+from keras_strategies.parameter_server.wire.request_connection import Connection
+from keras_strategies.parameter_server.wire.request_service import Service, serve
 
 LARGE = shared_buffers.LEAST_BYTES // 4
 SECONDS = 20.0

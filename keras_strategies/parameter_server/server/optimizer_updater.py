@@ -32,7 +32,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
 )
 from keras_strategies.parameter_server.server.optimizer_spec import OptimizerSpec
 from keras_strategies.parameter_server.server.variable_store import VariableStore
-from keras_strategies.parameter_server.wire.row_arrays import (
+from keras_strategies.parameter_server.wire.arrays.row_arrays import (
     pad_rows,
     put_rows,
     take_rows,

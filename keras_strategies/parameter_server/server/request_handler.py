@@ -17,8 +17,11 @@ from keras_strategies.parameter_server.server.loss_scale import apply_scale_repo
 from keras_strategies.parameter_server.server.optimizer_updater import OptimizerUpdater
 from keras_strategies.parameter_server.server.snapshots import SnapshotFiles
 from keras_strategies.parameter_server.server.variable_store import VariableStore
-from keras_strategies.parameter_server.wire.array_messages import COPY_BYTES
-from keras_strategies.parameter_server.wire.row_arrays import Empty, empty_aligned
+from keras_strategies.parameter_server.wire.arrays.array_messages import COPY_BYTES
+from keras_strategies.parameter_server.wire.arrays.row_arrays import (
+    Empty,
+    empty_aligned,
+)
 from keras_strategies.parameter_server.wire.step_messages import (
     Key,
     StepReply,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from keras_strategies.errors import PeerError
-from keras_strategies.parameter_server.wire.row_arrays import Empty, take_rows
+from keras_strategies.parameter_server.wire.arrays.row_arrays import Empty, take_rows
 from keras_strategies.parameter_server.wire.step_messages import Key, UpdateId
 
 

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.errors import ClusterTimeoutError, PeerError
-from keras_strategies.parameter_server.wire.array_messages import (
+from keras_strategies.parameter_server.wire.arrays.array_messages import (
     nbytes,
     pack,
     send,
     unpack,
 )
-from keras_strategies.parameter_server.wire.cluster_keys import Keys, needs_keys
-from keras_strategies.parameter_server.wire.shared_buffers import (
+from keras_strategies.parameter_server.wire.arrays.shared_buffers import (
     IS_AVAILABLE,
     SharedBuffers,
     is_shared,
 )
+from keras_strategies.parameter_server.wire.cluster_keys import Keys, needs_keys
 
 #: Milliseconds for unsent messages of a closed socket.
 LINGER_MS = 500

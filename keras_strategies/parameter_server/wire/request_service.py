@@ -16,11 +16,19 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.errors import PeerError
-from keras_strategies.parameter_server.wire.array_messages import (
+from keras_strategies.parameter_server.wire.arrays.array_messages import (
     nbytes,
     pack,
     send,
     unpack,
+)
+from keras_strategies.parameter_server.wire.arrays.row_arrays import (
+    Empty,
+    empty_aligned,
+)
+from keras_strategies.parameter_server.wire.arrays.shared_buffers import (
+    SharedBuffers,
+    is_shared,
 )
 from keras_strategies.parameter_server.wire.cluster_keys import (
     ClientKeyCheck,
@@ -28,11 +36,6 @@ from keras_strategies.parameter_server.wire.cluster_keys import (
     needs_keys,
 )
 from keras_strategies.parameter_server.wire.request_connection import LINGER_MS
-from keras_strategies.parameter_server.wire.row_arrays import Empty, empty_aligned
-from keras_strategies.parameter_server.wire.shared_buffers import (
-    SharedBuffers,
-    is_shared,
-)
 from keras_strategies.processes.portable_exceptions import portable_exception
 
 #: Callable of a request and of an allocator of arrays that returns the reply.

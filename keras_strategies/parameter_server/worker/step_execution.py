@@ -28,7 +28,10 @@ from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     innermost,
 )
 from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
-from keras_strategies.parameter_server.wire.row_arrays import empty_aligned, pad_rows
+from keras_strategies.parameter_server.wire.arrays.row_arrays import (
+    empty_aligned,
+    pad_rows,
+)
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.step_messages import (
     ScaleReport,

@@ -21,8 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.parameter_server.wire.array_messages import nbytes
-from keras_strategies.parameter_server.wire.row_arrays import ALIGNMENT, empty_aligned
+from keras_strategies.parameter_server.wire.arrays.array_messages import nbytes
+from keras_strategies.parameter_server.wire.arrays.row_arrays import (
+    ALIGNMENT,
+    empty_aligned,
+)
 
 #: Whether this system has anonymous files that other processes can open.
 IS_AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")

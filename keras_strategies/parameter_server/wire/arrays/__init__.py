@@ -1,0 +1,1 @@
+"""Arrays in messages: packing, alignment and shared memory."""
