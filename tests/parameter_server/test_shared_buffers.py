@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_strategies.errors import ClusterTimeoutError
-from keras_strategies.parameter_server.wire import shared_buffers
+from keras_strategies.parameter_server.wire.arrays import shared_buffers
 from keras_strategies.parameter_server.wire.arrays.shared_buffers import (
     SharedBufferReader,
     SharedBufferWriter,
