@@ -184,7 +184,7 @@ MUTANTS = [
         {
             "torch": f"{EXACTNESS}[sizes-mirrored_4]",
             # In `fit` the row check notices it there, and the layer is called unsplit.
-            "tensorflow": "tests/backends/test_tensorflow.py"
+            "tensorflow": "tests/backends/tensorflow/test_tensorflow_layers.py"
             " -k batch_normalization_is_split",
         },
     ),

@@ -229,7 +229,7 @@ def runs_once(file: str) -> bool:
 def is_of_another(file: str, backend: str) -> bool:
     """Whether these are tests of one backend that is not this one."""
     others = [name for name in BACKENDS if name != backend]
-    return any(file.startswith(f"tests/backends/test_{name}") for name in others)
+    return any(file.startswith(f"tests/backends/{name}/") for name in others)
 
 
 def lint_jobs() -> list[Job]:

@@ -61,7 +61,7 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "multi_worker/test_hosts.py": {
         # Addresses are given to each engine alike; what TensorFlow's does when a
-        # worker falls silent: `backends/test_tensorflow_workers.py`.
+        # worker falls silent: `backends/tensorflow/test_tensorflow_workers.py`.
         "test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut": _TENSORFLOW,
     },
     "multi_worker/test_preemption.py": {
@@ -80,7 +80,7 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         "test_two_strategies_nested": _TENSORFLOW,
     },
     "test_exactness.py": {
-        # `backends/test_tensorflow_no_rows.py` and "mixed_float16_skips".
+        # `backends/tensorflow/test_tensorflow_no_rows.py` and "mixed_float16_skips".
         "test_same_as_one_device[sizes-mirrored_4]": _TENSORFLOW,
     },
     "test_model_integration.py": {

@@ -1,0 +1,117 @@
+"""TensorFlow: models that are built by their first batch."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+from harness.tensorflow_training import (
+    STRATEGIES,
+    Rows,
+    assert_close,
+    assert_same,
+    on_two_and_four,
+    rows,
+    two,
+)
+
+ks.set_virtual_cpu_devices(4)
+
+
+class Subclassed(keras.Model):
+    def __init__(self, norm=True):
+        super().__init__()
+        self.hidden = layers.Dense(8, activation="relu")
+        self.norm = layers.BatchNormalization()
+        self.rows_seen = Rows()
+        self.out = layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.out(self.rows_seen(self.norm(self.hidden(x), training=training)))
+
+
+def test_an_unbuilt_model_loses_no_batch_of_a_generator():
+    def make():
+        model = Subclassed()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    def train(model):
+        x, y, _ = rows(22)
+        batches = ((x[i : i + 8], y[i : i + 8]) for i in range(0, 22, 8))
+        return model.fit(batches, verbose=0).history
+
+    assert_same(two(), make, train)
+
+
+def test_an_unbuilt_model_is_parallel_from_the_first_step():
+    with two().scope():
+        model = Subclassed()
+        model.compile("sgd", "mse")
+    x, y, _ = rows(8)
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert model.rows_seen.seen[-1][1] == 1
+
+
+def test_a_model_that_only_predicts_is_parallel_from_the_second_batch():
+    with two().scope():
+        model = Subclassed()
+    x, _, _ = rows(24)
+    outputs = model.predict(x, batch_size=8, verbose=0)
+    assert model.rows_seen.seen[-1][1] == 1
+    assert_close(ops.convert_to_numpy(model(x)), outputs)
+
+
+class Adversaries(keras.Model):
+    """Two models trained in turn; it cannot be called itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([layers.Dense(8), layers.Dense(6)])
+        self.discriminator = keras.Sequential([layers.Dense(8), layers.Dense(1)])
+
+    def compile(self):
+        super().compile()
+        self.optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05)]
+        self.criterion = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def train_step(self, data):
+        real, noise = data
+        count = tf.shape(real)[0]
+        labels = tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], 0)
+        with tf.GradientTape() as tape:
+            fake = self.generator(noise)
+            both = self.discriminator(tf.concat([real, fake], 0), training=True)
+            loss = self.criterion(labels, both)
+        self._update(0, self.discriminator, tape, loss)
+        with tf.GradientTape() as tape:
+            judged = self.discriminator(self.generator(noise, training=True))
+            wanted = self.criterion(tf.ones((count, 1)), judged)
+        self._update(1, self.generator, tape, wanted)
+        return {"d": loss, "g": wanted}
+
+    def _update(self, i, model, tape, loss):
+        variables = model.trainable_variables
+        self.optimizers[i].apply(tape.gradient(loss, variables), variables)
+
+
+@on_two_and_four
+def test_adversaries_are_exact(name):
+    def train(model):
+        x, _, _ = rows(18)
+        data = tf.data.Dataset.from_tensor_slices((x, x[::-1])).batch(9)
+        return [model.fit(data, verbose=0).history for _ in range(2)]
+
+    def make():
+        model = Adversaries()
+        model.compile()
+        return model
+
+    assert_same(STRATEGIES[name](), make, train)

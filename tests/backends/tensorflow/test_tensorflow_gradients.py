@@ -1,0 +1,154 @@
+"""TensorFlow: gradients that cross the replicas."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+from harness.tensorflow_training import (
+    assert_close,
+    assert_same,
+    fit,
+    four,
+    random_values,
+    rows,
+    two,
+)
+
+ks.set_virtual_cpu_devices(4)
+
+
+class Gradients(keras.Model):
+    """A step that returns its gradients instead of using them."""
+
+    def train_step(self, data):
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = ops.mean(ops.square(self(x, training=True) - y))
+        self.found = tape.gradient(loss, [*self.trainable_variables, x])
+        return {"loss": loss}
+
+
+def test_gradients_of_rows_of_a_table_stay_sparse():
+    tokens = keras.Input((4,), dtype="int32")
+    outputs = layers.Dense(1)(layers.Flatten()(layers.Embedding(100, 3)(tokens)))
+
+    class Sparse(keras.Model):
+        def train_step(self, data):
+            x, y, *_ = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self(x) - y))
+            table, *_ = tape.gradient(loss, self.trainable_variables)
+            assert isinstance(table, tf.IndexedSlices)
+            return {"rows": tf.size(table.indices)}
+
+    with two().scope():
+        model = Sparse(tokens, outputs)
+        model.compile()
+    x = np.arange(32).reshape(8, 4)
+    logs = model.train_on_batch(x, np.zeros((8, 1), "float32"), return_dict=True)
+    assert logs["rows"] == 32
+
+
+def test_gradients_of_the_input_cross_the_replicas():
+    x, y, _ = rows(11)
+
+    def make():
+        inputs = keras.Input((6,))
+        hidden = layers.Dense(8, activation="tanh")(inputs)
+        model = Gradients(inputs, layers.Dense(1)(layers.BatchNormalization()(hidden)))
+        model.compile(run_eagerly=True)
+        return model
+
+    def train(model):
+        model.train_on_batch(tf.constant(x), tf.constant(y))
+        return [np.asarray(gradient) for gradient in model.found]
+
+    assert_same(four(), make, train)
+
+
+# Gradients through functions of users are tested below, in every run.
+@pytest.mark.parametrize(
+    "is_function", [False, pytest.param(True, marks=pytest.mark.nightly)]
+)
+def test_a_loop_has_more_than_one_gradient(is_function):
+    """A persistent tape asks the replicas as often as its user asks it."""
+    x, y = random_values((7, 3, 2), "float"), random_values((7, 3), "float")
+    replicas = []
+
+    class Noting(layers.Layer):
+        def call(self, x):
+            replicas.append(ks.has_strategy() and ks.get_replica_context())
+            return x
+
+    class Repeated(keras.Model):
+        def train_step(self, data):
+            x, y, *_ = data
+            forward = lambda: self(x, training=True)  # noqa: E731
+            forward = tf.function(forward) if is_function else forward
+            with tf.GradientTape(persistent=True) as tape:
+                outputs = forward()
+                losses = [ops.mean(ops.square(outputs - y)), ops.mean(outputs)]
+            values = [variable.value for variable in self.trainable_variables]
+            names = ("first", "second", "again")
+            return {
+                name: keras.tree.map_structure(
+                    tf.convert_to_tensor, tape.gradient(loss, values)
+                )
+                for name, loss in zip(names, (*losses, losses[0]), strict=True)
+            }
+
+    def make():
+        # The layer with the fewest operations in its loop.
+        inputs = keras.Input((3, 2))
+        model = Repeated(inputs, layers.SimpleRNN(3)(Noting()(inputs)))
+        model.compile()
+        return model
+
+    def train(model):
+        replicas.clear()
+        logs = model.train_on_batch(x, y, return_dict=True)
+        assert_close(logs["first"], logs["again"])
+        return logs["first"], logs["second"]
+
+    # For a function under a persistent tape, TensorFlow makes the gradients of its
+    # gradients too, asked for or not: they are made on one device.
+    warned = pytest.warns(UserWarning, match="is differentiated itself")
+    with warned if is_function else contextlib.nullcontext():
+        assert_same(two(), make, train)
+    assert any(replicas)
+
+
+def test_a_layer_that_is_called_in_a_function_of_its_user_is_exact():
+    class Wrapped(keras.Model):
+        @tf.function
+        def forward(self, x):
+            return self(x, training=True)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self.forward(x) - y))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    def make():
+        inputs = keras.Input((6,))
+        hidden = layers.BatchNormalization()(layers.Dense(8)(inputs))
+        model = Wrapped(inputs, layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    assert_same(two(), make, fit(18, batch=9))

@@ -1,0 +1,265 @@
+"""TensorFlow: layers on replicas, and layers that are called unsplit."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+from keras_strategies import errors
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+from harness.tensorflow_training import (
+    assert_close,
+    assert_same,
+    fit,
+    rows,
+    two,
+    under,
+)
+
+ks.set_virtual_cpu_devices(4)
+
+
+# --- Collectives in layers ----------------------------------------------------
+
+
+class Center(layers.Layer):
+    """Subtracts the mean of the global batch, found in one way or another."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def call(self, x):
+        replica = ks.get_replica_context() if ks.has_strategy() else None
+        if replica is None:
+            return x - ops.mean(x, 0)
+        if self.way == "gather":
+            return x - ops.mean(replica.all_gather(x, axis=0), 0)
+        count = ops.cast(ops.shape(x)[0], x.dtype)
+        total, rows = replica.all_reduce("sum", (ops.sum(x, 0), count))
+        return x - total / rows
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_collectives_in_layers_have_gradients(eager):
+    def make():
+        inputs = keras.Input((6,))
+        first = Center("gather")(layers.Dense(5, activation="tanh")(inputs))
+        second = Center("reduce")(layers.Dense(5, activation="tanh")(inputs))
+        outputs = [layers.Dense(1)(first), layers.Dense(1)(second)]
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1), ["mse", "mse"], run_eagerly=eager)
+        return model
+
+    def train(model):
+        x, y, _ = rows(11)
+        given = {"batch_size": 11, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, [y, y], **given).history
+
+    assert_same(two(), make, train)
+
+
+def test_replicas_that_disagree_on_collectives_are_told():
+    class Disagreeing(layers.Layer):
+        def call(self, x):
+            replica = ks.get_replica_context() if ks.has_strategy() else None
+            if replica is not None and replica.replica_id_in_sync_group == 1:
+                return replica.all_reduce("sum", x)
+            return x
+
+    with two().scope():
+        model = keras.Sequential([keras.Input((6,)), Disagreeing(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, _ = rows(8)
+    with pytest.raises(errors.ReplicaMismatchError, match="same collective calls"):
+        model.train_on_batch(x, y)
+
+
+# --- What cannot be split is called whole -------------------------------------
+
+
+def test_a_layer_with_variables_of_tensorflow_is_exact():
+    class Foreign(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.scale = tf.Variable(2.0)
+            self.calls = tf.Variable(0, trainable=False)
+
+        def call(self, x):
+            self.calls.assign_add(1)
+            return x * self.scale
+
+    with two().scope():
+        foreign = Foreign()
+        model = keras.Sequential([keras.Input((6,)), foreign, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, _ = rows(16)
+    with pytest.warns(UserWarning, match="variables or modules of TensorFlow"):
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    assert foreign.calls.numpy() == 4
+
+
+def test_batch_normalization_is_split_over_replicas():
+    """With the statistics of one replica it would be exact, too, but unsplit."""
+    with two().scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.BatchNormalization(), layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+    x, y, _ = rows(8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be split by rows")
+        model.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_batch_normalization_in_a_loop_is_exact():
+    class Looped(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(name="looped_norm")
+
+        def build(self, shape):
+            self.norm.build(shape)
+
+        def call(self, x, training=False):
+            def body(i, x):
+                mean, variance = self.norm._moments(x, None)
+                return i + 1, (x - mean) / ops.sqrt(variance + 1e-3)
+
+            return ops.while_loop(lambda i, x: i < 2, body, (0, x))[1]
+
+    def make():
+        model = keras.Sequential([keras.Input((6,)), Looped(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    expected = under(None, make, fit(18, batch=9))
+    with pytest.warns(UserWarning, match="in a loop or a branch"):
+        found = under(two(), make, fit(18, batch=9))
+    assert_close(expected, found)
+
+
+def test_ragged_input_is_exact():
+    class Bag(layers.Layer):
+        def call(self, x):
+            return tf.reduce_mean(tf.cast(x, "float32"), axis=1, keepdims=True)
+
+    def make():
+        inputs = keras.Input((None,), dtype="int64", ragged=True)
+        model = keras.Model(inputs, layers.Dense(1)(Bag()(inputs)))
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    def train(model):
+        x = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7], [1, 1], [2]], "int64")
+        data = tf.data.Dataset.from_tensor_slices((x, tf.ones((6, 1))))
+        data = data.ragged_batch(4)
+        return [model.fit(data, verbose=0).history for _ in range(2)]
+
+    assert_same(two(), make, train)
+
+
+# --- Keras inside replicas ----------------------------------------------------
+
+
+def test_losses_of_keras_inside_a_layer_are_not_divided_by_replicas():
+    class Reconstructing(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.code = layers.Dense(3)
+            self.decode = layers.Dense(6)
+            self.criterion = keras.losses.MeanSquaredError()
+
+        def build(self, shape):
+            self.code.build(shape)
+            self.decode.build((None, 3))
+
+        def call(self, x):
+            code = self.code(x)
+            self.add_loss(self.criterion(x, self.decode(code)))
+            return code
+
+    def make():
+        model = keras.Sequential([keras.Input((6,)), Reconstructing(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    assert_same(two(), make, fit(11, batch=11))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_dropout_differs_between_replicas_and_repeats_with_the_seed(eager):
+    def draw():
+        keras.utils.set_random_seed(3)
+        with two().scope():
+            model = keras.Sequential([keras.Input((50,)), layers.Dropout(0.5)])
+            model.compile("sgd", "mse", run_eagerly=eager)
+
+        class Step(keras.callbacks.Callback):
+            pass
+
+        found = []
+        model.train_step = lambda data: (
+            found.append(model(data[0], training=True)) or {"n": found[-1]}
+        )
+        model.compute_metrics = None
+        x = np.ones((4, 50), "float32")
+        model.train_function = None
+        logs = model.train_on_batch(x, x, return_dict=True)
+        return np.asarray(logs["n"])
+
+    first, again = draw(), draw()
+    np.testing.assert_array_equal(first, again)
+    assert len({row.tobytes() for row in first}) == 4
+
+
+class Failing(layers.Layer):
+    error: BaseException | None = None
+
+    def call(self, x):
+        replica = ks.get_replica_context() if ks.has_strategy() else None
+        if self.error is not None and replica.replica_id_in_sync_group == 1:
+            raise self.error
+        return x
+
+
+def test_an_error_in_a_replica_arrives_and_the_next_fit_works():
+    x, y, _ = rows(16)
+    with two().scope():
+        failing = Failing()
+        model = keras.Sequential(
+            [keras.Input((6,)), failing, layers.BatchNormalization(), layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    for error in (ZeroDivisionError("mine"), KeyboardInterrupt()):
+        failing.error = error
+        with pytest.raises(type(error)):
+            model.fit(x, y, batch_size=8, verbose=0)
+        assert not ks.has_strategy()
+    failing.error = None
+    history = model.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
+    assert np.isfinite(history).all()
+
+
+def test_an_error_while_the_program_runs_arrives_and_the_next_fit_works():
+    class Checking(layers.Layer):
+        def call(self, x):
+            tf.debugging.assert_less(x, 1e6, "too large")
+            return x
+
+    with two().scope():
+        model = keras.Sequential([keras.Input((6,)), Checking(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, _ = rows(16)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        model.fit(x * 1e7, y, batch_size=8, verbose=0)
+    assert np.isfinite(model.fit(x, y, batch_size=8, verbose=0).history["loss"]).all()

@@ -1,0 +1,252 @@
+"""TensorFlow: the programs of steps, and their exactness beyond the common suite."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+from keras_strategies.keras_compat.models import building
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+from harness import tensorflow_training
+from harness.tensorflow_training import (
+    STRATEGIES,
+    Rows,
+    assert_close,
+    assert_same,
+    fit,
+    fit_evaluate_predict,
+    four,
+    make_model,
+    rows,
+    small_model,
+    two,
+    under,
+)
+
+ks.set_virtual_cpu_devices(4)
+
+
+# --- Exactness ----------------------------------------------------------------
+
+
+#
+# `tests/test_exactness.py` trains under one device, two and four mirrored replicas and
+# central storage, with any number of rows, each optimizer and each way to run a step.
+# Here is what its strategies do not reach, and a model that has in one training what
+# its cases have one by one.
+
+
+def test_fit_is_exact_with_variables_apart_from_the_only_replica():
+    assert_same(STRATEGIES["central_of_one"](), small_model, fit(16))
+
+
+ADAM = {"optimizer": lambda: keras.optimizers.Adam(0.01, weight_decay=0.01)}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "count", "arguments"),
+    [
+        *[("mirrored_4", count, {}) for count in (22, 23, 25, 3, 1)],
+        *[(name, 23, {}) for name in sorted(set(STRATEGIES) - {"mirrored_4"})],
+        *[(name, 23, ADAM) for name in ("mirrored_2", "mirrored_4")],
+        ("mirrored_4", 25, {"run_eagerly": True}),
+        ("mirrored_4", 25, {"steps_per_execution": 3}),
+    ],
+    ids=str,
+)
+def test_fit_is_exact(name, count, arguments):
+    def make():
+        optimizer = arguments.get("optimizer", lambda: None)()
+        others = {k: v for k, v in arguments.items() if k != "optimizer"}
+        return make_model(optimizer, **others)
+
+    tolerance = 1e-4 if "optimizer" in arguments else 1e-5
+    assert_same(STRATEGIES[name](), make, fit_evaluate_predict(count), tolerance)
+
+
+@pytest.mark.nightly
+def test_methods_on_batches_are_exact():
+    def train(model):
+        x, y, weights = rows(11)
+        logs = [
+            model.train_on_batch(x[:n], y[:n], weights[:n]) for n in (11, 8, 7, 3, 1)
+        ]
+        scores = [model.test_on_batch(x[:n], y[:n]) for n in (11, 5, 1)]
+        return logs, scores, [model.predict_on_batch(x[:n]) for n in (11, 5, 1)]
+
+    assert_same(four(), make_model, train)
+
+
+@pytest.mark.nightly
+def test_a_transformer_is_exact_over_many_steps():
+    def make():
+        tokens = keras.Input((12,), dtype="int32")
+        x = layers.Embedding(50, 16)(tokens)
+        attended = layers.MultiHeadAttention(2, 8)(x, x)
+        x = layers.LayerNormalization()(x + attended)
+        hidden = layers.Dense(16)(layers.Dense(32, activation="relu")(x))
+        x = layers.LayerNormalization()(x + hidden)
+        x = layers.GlobalAveragePooling1D()(x)
+        model = keras.Model(tokens, layers.Dense(10)(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01), loss)
+        return model
+
+    def train(model):
+        random = np.random.default_rng(0)
+        x, y = random.integers(0, 50, (64, 12)), random.integers(0, 10, 64)
+        return model.fit(
+            x, y, batch_size=16, epochs=15, shuffle=False, verbose=0
+        ).history["loss"]
+
+    assert_same(two(), make, train)
+
+
+# --- Programs -----------------------------------------------------------------
+
+
+# 25: the last batch has fewer rows than there are replicas, which is a program of its
+# own kind; 22 and 23: it has more, and is split unevenly.
+@pytest.mark.parametrize(
+    "count",
+    [22, 25, pytest.param(23, marks=pytest.mark.nightly)],
+)
+def test_at_most_two_programs_for_batches_of_any_size(count):
+    keras.utils.set_random_seed(7)
+    with four().scope():
+        counting = Rows()
+        model = keras.Sequential([keras.Input((6,)), counting, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    counting.seen.clear()
+    x, y, _ = rows(count)
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    # A program has one call per replica, or one for all.
+    programs = sum(replica in (0, None) for _, replica in counting.seen)
+    assert 1 <= programs <= 2
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    assert sum(replica in (0, None) for _, replica in counting.seen) == programs
+
+
+def test_the_first_step_is_traced_once():
+    """Slots and metrics that a trace creates would make TensorFlow trace it twice."""
+    traces = []
+
+    class Counts(keras.optimizers.SGD):
+        def apply(self, *args, **kwargs):
+            traces.append(self.built)
+            return super().apply(*args, **kwargs)
+
+    with two().scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile(Counts(0.1, momentum=0.9), "mse", metrics=["mae"])
+    x, y, _ = rows(8)
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    assert traces == [True]
+
+
+@pytest.fixture
+def retracing():
+    """What TensorFlow says of functions that are traced again and again."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = tf.get_logger()
+    logger.addHandler(handler)
+    yield lambda: [line for line in said if "retracing" in line]
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("length", [4, None], ids=["known", "unknown-length"])
+def test_metrics_are_built_from_the_known_outputs_of_a_functional_model(length):
+    class Counted(layers.Layer):
+        calls = 0
+
+        def call(self, x):
+            Counted.calls += 1
+            return ops.sum(x, axis=1)
+
+    with two().scope():
+        tokens = keras.Input((length,), dtype="int32")
+        hidden = Counted()(layers.Embedding(7, 5)(tokens))
+        outputs = {"a": layers.Dense(3)(hidden), "b": layers.Dense(1)(hidden)}
+        model = keras.Model(tokens, outputs)
+        metrics = {"a": [keras.metrics.F1Score()], "b": ["mae"]}
+        model.compile("sgd", {"a": "mse", "b": "mse"}, metrics=metrics)
+    x = np.zeros((4, 4), "int32")
+    Counted.calls = 0
+    building.symbolic_build(model, (x, {"a": np.ones((4, 3)), "b": np.ones((4, 1))}))
+    assert Counted.calls == 0
+    found = {variable.path for variable in model.metrics_variables}
+    assert any("f1_score" in path for path in found), found
+    assert model.optimizer.built
+
+
+def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored, retracing):
+    for _ in range(6):
+        with mirrored.scope():
+            model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.predict(np.zeros((4, 2), "float32"), verbose=0)
+    assert not retracing()
+
+
+def test_functions_that_replicas_run_are_not_taken_for_retracing(mirrored, retracing):
+    traces = []
+
+    def function(number):  # Of a code object of its own.
+        source = f"def replica_step(x):\n    traces.append({number})\n    return x"
+        namespace = {"traces": traces}
+        exec(source, namespace)
+        return tf.function(namespace["replica_step"], autograph=False)
+
+    functions = [function(number) for number in range(6)]
+    for _ in range(2):
+        for each in functions:
+            mirrored.run(each, args=(tf.zeros(()),))
+    assert not retracing()
+    assert sorted(traces) == [number for number in range(6) for _ in "ab"]
+
+
+def test_every_replica_takes_part():
+    with four().scope():
+        counting = Rows()
+        model = keras.Sequential([keras.Input((6,)), counting, layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y, _ = rows(16)
+    counting.seen.clear()
+    model.train_on_batch(x, y)
+    assert counting.seen == [(4, i) for i in range(4)]
+
+
+def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
+    expected = under(None, small_model, fit(16))
+    with pytest.warns(UserWarning, match="runs without XLA") as warned:
+        found = under(two(), lambda: small_model(jit_compile=True), fit(16))
+    (said,) = [w for w in warned if "runs without XLA" in str(w.message)]
+    assert said.filename == tensorflow_training.__file__
+    assert_close(expected, found)
+
+
+def test_automatic_jit_compile_is_off_with_several_devices(monkeypatch):
+    strategy = two()
+    with strategy.scope():
+        model = small_model()
+        # As it is on a machine with a GPU, where Keras would choose XLA.
+        monkeypatch.setattr(
+            tf.config, "list_physical_devices", lambda kind=None: [Accelerator()]
+        )
+        model.compile("sgd", "mse")
+    assert model.jit_compile is False
+
+
+class Accelerator:
+    device_type = "GPU"

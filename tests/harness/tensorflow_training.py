@@ -1,0 +1,157 @@
+"""Models, strategies and comparisons of the tests of the TensorFlow backend."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import keras_strategies as ks
+
+STRATEGIES = {
+    "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
+    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
+    "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
+    "central_of_one": lambda: ks.CentralStorageStrategy(["cpu:1"], "cpu:0"),
+}
+# Four replicas run the code of two; what two find, four find in the nightly run.
+on_two_and_four = pytest.mark.parametrize(
+    "name", ["mirrored_2", pytest.param("mirrored_4", marks=pytest.mark.nightly)]
+)
+
+
+def two():
+    return STRATEGIES["mirrored_2"]()
+
+
+def four():
+    return STRATEGIES["mirrored_4"]()
+
+
+def rows(count: int, features: int = 6):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(count, features)).astype("float32")
+    y = (random.uniform(size=(count, 1)) < 0.5).astype("float32")
+    weights = random.uniform(0.5, 2.0, size=count).astype("float32")
+    return x, y, weights
+
+
+def random_values(shape, kind):
+    random = np.random.default_rng(1)
+    return (
+        random.integers(0, 10, shape)
+        if kind == "int"
+        else random.normal(size=shape).astype("float32")
+    )
+
+
+def make_model(optimizer=None, **compile_arguments):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="relu", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dense(4, activation="tanh", activity_regularizer="l1"),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+    model.compile(
+        optimizer or keras.optimizers.SGD(0.1, momentum=0.9),
+        "binary_crossentropy",
+        metrics=["accuracy"],
+        weighted_metrics=[keras.metrics.AUC(num_thresholds=20, name="auc")],
+        **compile_arguments,
+    )
+    return model
+
+
+def small_model(optimizer="sgd", **compile_arguments):
+    """A model of few operations, for what does not depend on its layers."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(3, use_bias=False),
+            layers.BatchNormalization(),
+        ]
+    )
+    model.add(layers.Dense(1))
+    model.compile(optimizer, "mse", **compile_arguments)
+    return model
+
+
+def under(strategy, make, train):
+    """What `train(model)` returns, and the weights after it, from pinned seeds.
+
+    Without a strategy steps run eagerly: to trace a program takes longer than the few
+    steps that a test compares.
+    """
+    keras.utils.set_random_seed(7)
+    if strategy is None:
+        model = make()
+        model.run_eagerly = True
+    else:
+        with strategy.scope():
+            model = make()
+    return train(model), model.get_weights()
+
+
+def assert_close(expected, found, tolerance=1e-5):
+    expected, found = keras.tree.flatten(expected), keras.tree.flatten(found)
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found, strict=True):
+        a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+        scale = max(np.abs(a).max(initial=0), 1e-2)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+def assert_same(strategy, make, train, tolerance=1e-5):
+    assert_close(under(None, make, train), under(strategy, make, train), tolerance)
+
+
+def fit_evaluate_predict(count, batch=8, epochs=3):
+    def train(model):
+        x, y, weights = rows(count)
+        history = model.fit(
+            x,
+            y,
+            sample_weight=weights,
+            batch_size=batch,
+            epochs=epochs,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x[:9], y[:9]),
+        ).history
+        scores = model.evaluate(x, y, batch_size=batch, verbose=0)
+        return history, scores, model.predict(x, batch_size=batch, verbose=0)
+
+    return train
+
+
+def fit(count, batch=8, epochs=2):
+    """Trains on `count` rows; a last batch of another size needs another program."""
+
+    def train(model):
+        x, y, _ = rows(count)
+        options = {"batch_size": batch, "epochs": epochs, "shuffle": False}
+        return model.fit(x, y, verbose=0, **options).history
+
+    return train
+
+
+class Rows(layers.Layer):
+    """Notes the static rows of each traced call, one for each program and replica."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen = []
+
+    def call(self, x):
+        if tf.executing_eagerly():  # A check whether rows depend on each other.
+            return x
+        replica = ks.get_replica_context()
+        on = None if replica is None or not ks.has_strategy() else replica
+        self.seen.append((x.shape[0], on and on.replica_id_in_sync_group))
+        return x
