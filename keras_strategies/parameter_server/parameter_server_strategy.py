@@ -312,7 +312,7 @@ class ParameterServerStrategy(Strategy):
         options = self._cluster.options
         return (
             f"<ParameterServerStrategy with {options.workers} workers and "
-            f"{options.servers} parameter servers>"
+            f"{len(self._cluster.scheduler.servers)} parameter servers>"
         )
 
 
@@ -330,7 +330,7 @@ class ParameterServerExtended(StrategyExtended):
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """tuple of str, the device of each parameter server."""
-        servers = range(self._strategy.cluster.options.servers)
+        servers = range(len(self._strategy.cluster.scheduler.servers))
         return tuple(map(server_device, servers))
 
     @contextlib.contextmanager

@@ -20,6 +20,7 @@ class QueuedTask:
         local: numbers of variables on no server.
         uses: objects that exist until it is finished.
         deaths: int, number of workers that died while they ran it.
+        is_started: bool, whether a worker has received it.
         timeouts: int, number of these that were ended after `step_timeout_seconds`.
     """
 
@@ -27,6 +28,7 @@ class QueuedTask:
     result: Callable[[Any, BaseException | None], None]
     local: tuple[int, ...]
     uses: Any = None
+    is_started: bool = False
     deaths: int = 0
     timeouts: int = 0
 
@@ -72,5 +74,9 @@ class ServerState:
     last_heartbeat: float = 0.0
     deaths: int = 0
     failed_starts: int = 0
+    #: Whether it has variables: its first process has none until a transfer ends.
+    is_used: bool = True
+    #: Bytes of its process in memory, as it reported.
+    resident_bytes: int = 0
     #: Reason why its snapshots are incomplete; "" if they are complete.
     unsaved: str = ""

@@ -25,6 +25,7 @@ _HEADER = (
     "restarts",
     "staleness",
     "variables",
+    "memory",
 )
 _NUMBERS = frozenset(_HEADER[2:])
 
@@ -43,6 +44,7 @@ class Status:
         staleness: float, mean number of updates that a step has missed.
         most_staleness: int, maximum number of updates that a step has missed.
         held_bytes: tuple of int, bytes of variables on each server.
+        resident_bytes: tuple of int, bytes of each server's process in memory.
     """
 
     rows: tuple[tuple[str, ...], ...]
@@ -54,6 +56,7 @@ class Status:
     staleness: float = 0.0
     most_staleness: int = 0
     held_bytes: tuple[int, ...] = ()
+    resident_bytes: tuple[int, ...] = ()
 
     @property
     def workers_alive(self) -> int:
@@ -123,6 +126,7 @@ def status_of(scheduler: Scheduler, registry: VariableRegistry) -> Status:
                     str(worker.deaths),
                     f"{stale:.1f}",
                     "",
+                    "",
                 )
             )
         for server in scheduler.servers.values():
@@ -137,6 +141,7 @@ def status_of(scheduler: Scheduler, registry: VariableRegistry) -> Status:
                     str(server.deaths),
                     "",
                     readable_bytes(held[server.index]),
+                    readable_bytes(server.resident_bytes),
                 )
             )
         steps = scheduler.done_steps
@@ -150,4 +155,5 @@ def status_of(scheduler: Scheduler, registry: VariableRegistry) -> Status:
             missed / steps if steps else 0.0,
             most,
             tuple(held),
+            tuple(server.resident_bytes for server in scheduler.servers.values()),
         )

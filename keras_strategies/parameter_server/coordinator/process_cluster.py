@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_service import Service
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
+from keras_strategies.parameter_server.wire.variable_description import ShardRange
 from keras_strategies.parameter_server.worker.worker_process import run_worker
 from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.user_warnings import warn_user
@@ -76,7 +77,7 @@ class ProcessCluster:
         #: Whether this process starts the other ones.
         self.is_local = is_local = control is None
         self._addresses = ServerAddresses(
-            addresses or [f"ipc://{folder}/ps-{i}" for i in range(options.servers)]
+            addresses or [self._address(i) for i in range(options.servers)]
         )
         self._snapshots = options.snapshot_folder
         self._own_snapshots: str | None = None
@@ -85,7 +86,8 @@ class ProcessCluster:
             self._snapshots = self._own_snapshots
         if self._snapshots is not None and is_local:
             self._check_snapshots(self._snapshots)
-        self._name = secrets.token_hex(8)
+        #: str, the coordinator's, which servers know it by.
+        self.name = secrets.token_hex(8)
         self._service = Service(control or f"ipc://{folder}/control", keys)
         self._processes: ClusterProcesses | None = None
         if is_local:
@@ -103,7 +105,7 @@ class ProcessCluster:
             options.silence_seconds,
             # A server that was started elsewhere reports whether it was restored.
             can_restore=self._snapshots is not None or not is_local,
-            name=self._name,
+            name=self.name,
             addresses=self._addresses,
             on_snapshot_error=options.on_snapshot_error,
             step_timeout=options.step_timeout_seconds,
@@ -116,10 +118,10 @@ class ProcessCluster:
                 self._addresses,
                 keys,
                 options.timeout_seconds,
-                self._name,
+                self.name,
                 check=self.scheduler.raise_fatal,
             )
-            everyone = dict.fromkeys(range(options.servers), self._name)
+            everyone = dict.fromkeys(range(options.servers), self.name)
             self.servers.request_all("begin", everyone)
         except BaseException:
             self.close()
@@ -133,6 +135,39 @@ class ProcessCluster:
             if self.options.on_snapshot_error == "raise":
                 raise
             warn_user(f"{error.text} Training continues without snapshots.")
+
+    def _address(self, server: int) -> str:
+        """The address of a server on this machine."""
+        return f"ipc://{self._folder.name}/ps-{server}"
+
+    @property
+    def starts_processes(self) -> bool:
+        """Whether this object starts the workers and servers."""
+        return self._processes is not None
+
+    def add_servers(self, count: int) -> None:
+        """Starts servers up to a number; they have no variables yet."""
+        assert self.servers is not None
+        self._addresses.resize(count, self._address)
+        self.scheduler.add_servers(count, self.options.start_seconds)
+        self.servers.resize()
+
+    def remove_servers(self, count: int) -> None:
+        """Ends the servers from a number on; they have no variables any longer."""
+        assert self.servers is not None
+        removed = self.scheduler.forget_servers(count)
+        for server in removed:
+            # A server that is not ready is killed.
+            if server < len(self.servers):
+                with contextlib.suppress(Exception):
+                    self.servers.request(server, "retire")
+            self.scheduler.kill_server(server)
+        self._addresses.resize(count, self._address)
+        self.servers.resize()
+
+    def place(self, shards: Mapping[int, tuple[ShardRange, ...]]) -> None:
+        """Sends each worker the placement of variables before its next task."""
+        self.scheduler.place(self._addresses, shards)
 
     def _call(self, task: LocalTask) -> ProcessCall:
         """The function that a process of this machine calls."""
@@ -170,7 +205,7 @@ class ProcessCluster:
         elif self.servers is not None:
             # Errors of servers must not prevent closing the rest.
             with contextlib.suppress(Exception):
-                everyone = range(self.options.servers)
+                everyone = range(len(self.servers))
                 self.servers.request_all("stop", dict.fromkeys(everyone))
         if self.servers is not None:
             self.servers.close()

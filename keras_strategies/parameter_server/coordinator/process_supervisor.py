@@ -74,6 +74,8 @@ class ProcessSupervisor:
         self._notify_damage = on_damage
         self._notify_snapshots = on_snapshots
         self._to_start: collections.deque[LocalTask] = collections.deque()
+        # Incarnations of removed servers.
+        self._removed: dict[int, int] = {}
         self._progress = Progress()
         self._looked = time.monotonic()
 
@@ -100,6 +102,25 @@ class ProcessSupervisor:
         self.workers[index] = WorkerState(index)
         self._start("worker", index, 0)
         return index
+
+    def add_servers(self, count: int) -> None:
+        """Requires servers up to a number."""
+        for index in range(len(self.servers), count):
+            # The end of a removed process may be reported later.
+            incarnation = self._removed.get(index, -1) + 1
+            self.servers[index] = ServerState(index, incarnation, is_used=False)
+            self._start("ps", index, incarnation)
+
+    def forget_servers(self, count: int) -> list[int]:
+        """Discards servers from a number on; returns the removed ones."""
+        removed = [index for index in self.servers if index >= count]
+        for index in removed:
+            self._removed[index] = self.servers.pop(index).incarnation
+        return removed
+
+    def kill_server(self, index: int) -> None:
+        """Kills the process of a removed server, if it is still alive."""
+        self._kill("ps", index, self._removed[index])
 
     def missing(self) -> list[str]:
         """Names of required processes that have not registered."""
@@ -166,7 +187,9 @@ class ProcessSupervisor:
         self, sender: bytes, value: tuple[int, int, int, bool, str, str]
     ) -> None:
         index, incarnation, pid, is_restored, damage, address = value
-        server = self.servers[index]
+        server = self.servers.get(index)
+        if server is None:
+            return
         if incarnation < server.incarnation and self._processes is not None:
             return
         self._addresses.set(index, address)
@@ -181,7 +204,7 @@ class ProcessSupervisor:
             )
         server.failed_starts = 0
         server.last_heartbeat = time.monotonic()
-        if is_restart and not is_restored:
+        if is_restart and not is_restored and server.is_used:
             reason = damage or "There was no snapshot to restore."
             self._fail(f"Parameter server {index} died and was restarted. {reason}")
         elif is_restart and damage:
@@ -190,8 +213,14 @@ class ProcessSupervisor:
 
     def _on_snapshots(self, sender: bytes, value: tuple[int, str | None, bool]) -> None:
         index, problem, is_restorable = value
-        self.servers[index].unsaved = "" if is_restorable else problem or ""
-        self._notify_snapshots(problem)
+        if index in self.servers:
+            self.servers[index].unsaved = "" if is_restorable else problem or ""
+            self._notify_snapshots(problem)
+
+    def _on_memory(self, sender: bytes, value: tuple[int, int]) -> None:
+        index, resident = value
+        if index in self.servers:
+            self.servers[index].resident_bytes = resident
 
     def _on_heartbeat(self, sender: bytes, value: tuple[Any, int, int | None]) -> None:
         name, incarnation, version = value
@@ -213,7 +242,7 @@ class ProcessSupervisor:
             if worker.incarnation == task.incarnation:
                 self._lost(worker, reason)
                 self._restart(worker, reason)
-        else:
+        elif task.index in self.servers:
             server = self.servers[task.index]
             if server.incarnation == task.incarnation:
                 self._server_died(server, reason)
@@ -246,16 +275,19 @@ class ProcessSupervisor:
         server.deaths += 1
         server.failed_starts += not server.is_ready
         server.is_ready = False
-        if not self._can_restore:
+        if not self._can_restore and server.is_used:
             self._fail(f"Parameter server {server.index} died: {reason}.")
             return
-        if server.unsaved:
+        if server.unsaved and server.is_used:
             self._fail(
                 f"Parameter server {server.index} died: {reason}. Its snapshots are "
                 f"incomplete: {server.unsaved}"
             )
             return
         if server.failed_starts >= _MAX_FAILED_STARTS:
+            if not server.is_used:
+                # Whoever waits for it has a timeout.
+                return
             self._fail(
                 f"Parameter server {server.index} exited {server.failed_starts} times "
                 f"before it was ready: {reason}."

@@ -136,7 +136,7 @@ class TaskQueue:
     @property
     def first_unfinished(self) -> int:
         """int, all tasks below this number are finished."""
-        return min(self._unfinished)
+        return min(self._unfinished, default=self._next_task)
 
     def finish(self, pending: QueuedTask, value: Any) -> None:
         """Sets the result of a task."""

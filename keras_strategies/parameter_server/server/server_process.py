@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import resource
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from keras_strategies.errors import WorkerError
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
@@ -57,11 +60,23 @@ def run_server(
             lost,
             coordinator_seconds,
             server.notices,
+            measure=lambda: ("memory", (index, _resident_bytes())),
         )
 
     _serve(index, address, keys, snapshots, interval, ready)
     if reasons:
         raise WorkerError(reasons[0])
+
+
+def _resident_bytes() -> int:
+    """Bytes of this process in memory; the maximum so far where not on Linux."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        # KiB, but bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return pages * resource.getpagesize()
 
 
 def _serve(

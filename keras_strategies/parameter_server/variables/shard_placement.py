@@ -28,8 +28,11 @@ class RoundRobinPlacement:
     """
 
     def __init__(self, servers: int, partitioner: PartitionFunction | None = None):
-        self._servers = servers
         self._partitioner = partitioner
+        self._next = itertools.cycle(range(servers))
+
+    def resize(self, servers: int) -> None:
+        """Places new shards on another number of servers."""
         self._next = itertools.cycle(range(servers))
 
     def place(self, shape: tuple[int, ...], dtype: str) -> tuple[ShardRange, ...]:

@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -81,13 +81,16 @@ class VariableRegistry:
         # Variables that have left the servers, for `take_deleted`.
         self._deleted: list[int] = []
         self.references: dict[int, int] = {}
+        #: For a slot or a colocated variable, the variable that it is colocated with.
+        self.homes: dict[int, int] = {}
         self._variables: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
         )
         # The variable that new ones are colocated with; None for round-robin.
         self._colocated: VariableDescription | None = None
         self._has_warned = False
-        self._lock = threading.RLock()
+        #: Held while variables are created, and while their shards move.
+        self.lock = threading.RLock()
         #: Variables with more bytes than this are saved and loaded in pieces.
         self.streamed_bytes = _STREAMED_BYTES
 
@@ -95,10 +98,15 @@ class VariableRegistry:
 
     def create(self, variable: Any, value: Any) -> None:
         array = np.asarray(keras.ops.convert_to_numpy(value))
-        self._register(variable, tuple(array.shape))
-        self._begin(variable, lambda start, stop: array[start:stop], array)
+        with self.lock:
+            self._register(variable, tuple(array.shape))
+            self._begin(variable, lambda start, stop: array[start:stop], array)
 
     def create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
+        with self.lock:
+            self._create_with(variable, initializer)
+
+    def _create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
         shape = declared_shape(variable)
         dtype = stored_dtype(variable)
         description = self._register(variable, shape)
@@ -113,7 +121,7 @@ class VariableRegistry:
 
     def _register(self, variable: Any, shape: tuple[int, ...]) -> VariableDescription:
         self.delete_released()
-        with self._lock:
+        with self.lock:
             number = next(self._numbers)
             kind, reference = self._kind(variable, shape)
             dtype = stored_dtype(variable)
@@ -124,10 +132,12 @@ class VariableRegistry:
             elif reference is not None:
                 shards = self.describe(reference).shards
                 self.references[number] = self.describe(reference).number
+                self.homes[number] = self.references[number]
             elif kind == "slot":
                 shards = (ShardRange(0, 0, shape[0]),)
             elif self._colocated is not None:
-                server = self._colocated.shards[0].server
+                self.homes[number] = self._colocated.number
+                server = self._described[self._colocated.number].shards[0].server
                 shards = (ShardRange(server, 0, shape[0] if shape else 1),)
             else:
                 placed = self._places.place(shape, dtype)
@@ -310,7 +320,7 @@ class VariableRegistry:
         before = self.describe(variable)
         server = home.shards[0].server
         value = self.read(variable)
-        with self._lock:
+        with self.lock:
             number = next(self._numbers)
             self._described[number] = dataclasses.replace(
                 before,
@@ -318,7 +328,7 @@ class VariableRegistry:
                 kind="slot",
                 shards=(ShardRange(server, 0, before.shape[0]),),
             )
-            self.references[number] = home.number
+            self.references[number] = self.homes[number] = home.number
             self._servers.request_all("create", {server: [((number, 0), value)]})
             self._number_of.set(variable, number)
             self._variables[number] = variable
@@ -334,7 +344,7 @@ class VariableRegistry:
 
     def take_deleted(self) -> list[int]:
         """Numbers of variables that have been deleted since the last call."""
-        with self._lock:
+        with self.lock:
             found, self._deleted = self._deleted, []
             return found
 
@@ -342,9 +352,10 @@ class VariableRegistry:
         if not numbers:
             return
         old: dict[int, list[Any]] = {}
-        with self._lock:
+        with self.lock:
             for number in numbers:
                 self.references.pop(number, None)
+                self.homes.pop(number, None)
                 description = self._described.pop(number)
                 if description.kind == "local":
                     self._local.delete(number)
@@ -352,6 +363,28 @@ class VariableRegistry:
                     old.setdefault(shard.server, []).append((number, shard.start))
             self._deleted += numbers
         self._servers.request_all("delete", old)
+
+    # Other servers
+
+    def descriptions(self) -> dict[int, VariableDescription]:
+        """The descriptions of all variables, by number."""
+        return {number: self._described[number] for number in list(self._variables)}
+
+    def move_shards(
+        self, shards: Mapping[int, tuple[ShardRange, ...]], servers: int
+    ) -> None:
+        """Changes the shards of all variables.
+
+        Args:
+            shards: by the number of the variable.
+            servers: int, the new number of servers.
+        """
+        with self.lock:
+            self._places.resize(servers)
+            for number, own in shards.items():
+                self._described[number] = dataclasses.replace(
+                    self._described[number], shards=own
+                )
 
     # Balance
 

@@ -33,6 +33,7 @@ def send_heartbeats(
     coordinator_seconds: float = math.inf,
     notices: collections.deque[tuple[str, Any]] | None = None,
     addresses: ServerAddresses | None = None,
+    measure: Callable[[], tuple[str, Any]] | None = None,
 ) -> None:
     """Sends heartbeats to the coordinator until the process ends.
 
@@ -48,6 +49,7 @@ def send_heartbeats(
         notices: further messages for the coordinator, pairs of a kind and a value,
             appended by other threads.
         addresses: a worker's addresses of servers, which replies to heartbeats change.
+        measure: returns a message to send with each heartbeat.
     """
     connection = Connection(address, keys, "the coordinator")
     reconnects = 0
@@ -56,6 +58,8 @@ def send_heartbeats(
     while True:
         version = None if addresses is None else addresses.version
         connection.post((0, ("heartbeat", (index, incarnation, version))))
+        if measure is not None:
+            connection.post((0, measure()))
         while notices:
             connection.post((0, notices.popleft()))
         # This also monitors the connection.

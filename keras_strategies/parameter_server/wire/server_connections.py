@@ -17,6 +17,7 @@ from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
 from keras_strategies.parameter_server.wire.variable_description import (
+    ShardRange,
     VariableDescription,
 )
 
@@ -43,15 +44,16 @@ class ServerConnections:
         check: Callable[[], None] | None = None,
     ):
         self.owner = owner
-        self._connections = [
-            Connection(
-                functools.partial(addresses.__getitem__, i),
-                keys,
-                f"parameter server {i}",
-                check,
-            )
-            for i in range(len(addresses))
-        ]
+        self._addresses = addresses
+        self._connect = lambda server: Connection(
+            functools.partial(addresses.__getitem__, server),
+            keys,
+            f"parameter server {server}",
+            check,
+        )
+        self._connections = [self._connect(i) for i in range(len(addresses))]
+        # Of closed connections.
+        self._earlier_traffic = (0, 0)
         self._timeout = timeout
         self._is_closed = False
         # Callbacks may run in other threads than `fit`.
@@ -66,8 +68,31 @@ class ServerConnections:
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        sent = sum(c.sent_bytes for c in self._connections)
-        return sent, sum(c.received_bytes for c in self._connections)
+        sent, received = self._earlier_traffic
+        for connection in self._connections:
+            sent += connection.sent_bytes
+            received += connection.received_bytes
+        return sent, received
+
+    def replace(self, addresses: tuple[int, list[str]]) -> None:
+        """Connects to other servers, see `ServerAddresses.state`."""
+        self._addresses.replace(*addresses)
+        self.resize()
+
+    def resize(self) -> None:
+        """Opens and closes connections after the number of servers has changed."""
+        with self._lock:
+            self._check_open()
+            count = len(self._addresses)
+            kept, removed = self._connections[:count], self._connections[count:]
+            self._earlier_traffic = (
+                self._earlier_traffic[0] + sum(c.sent_bytes for c in removed),
+                self._earlier_traffic[1] + sum(c.received_bytes for c in removed),
+            )
+            new = [self._connect(i) for i in range(len(kept), count)]
+            self._connections = [*kept, *new]
+            for connection in removed:
+                connection.close()
 
     def request(self, server: int, name: str, argument: Any = None) -> Any:
         """Sends a request to one server and waits for the reply."""
@@ -132,15 +157,18 @@ class ServerConnections:
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Pieces of a variable: the first row of each, and its rows."""
         for shard in description.shards[: 1 if description.kind == "scalar" else None]:
-            rows = shard.stop - shard.start
-            step = max(1, _CHUNK_BYTES // max(1, _row_bytes(description)))
-            for start in range(0, max(rows, 1), step):
-                key = (description.number, shard.start)
-                stop = min(start + step, rows)
-                yield (
-                    shard.start + start,
-                    self.request(shard.server, "read", (key, start, stop)),
-                )
+            for start, rows in self.pieces_of(description, shard):
+                yield shard.start + start, rows
+
+    def pieces_of(
+        self, description: VariableDescription, shard: ShardRange
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Pieces of a shard: the first row of each in the shard, and its rows."""
+        step = max(1, _CHUNK_BYTES // max(1, _row_bytes(description)))
+        for start in range(0, max(shard.rows, 1), step):
+            key = (description.number, shard.start)
+            stop = min(start + step, shard.rows)
+            yield start, self.request(shard.server, "read", (key, start, stop))
 
     def read(self, description: VariableDescription) -> np.ndarray:
         """Reads a variable in full."""

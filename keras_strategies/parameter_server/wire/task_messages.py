@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.parameter_server.wire.variable_description import ShardRange
+
 
 @dataclass(frozen=True)
 class FunctionDefinition:
@@ -78,6 +80,22 @@ class TaskResult:
     steps: int = 1
     traffic: tuple[int, int] = (0, 0)
     staleness: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class ShardPlacement:
+    """Servers and shards after the number of servers has changed.
+
+    Args:
+        number: int, number of changes so far.
+        addresses: see `ServerAddresses.state`.
+        shards: dict from a variable's number to its shards. Functions that were sent
+            earlier have descriptions with other servers.
+    """
+
+    number: int
+    addresses: tuple[int, list[str]]
+    shards: dict[int, tuple[ShardRange, ...]]
 
 
 @dataclass(frozen=True)

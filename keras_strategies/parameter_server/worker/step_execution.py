@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from keras_strategies.parameter_server.wire.step_messages import (
     UpdateId,
 )
 from keras_strategies.parameter_server.wire.variable_description import (
+    ShardRange,
     VariableDescription,
     is_sharded,
 )
@@ -68,6 +69,8 @@ class WorkerVariables(UnpicklingContext):
         self.by_number: dict[int, Any] = {}
         self._descriptions: dict[int, VariableDescription] = {}
         self._numbers: dict[int, int] = {}
+        # Shards of variables after the number of servers has changed.
+        self._placed: Mapping[int, tuple[ShardRange, ...]] = {}
         #: Host of variables that tasks use outside of programs.
         self.host: Any = None
 
@@ -81,6 +84,21 @@ class WorkerVariables(UnpicklingContext):
             self.generations,
         ):
             known.clear()
+        self._placed = {}
+
+    def place(self, shards: Mapping[int, tuple[ShardRange, ...]]) -> None:
+        """Changes the shards of variables, also of those that arrive later.
+
+        Args:
+            shards: by the number of the variable.
+        """
+        self._placed = shards
+        for number, description in self._descriptions.items():
+            self._descriptions[number] = self._current(description)
+
+    def _current(self, description: VariableDescription) -> VariableDescription:
+        shards = self._placed.get(description.number, description.shards)
+        return replace(description, shards=shards)
 
     def release(self, numbers: Sequence[int]) -> None:
         """Discards variables that the coordinator no longer has."""
@@ -117,7 +135,7 @@ class WorkerVariables(UnpicklingContext):
             self._numbers[id(made)] = number
         self.by_number[number].trainable = description.trainable
         self.by_number[number].regularizer = description.regularizer
-        self._descriptions[number] = description
+        self._descriptions[number] = self._current(description)
         return self.by_number[number]
 
     def description(self, number: int) -> VariableDescription:

@@ -1,0 +1,1 @@
+"""Change of the number of parameter servers: assignment and transfer of shards."""
