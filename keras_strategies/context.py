@@ -227,7 +227,7 @@ def check_returns(fn: Callable[..., Any], what: str) -> None:
     )
     if any(check(fn) for check in checks):
         raise InvalidArgumentError(
-            f"`{what}` received {fn!r}, a generator or coroutine function, whose "
+            f"`{what}` received {fn!r}, a generator or coroutine function: its "
             "body would run later, outside of the replicas. Return tensors, or a "
             "list of the yielded values."
         )

@@ -132,8 +132,8 @@ def _gather_leaf(strategy: StrategyCore, leaf: Any, axis: int) -> Any:
     rank = len(shapes[0])
     if len(ranks) > 1 or not -rank <= axis < rank or not _alike(shapes, axis % rank):
         raise GatherError(
-            f"`gather` along axis {axis} needs values whose shapes differ along that "
-            f"axis only. Found shapes {shapes}."
+            f"`gather` along axis {axis} needs shapes that are equal but for that "
+            f"axis. Found shapes {shapes}."
         )
     home = strategy.placement.variables
     own = ops.concatenate([strategy.engine.to_device(t, home) for t in tensors], axis)
@@ -147,8 +147,8 @@ def _gather_over_workers(workers: Workers, own: Any, axis: int) -> Any:
     shapes = workers.group.gather_values("the shapes of `gather`", list(own.shape))
     if not _alike([tuple(shape) for shape in shapes], axis):
         raise GatherError(
-            f"`gather` along axis {axis} needs values whose shapes differ along that "
-            f"axis only. The workers' values have the shapes {shapes}."
+            f"`gather` along axis {axis} needs shapes that are equal but for that "
+            f"axis. The workers' values have the shapes {shapes}."
         )
     rows = [shape[axis] for shape in shapes]
     return ops.moveaxis(workers.gather_rows(ops.moveaxis(own, axis, 0), rows), 0, axis)

@@ -164,7 +164,7 @@ class IterableSource(Source):
         if self._is_used:
             raise InputError(
                 f"{self.what} can be iterated once and is exhausted. To iterate "
-                "again, pass a list, a dataset, or an object whose `__iter__` "
+                "again, pass a list, a dataset, or an object with an `__iter__` that "
                 "returns a new iterator."
             )
         self._is_used = True

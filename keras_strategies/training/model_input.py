@@ -111,7 +111,7 @@ def model_arguments(
         for other in ("y", "sample_weight"):
             if arguments.get(other) is not None:
                 raise InvalidArgumentError(
-                    f"`{other}` was given with `x`, a {type(x).__name__}, whose "
+                    f"`{other}` was given with `x`, a {type(x).__name__}: its "
                     "batches contain it. Omit it."
                 )
     if is_ours(x):
@@ -135,9 +135,9 @@ def _elastic_input(value: Any, class_weight: dict[int, float] | None) -> Any:
     is_feed = isinstance(value, DistributedDataset)
     if isinstance(value, DatasetFunction) or (is_feed and not value.feed.is_global):
         raise InvalidArgumentError(
-            "The input is a dataset function, or a dataset whose files are divided "
-            "between workers: each worker reads rows of its own, and those of a lost "
-            "worker would be missing. Elastic workers all read the same global "
+            "The input is a dataset function, or a dataset with files divided between "
+            "workers: each worker reads rows of its own, and those of a lost worker "
+            "would be missing. Elastic workers all read the same global "
             "batches; pass arrays, a dataset, a PyDataset or a generator of them."
         )
     source = value.feed.source() if is_feed else source_of(value)

@@ -267,8 +267,8 @@ def _check_elastic(callbacks: Any) -> None:
     """Refuses callbacks that set the position of `fit`, as `elastic` does."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise InvalidArgumentError(
-            "`fit` was given a CallbackList with elastic workers, whose output has to "
-            "follow the chief. Pass a list of callbacks."
+            "A CallbackList is not supported with elastic workers: output moves to "
+            "each new chief. Pass a list of callbacks."
         )
     for callback in _listed(callbacks):
         if isinstance(callback, (Resume, PreemptionCallback)):

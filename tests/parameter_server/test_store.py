@@ -95,7 +95,7 @@ def test_another_coordinators_server_begins_anew(tmp_path) -> None:
     server.handle(("snapshot", None))
     server = ParameterServer(0, str(tmp_path))
     server.handle(("begin", "you"))
-    with pytest.raises(ks.errors.PeerError, match="belongs to another coordinator"):
+    with pytest.raises(ks.errors.PeerError, match="is used by another coordinator"):
         server.handle(adding(0, 0))
     with pytest.raises(ks.errors.PeerError, match="has 0 shards"):
         read(server)

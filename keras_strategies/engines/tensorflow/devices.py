@@ -59,7 +59,7 @@ def set_virtual_cpus(count: int) -> None:
         if cpu_count() >= count:
             return
         raise BackendInUseError(
-            f"{count} CPU devices were asked for, but TensorFlow has already been "
+            f"{count} CPU devices were requested, but TensorFlow has already been "
             f"used in this process and has fixed its devices, {cpu_count()} of them "
             f"CPUs. Call `ks.set_virtual_cpu_devices({count})` first, right after "
             "the imports, before any tensor, variable or model is made."

@@ -116,7 +116,7 @@ class ProgramIterator:
         empty = [_without_rows(spec) for spec in self._specs]
         self._passes = _Passes(start, empty)
         self._number = tf.py_function(self._passes.begin, [], tf.int64)
-        self._asked = 0
+        self._requested = 0
 
     def __iter__(self) -> ProgramIterator:
         return self
@@ -145,11 +145,11 @@ class ProgramIterator:
         tf.py_function(self._passes.end, [self._number], [])
 
     def _count(self) -> None:
-        self._asked += 1
-        if self._asked > _MAX_BATCHES_IN_A_TRACE:
+        self._requested += 1
+        if self._requested > _MAX_BATCHES_IN_A_TRACE:
             raise ContextError(
                 "A distributed dataset was iterated by Python while TensorFlow traces "
-                f"a `tf.function`: {_MAX_BATCHES_IN_A_TRACE} batches were asked for. "
+                f"a `tf.function`: {_MAX_BATCHES_IN_A_TRACE} batches were requested. "
                 "Use a `for` loop in code that AutoGraph converts, or iterate outside "
                 "and call the function with each batch."
             )

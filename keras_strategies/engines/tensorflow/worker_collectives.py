@@ -510,9 +510,8 @@ def _to_carrier(tensor: Any, carriers: dict[Any, Any]) -> Any:
     can_travel = _REDUCIBLE if carriers is _REDUCED_AS else _MOVABLE
     if kind not in can_travel:
         raise GatherError(
-            f"A tensor of dtype {tensor.dtype.name} cannot travel between workers on "
-            "TensorFlow. What replicas of several workers compute together are "
-            "numbers; convert it first."
+            f"A tensor of dtype {tensor.dtype.name} cannot be sent between workers "
+            "on TensorFlow: collectives are of numbers. Convert it first."
         )
     if kind == tensor.dtype:
         return tensor

@@ -111,7 +111,7 @@ class ParameterServer:
         name, argument, *owner = message
         if owner and self._owner is not None and owner[0] != self._owner:
             raise PeerError(
-                f"Parameter server {self._index} belongs to another coordinator now."
+                f"Parameter server {self._index} is used by another coordinator now."
             )
         if name == "step":
             return self.on_step(argument, empty)

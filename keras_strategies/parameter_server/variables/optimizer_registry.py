@@ -203,8 +203,8 @@ class OptimizerRegistry:
             except Exception as error:
                 description = self._registry.describe(unplaced[0])
                 raise InvalidArgumentError(
-                    f"{_not_from_reference(optimizer, description)}. The trained "
-                    "variables that it belongs to could not be determined: tracing the "
+                    f"{_not_from_reference(optimizer, description)}. Its trained "
+                    "variables could not be determined: tracing the "
                     f"update of {variable.path!r} with shapes only failed with "
                     f"{type(error).__name__}: {error}. Write the update with "
                     "`keras.ops`, or create the variable by "
@@ -249,7 +249,7 @@ class OptimizerRegistry:
             if len(description.shards) > 1:
                 raise InvalidArgumentError(
                     f"Variable {variable.path!r} has the constraint "
-                    f"{variable.constraint!r}, which applies to the whole variable, "
+                    f"{variable.constraint!r}, of the unsharded variable, "
                     f"but it is sharded into {len(description.shards)} shards. Let "
                     "`variable_partitioner` return 1 for its shape."
                 )

@@ -421,8 +421,8 @@ class VariableRegistry:
             f"Parameter server {server} holds {readable_bytes(most)} of "
             f"{readable_bytes(sum(bytes_per_server))}, {most / share:.1f} times its "
             f"share of {len(bytes_per_server)} servers, and every step waits for it; "
-            f"{readable_bytes(held[path])} are {path!r}. Cut large variables: make the "
-            "strategy with "
+            f"{readable_bytes(held[path])} are {path!r}. Shard large variables: make "
+            "the strategy with "
             f"`variable_partitioner=ks.experimental.partitioners.MinSizePartitioner(max_shards={len(bytes_per_server)})`."
         )
 

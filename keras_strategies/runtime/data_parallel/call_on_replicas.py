@@ -148,8 +148,8 @@ class CallOnReplicas(GradientBoundary):
                 warn_user(
                     f"Layer {layer.name!r} ({type(layer).__name__}) returned a tensor "
                     f"of shape {tuple(parts[0].shape)} for a slice of {sizes[0]} "
-                    "rows: it does not keep the batch axis, so its replicas' outputs "
-                    "cannot be joined. It is called on one device with the whole "
+                    "rows: it has no batch axis, so its replicas' outputs "
+                    "cannot be joined. It is called on one device with the unsplit "
                     "batch instead, which is exact but not parallel. Return one row "
                     "per sample, or use `add_loss` for scalars, to run it on all "
                     f"replicas of {self.strategy!r}."
@@ -192,8 +192,8 @@ class CallOnReplicas(GradientBoundary):
         if counts != {len(kinds)}:
             raise BatchError(
                 f"Layer {layer.name!r} added {max(counts)} losses to one call and "
-                f"{len(kinds)} to another with arguments of the same kinds; how they "
-                "follow from the rows is not known. Add the same losses on every call, "
+                f"{len(kinds)} to another with arguments of the same kinds: how they "
+                "depend on the rows is unknown. Add the same losses on every call, "
                 "or one value per sample."
             )
         channels = []

@@ -87,7 +87,7 @@ class JaxRun(RunDriver):
         workers = self._strategy.workers
         if workers is not None and workers.is_spanned:
             raise ContextError(
-                f"`run` was called under {self._strategy!r}, each of whose replicas "
+                f"`run` was called under {self._strategy!r}, where a replica "
                 "takes the devices of several workers; a replica function runs on one "
                 "worker. Use `fit` with a custom `train_step`, or a "
                 "`model_parallel` that divides the devices of a worker."

@@ -20,8 +20,8 @@ def check_axis(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
     rests = {s[: axis % max(rank, 1)] + s[axis % max(rank, 1) + 1 :] for s in shapes}
     if not -rank <= axis < rank or len(rests) > 1 or len({*map(len, shapes)}) > 1:
         raise GatherError(
-            f"`all_gather` along axis {axis} needs values whose shapes differ along "
-            f"that axis only. Found shapes {[tuple(shape) for shape in shapes]}."
+            f"`all_gather` along axis {axis} needs shapes that are equal but for "
+            f"that axis. Found shapes {[tuple(shape) for shape in shapes]}."
         )
 
 

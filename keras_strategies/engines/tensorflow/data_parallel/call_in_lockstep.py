@@ -353,7 +353,7 @@ class CallInLockstep(CallOnReplicas):
         if self.row_split.workers is not None:
             raise ContextError(
                 "A gradient that goes through a layer called on several workers was "
-                "asked for while another `tf.GradientTape` records it; gradients of "
+                "computed while another `tf.GradientTape` records it; gradients of "
                 "gradients do not cross workers. Leave the tape first, compute the "
                 "penalty inside a layer's `call`, or use ks.MirroredStrategy."
             )

@@ -66,11 +66,11 @@ class TensorFlowDataParallelCall(DataParallelCall):
             return super().__call__(layer, call, args, kwargs)
         except NestedCollectiveError:
             warn_user(
-                f"Layer {layer.name!r} ({type(layer).__name__}) needs all replicas "
-                "together in a loop or a branch, for batch normalization for example, "
-                "which TensorFlow cannot do there. It is called on one device with "
-                "the whole batch instead, which is exact but not parallel. Call the "
-                "normalization outside of the loop to run it on all replicas."
+                f"Layer {layer.name!r} ({type(layer).__name__}) calls a collective "
+                "of the replicas in a loop or a branch, in batch normalization for "
+                "example, which TensorFlow does not support. It is called on one "
+                "device with the unsplit batch, which is exact but not parallel. Call "
+                "the normalization outside of the loop to run it on all replicas."
             )
             self._not_by_rows.add(layer)
         with layer_calls_through(None):

@@ -160,8 +160,8 @@ class LockstepCollectives(ReplicaCollectives):
         if _current_graph() is not self._graph:
             raise NestedCollectiveError(
                 f"`{kind}` was called in a loop, a branch or a `tf.function` inside "
-                "the function that the replicas run. TensorFlow cannot bring "
-                "replicas together there; call it outside."
+                "the function that the replicas run. TensorFlow supports no "
+                "collectives of replicas there. Call it outside."
             )
         self.was_used = True
         self._arrived[replica_id] = (kind, value)
