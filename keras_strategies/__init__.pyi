@@ -17,6 +17,7 @@ from keras_strategies.context import has_strategy as has_strategy
 from keras_strategies.context import (
     in_cross_replica_context as in_cross_replica_context,
 )
+from keras_strategies.errors import WorkersChanged as WorkersChanged
 from keras_strategies.input.distributed_dataset import (
     DistributedDataset as DistributedDataset,
 )

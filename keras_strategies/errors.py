@@ -25,6 +25,7 @@ Every class is also a built-in exception, so that code written for
         ├── ReplicaMismatchError               not the same collectives on each
         ├── ReplicaAbortedError                stopped because another one failed
         ├── WorkerError                        a worker process lost
+        ├── WorkersChanged                     a custom loop continues with others
         ├── PeerError                          a request failed in another process
         ├── ClusterTimeoutError                no answer from a process in time
         ├── ServerLostError                    a parameter server lost for good
@@ -156,6 +157,47 @@ class ReplicaAbortedError(ReplicaError):
 
 class WorkerError(ReplicaError):
     """A worker process ended without a result."""
+
+
+class WorkersChanged(ReplicaError):
+    """Elastic workers were lost or have joined, in a loop of one's own.
+
+    `strategy.run`, a `ks.function` around it, and everything else in which workers
+    exchange values raise it on all workers, when they have formed their next group.
+    Variables, those of optimizers, metrics and seed generators included, are as after
+    the last finished step; a step that was under way has to be taken again. A worker
+    that joins raises it in its first step.
+
+    Args:
+        text: str, the message.
+        step: int, how many steps are finished.
+        lost: tuple of int, the numbers of the workers that were lost.
+        joined: tuple of int, the numbers of the workers that have joined.
+        workers: int, the workers that there are now.
+
+    Example:
+
+    >>> step, batches = 0, batches_from(0)
+    >>> while step < steps:
+    ...     try:
+    ...         train_step(next(batches))
+    ...         step += 1
+    ...     except ks.WorkersChanged as change:
+    ...         step, batches = change.step, batches_from(change.step)
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        step: int = 0,
+        lost: tuple[int, ...] = (),
+        joined: tuple[int, ...] = (),
+        workers: int = 1,
+    ):
+        super().__init__(text)
+        self.step, self.lost, self.joined = step, lost, joined
+        self.workers = workers
 
 
 class PeerError(ReplicaError):

@@ -30,7 +30,7 @@ def test_addresses_are_those_of_the_page() -> None:
     anchors = [
         heading.lower()
         for heading in re.findall(r"^#+ (\w+)$", page.read_text(), re.M)
-        if heading.endswith("Error")
+        if heading.endswith(("Error", "WorkersChanged"))
     ]
     found = [address_of(cls("something")) for cls in CLASSES]
     assert sorted(found) == sorted(f"{ks.errors.TROUBLESHOOTING}#{a}" for a in anchors)

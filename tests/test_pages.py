@@ -114,7 +114,8 @@ def test_every_error_has_an_entry() -> None:
     classes = {
         name for name, value in vars(ks.errors).items() if isinstance(value, type)
     }
-    entries = set(re.findall(r"^### (\w+Error)$", TROUBLESHOOTING.read_text(), re.M))
+    titles = r"^### (\w+Error|WorkersChanged)$"
+    entries = set(re.findall(titles, TROUBLESHOOTING.read_text(), re.M))
     assert entries == classes
 
 

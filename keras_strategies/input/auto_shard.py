@@ -33,6 +33,16 @@ def check_elastic(dataset: Any) -> None:
         )
 
 
+def not_shared() -> InvalidArgumentError:
+    """The error for input of which elastic workers read different batches."""
+    return InvalidArgumentError(
+        "The input is a dataset function, or a dataset with files divided between "
+        "workers: each worker reads rows of its own, and those of a lost worker "
+        "would be missing. Elastic workers all read the same global "
+        "batches; pass arrays, a dataset, a PyDataset or a generator of them."
+    )
+
+
 def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
     """This worker's shard of a dataset.
 

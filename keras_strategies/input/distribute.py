@@ -38,15 +38,18 @@ def dataset(
     if isinstance(given, DistributedDataset):
         given = given.feed.source()
     workers = strategy.workers
-    if workers is not None and is_tf_data(given):
+    if workers is not None and workers.elastic is not None and is_tf_data(given):
+        auto_shard.check_elastic(given)
+    elif workers is not None and is_tf_data(given):
         part = auto_shard.shard(given, workers.replicas, workers.group.index)
         if part is not None:
             # Rows of this worker.
             count = strategy.input_share().count
-            feed = SplitFeed(source_of(part), Share(0, count, count), is_global=False)
+            share = Share(0, count, count)
+            feed = SplitFeed(source_of(part), lambda: share, is_global=False)
             return _distributed(strategy, feed, options)
     source = source_of(given, batch_size)
-    return _distributed(strategy, SplitFeed(source, strategy.input_share()), options)
+    return _distributed(strategy, SplitFeed(source, strategy.input_share), options)
 
 
 def from_function(
@@ -57,6 +60,8 @@ def from_function(
     """See `Strategy.distribute_datasets_from_function`."""
     options = InputOptions.parse(options)
     check_dataset_fn(dataset_fn)
+    if strategy.workers is not None and strategy.workers.elastic is not None:
+        raise auto_shard.not_shared()
     pipelines = strategy.input_context()
     count = strategy.input_share().count
     if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
@@ -96,5 +101,5 @@ def _distributed(
     if strategy.workers is not None and not feed.is_global:
         feed = EqualStepsFeed(feed, strategy.workers.group)
     return DistributedDataset(
-        strategy.engine, strategy.placement.replicas, feed, options
+        strategy.engine, strategy.placement.replicas, feed, options, strategy.workers
     )

@@ -8,11 +8,12 @@ from typing import Any
 import keras
 
 from keras_strategies.devices import Device
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import InputError, InvalidArgumentError
 from keras_strategies.input.feeds import Feed
 from keras_strategies.input.prefetch import Prefetcher
 from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.engine import Engine, Feature, require
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import InputOptions
 from keras_strategies.values import PerReplica, map_structure, regroup
 
@@ -29,6 +30,7 @@ class DistributedDataset(ProgramIterable):
         devices: the local replicas' devices.
         feed: what the replicas get.
         options: an `InputOptions`.
+        workers: the workers that the batches are split over; None without a cluster.
 
     Example:
 
@@ -43,11 +45,18 @@ class DistributedDataset(ProgramIterable):
         devices: Sequence[Device],
         feed: Feed,
         options: InputOptions,
+        workers: Workers | None = None,
     ):
         self._engine = engine
         self._devices = tuple(devices)
         self._feed = feed
         self._options = options
+        self._workers = workers
+
+    @property
+    def generation(self) -> object:
+        """Another object for each group of elastic workers."""
+        return None if self._workers is None else self._workers.group
 
     @property
     def feed(self) -> Feed:
@@ -182,6 +191,7 @@ class DistributedIterator(ProgramIterable):
     def __init__(self, dataset: DistributedDataset, batches: Iterator[Any]):
         self._dataset = dataset
         self._batches = batches
+        self._generation = dataset.generation
         self._is_done = False
 
     def __iter__(self) -> DistributedIterator:
@@ -200,6 +210,13 @@ class DistributedIterator(ProgramIterable):
             return self.iterator_in_program().get_next()
         if self._is_done:
             raise StopIteration
+        if self._generation is not self._dataset.generation:
+            self.close()
+            raise InputError(
+                "The workers have changed since this iterator was made, which splits "
+                "batches over those of before. Make a new one when `strategy.run` "
+                "raises `ks.WorkersChanged`, from the batch after its `step`."
+            )
         try:
             parts = next(self._batches)()
         except BaseException:

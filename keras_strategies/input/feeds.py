@@ -53,11 +53,13 @@ class SplitFeed(Feed):
 
     Args:
         source: the global batches.
-        share: which replicas are local.
+        share: returns which replicas are local, at the beginning of a pass.
         is_global: bool, whether the batches have the rows of all workers.
     """
 
-    def __init__(self, source: Source, share: Share, is_global: bool = True):
+    def __init__(
+        self, source: Source, share: Callable[[], Share], is_global: bool = True
+    ):
         self._source = source
         self._share = share
         self.is_global = is_global
@@ -71,10 +73,11 @@ class SplitFeed(Feed):
 
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
         copy = copy and self._source.may_reuse_memory
+        share = self._share()
         for batch in self._source.batches():
             local = to_host(batch, keep, copy)
-            ranges = replica_ranges(rows_of(batch), self._share)
-            if len(ranges) == self._share.total == 1:
+            ranges = replica_ranges(rows_of(batch), share)
+            if len(ranges) == share.total == 1:
                 yield [local]
                 continue
             yield [take_rows(local, start, stop) for start, stop in ranges]

@@ -126,6 +126,12 @@ class RunDriver(abc.ABC):
         """The tensor on the devices of a variable."""
         return tensor
 
+    def workers_changed(self) -> None:  # noqa: B027
+        """Called when an elastic group has other workers, before the next `run`.
+
+        On-read variables have their aggregates; the values of replicas are dropped.
+        """
+
     @property
     def sees_all_replicas(self) -> bool:
         """Whether a program of the replicas of all workers is being traced.
@@ -229,6 +235,14 @@ class ElasticDriver(abc.ABC):
         Returns:
             A callable that restores the state before the step. It returns False if
             that is not possible; then this worker receives the state of another one.
+        """
+
+    @abc.abstractmethod
+    def keep_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        """Keeps the values of variables in a custom loop; see `keep`.
+
+        Called before each call of a loop with all variables, and with each one that is
+        created in it, possibly while a program is traced.
         """
 
     @abc.abstractmethod

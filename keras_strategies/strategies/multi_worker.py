@@ -76,8 +76,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
         elastic: `Elastic`, for training that continues when workers are lost, return or
-            join, under `fit`; None to end with an error when one is lost, unless
-            `keras-strategies launch --elastic` has started the workers.
+            join, under `fit` and in loops that catch `WorkersChanged`; None to end with
+            an error when one is lost, unless `keras-strategies launch --elastic` has
+            started the workers.
 
     Raises:
         ValueError: for an invalid cluster, a port in use, two workers with one index,
@@ -130,6 +131,8 @@ class MultiWorkerMirroredStrategy(Strategy):
                 workers.elastic.register(workers)
         placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
         super().__init__(placement, cross_device_ops, sync_batch_norm)
+        if workers is not None and isinstance(workers.elastic, ElasticActions):
+            workers.elastic.follow(self)
         if workers is not None:
             sync_random_numbers(engine, workers.group)
 

@@ -11,6 +11,7 @@ from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.variables.materialized import materialized
 from keras_strategies.runtime.compiled_functions import register_compiled
+from keras_strategies.training.elastic.elastic_actions import current_loop
 
 
 def value_and_grad(
@@ -90,14 +91,32 @@ def function(
     if fn is None:
         return lambda fn: function(fn, jit_compile=jit_compile)
     check_returns(fn, "ks.function")
-    original = fn
-    compiled = get_engine().function(fn, jit_compile=jit_compile)
-    if compiled is original:
-
-        @functools.wraps(original)
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs)
-
+    engine = get_engine()
+    make = functools.partial(engine.function, fn, jit_compile=jit_compile)
+    compiled = make()
+    # A `tf.function` stays what it is, without elastic workers.
+    if engine.name != "tensorflow" or current_loop() is not None:
+        compiled = _elastic(fn, compiled, make)
     # Workers of parameter servers compile it their own way.
-    register_compiled(compiled, original)
+    register_compiled(compiled, fn)
     return compiled
+
+
+def _elastic(
+    fn: Callable[..., Any], compiled: Any, make: Callable[[], Any]
+) -> Callable[..., Any]:
+    """A compiled function that is compiled again for other elastic workers."""
+    generation: object = None
+
+    @functools.wraps(fn)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal compiled, generation
+        loop = current_loop()
+        if loop is None:
+            return compiled(*args, **kwargs)
+        if generation is not loop.generation:
+            compiled = compiled if generation is None else make()
+            generation = loop.generation
+        return loop.call(fn, lambda: compiled(*args, **kwargs), exchanges=False)
+
+    return step

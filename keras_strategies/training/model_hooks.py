@@ -25,6 +25,7 @@ from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState
 from keras_strategies.training import worker_training
 from keras_strategies.training.batch_norm import replica_moments
+from keras_strategies.training.elastic.elastic_actions import loop_of
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.saving.atomic_files import atomic_save, read_seeds
 
@@ -48,6 +49,9 @@ class StrategyHooks:
         set_strategy(made, strategy)
         if isinstance(made, keras.Variable):
             _made_in_run(made)
+            loop = loop_of(strategy)
+            if loop is not None:
+                loop.created(made)
         if (
             isinstance(made, keras.Variable)
             and run_state.is_local(made)
@@ -142,9 +146,12 @@ class StrategyHooks:
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
         servers = _drivers_of(model).servers
-        if servers is None:
+        if servers is not None:
+            return servers.call(model, name, original, bound)
+        loop = loop_of(strategy_of(model)) if name.endswith("on_batch") else None
+        if loop is None:
             return original(*bound.args, **bound.kwargs)
-        return servers.call(model, name, original, bound)
+        return loop.call(name, lambda: original(*bound.args, **bound.kwargs))
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
@@ -160,6 +167,9 @@ class StrategyHooks:
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
     ) -> Any:
+        loop = loop_of(context.current_strategy())
+        if loop is not None:
+            loop.training()
         replica = context.current_replica()
         if replica is None or not isinstance(current_policy(), RunState):
             return get_engine().optimizer_apply(optimizer, original)(grads, variables)

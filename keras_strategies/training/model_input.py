@@ -134,12 +134,7 @@ def _elastic_input(value: Any, class_weight: dict[int, float] | None) -> Any:
         return value
     is_feed = isinstance(value, DistributedDataset)
     if isinstance(value, DatasetFunction) or (is_feed and not value.feed.is_global):
-        raise InvalidArgumentError(
-            "The input is a dataset function, or a dataset with files divided between "
-            "workers: each worker reads rows of its own, and those of a lost worker "
-            "would be missing. Elastic workers all read the same global "
-            "batches; pass arrays, a dataset, a PyDataset or a generator of them."
-        )
+        raise auto_shard.not_shared()
     source = value.feed.source() if is_feed else source_of(value)
     return source.model_input(class_weight)
 

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_strategies.errors import ClusterError, InvalidArgumentError, WorkerError
+from keras_strategies.errors import (
+    ClusterError,
+    InvalidArgumentError,
+    WorkerError,
+    WorkersChanged,
+)
 from keras_strategies.keras_compat.hooks import MethodBeginsAgain
 from keras_strategies.keras_compat.models.fit_loop import (
     initial_epoch,
@@ -54,6 +59,8 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
     if workers is None or name == "compile":
         yield
         return
+    if name == "fit" and isinstance(workers.elastic, ElasticActions):
+        workers.elastic.loop.is_active = False
     with workers.method(name) as is_outermost:
         try:
             if workers.elastic is None:
@@ -65,7 +72,7 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
                     model,
                 )
             yield
-        except (WorkerError, MethodBeginsAgain):
+        except (WorkerError, WorkersChanged, MethodBeginsAgain):
             raise
         except BaseException as error:
             cause = workers.cause(error)

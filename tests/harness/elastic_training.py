@@ -78,16 +78,17 @@ class ElasticCluster:
     Args:
         forker: starts them.
         settings: `Settings`.
+        script: str, the path of the script of each process.
     """
 
-    def __init__(self, forker: Forker, settings: Settings):
+    def __init__(self, forker: Forker, settings: Settings, script: str = __file__):
         from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
         self.folder = Path(settings.folder)
         self.folder.mkdir(exist_ok=True)
         settings.addresses = free_addresses(settings.workers)
         settings.kills = [vars(kill) for kill in settings.kills]
-        self._forker = forker
+        self._forker, self._script = forker, script
         self._settings = settings
         self._path = self.folder / "settings.json"
         self._path.write_text(json.dumps(vars(settings)))
@@ -103,7 +104,7 @@ class ElasticCluster:
             environment["TF_CONFIG"] = json.dumps(config)
         log = self.folder / f"{number}-{index}.log"
         arguments = str(self._path), str(index), str(int(is_new))
-        process = self._forker.start(log, __file__, *arguments, **environment)
+        process = self._forker.start(log, self._script, *arguments, **environment)
         self.all.append(process)
         self.processes[index] = process
 
@@ -153,7 +154,8 @@ def read_results(folder: Path, index: int) -> dict[str, Any]:
     return dict(found)
 
 
-def _data() -> tuple[Any, Any, Any]:
+def data() -> tuple[Any, Any, Any]:
+    """The rows of all trainings: inputs, targets and weights."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, 4)).astype("float32")
     y = (x[:, :1] + 0.3 * x[:, 1:2] > 0).astype("float32")
@@ -164,6 +166,18 @@ def _generator(arrays: Any) -> Any:
     while True:
         for start in range(0, ROWS, BATCH_SIZE):
             yield tuple(array[start : start + BATCH_SIZE] for array in arrays)
+
+
+def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:
+    """The kills of one worker, as far as its steps are eager."""
+    kills = [Kill(**each) for each in settings.kills if each["index"] == index]
+    if is_eager:
+        return kills
+    # A layer of a compiled step is not called in it.
+    return [
+        dataclasses.replace(kill, place="begin") if kill.place == "layer" else kill
+        for kill in kills
+    ]
 
 
 def main() -> None:
@@ -183,16 +197,8 @@ def main() -> None:
         strategy = ks.MultiWorkerMirroredStrategy(
             communication_options=options, elastic=elastic
         )
-    kills = [] if is_new else [Kill(**each) for each in settings.kills]
     is_eager = keras.backend.backend() == "torch"
-    mine = [
-        # A layer of a compiled step is not called in it.
-        kill
-        if is_eager or kill.place != "layer"
-        else dataclasses.replace(kill, place="begin")
-        for kill in kills
-        if kill.index == index
-    ]
+    mine = [] if is_new else kills_of(settings, index, is_eager)
     step = 0
 
     def die(place: str) -> None:
@@ -252,7 +258,7 @@ def main() -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             die("epoch end")
 
-    x, y, weights = _data()
+    x, y, weights = data()
     arguments: dict[str, Any] = {
         "x": x,
         "y": y,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +35,21 @@ class TorchElasticSteps(ElasticDriver):
         self._kept: weakref.WeakKeyDictionary[Any, _KeptTensors] = (
             weakref.WeakKeyDictionary()
         )
+        self._kept_in_loop = _KeptTensors()
 
     def keep(self, model: Any, kind: str) -> Callable[[], bool]:
         kept = self._kept.get(model)
         if kept is None:
             kept = self._kept[model] = _KeptTensors()
         self._current = kept
-        random = torch.get_rng_state()
-        restore = kept.keep(model, kind == "train")
+        late = _trained(model) if kind == "train" else set()
+        return _with_random_numbers(kept.keep(all_variables(model), late))
 
-        def undo() -> bool:
-            torch.set_rng_state(random)
-            return restore()
-
-        return undo
+    def keep_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        # One that was created in the call has memory of its own.
+        kept = self._kept_in_loop if len(variables) > 1 else _KeptTensors()
+        self._current = None
+        return _with_random_numbers(kept.keep(variables, set()))
 
     def _exchanging(self) -> None:
         if self._current is not None:
@@ -77,14 +78,17 @@ class _KeptTensors:
         self._keeps_all = True
         self._steps = 0
 
-    def keep(self, model: Any, is_training: bool) -> Callable[[], bool]:
-        """Copies the variables; returns a function that restores them, if it can."""
-        trained = _trained(model) if is_training else set()
-        variables = all_variables(model)
-        rest = [raw_value(v) for v in variables if id(v) not in trained]
-        self._late = [raw_value(v) for v in variables if id(v) in trained]
+    def keep(self, variables: Sequence[Any], late: set[int]) -> Callable[[], bool]:
+        """Copies the variables; returns a function that restores them, if it can.
+
+        Args:
+            variables: all that a step may change.
+            late: the identities of those that change after the last exchange.
+        """
+        rest = [raw_value(v) for v in variables if id(v) not in late]
+        self._late = [raw_value(v) for v in variables if id(v) in late]
         self._versions = [tensor._version for tensor in self._late]
-        if is_training:
+        if late:
             self._steps += 1
         keeps_all = self._keeps_all or self._steps <= 1
         self._copy([*rest, *self._late] if keeps_all else rest)
@@ -115,6 +119,16 @@ class _KeptTensors:
             else:
                 self._copies = [tensor.detach().clone() for tensor in tensors]
         self._sources = tensors
+
+
+def _with_random_numbers(restore: Callable[[], bool]) -> Callable[[], bool]:
+    random = torch.get_rng_state()
+
+    def undo() -> bool:
+        torch.set_rng_state(random)
+        return restore()
+
+    return undo
 
 
 def _trained(model: Any) -> set[int]:

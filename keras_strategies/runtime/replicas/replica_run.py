@@ -43,10 +43,14 @@ class ReplicaRun(RunDriver):
     def __init__(self, strategy: StrategyCore, primitives: TensorPrimitives):
         self.strategy = strategy
         self.placement = strategy.placement
+        self._primitives = primitives
+        self.reduction = LocalReduction.of(strategy)
+        self.workers_changed()
+
+    def workers_changed(self) -> None:
         workers, share = self.placement.workers, self.placement.share
         counts = (share.count,) if workers is None else workers.replicas
-        self.replica_set = ReplicaSet(primitives, workers, counts, share.first)
-        self.reduction = LocalReduction.of(strategy)
+        self.replica_set = ReplicaSet(self._primitives, workers, counts, share.first)
         self.on_read_values = self.local_values_class(self.replica_set, self.placement)
 
     # How an engine differs.

@@ -26,7 +26,7 @@ def model_state(model: Any) -> dict[str, Any]:
     return {
         "optimizer": _optimizer_name(model),
         "variables": [_described(variable) for variable in variables],
-        "values": [_copied(variable) for variable in variables],
+        "values": [copied_value(variable) for variable in variables],
     }
 
 
@@ -99,7 +99,7 @@ def _text(described: dict[str, Any]) -> str:
     return f"{described['path']!r} of shape {tuple(described['shape'])}"
 
 
-def _copied(variable: Any) -> Any:
+def copied_value(variable: Any) -> Any:
     """A copy that later steps leave unchanged; bfloat16 as float32."""
     value = np.array(keras.ops.convert_to_numpy(variable), copy=True)
     return value if value.dtype.isbuiltin == 1 else value.astype("float32")

@@ -16,7 +16,7 @@ from keras_strategies.collectives.cross_device_ops import (
 )
 from keras_strategies.context import check_results, check_returns
 from keras_strategies.engines import get_engine
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat import patching
 from keras_strategies.runtime.engine import Feature, require
 from keras_strategies.runtime.placement import Placement
@@ -24,6 +24,7 @@ from keras_strategies.strategies.base.strategy_checkpoints import StrategyCheckp
 from keras_strategies.strategies.base.strategy_extended import StrategyExtended
 from keras_strategies.strategies.base.strategy_input import StrategyInput
 from keras_strategies.strategies.base.strategy_reports import StrategyReports
+from keras_strategies.training.elastic.elastic_actions import loop_of
 from keras_strategies.training.model_hooks import install_hooks
 from keras_strategies.training.tensorflow_calls import (
     check_no_tensorflow_results,
@@ -155,6 +156,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             ValueError: if `args` is not a list or tuple, or if replicas get different
                 shapes with `experimental_enable_dynamic_batch_size=False`.
             RuntimeError: inside `run`, or in another strategy's scope.
+            WorkersChanged: with `ks.Elastic`, if workers were lost or have joined.
 
         Example:
 
@@ -177,8 +179,12 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
         if not checked.experimental_enable_dynamic_batch_size:
             local_results.check_equal_shapes(self, own_args, own_kwargs)
-        with context.entered(self), replacements_named():
-            results = self._drivers.run.run(fn, own_args, own_kwargs)
+
+        def run() -> list[Any]:
+            with context.entered(self), replacements_named():
+                return self._drivers.run.run(fn, own_args, own_kwargs)
+
+        results = self._in_loop(fn, run)
         check_results(results)
         check_no_tensorflow_results(results)
         return regroup(results)
@@ -215,7 +221,9 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
         with context.entered(self):
-            return reduce_gather.reduce(self, op, value, axis)
+            return self._in_loop(
+                "reduce", lambda: reduce_gather.reduce(self, op, value, axis)
+            )
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values.
@@ -233,7 +241,22 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         """
         self._check_outside_replicas("gather")
         with context.entered(self):
-            return reduce_gather.gather(self, value, axis)
+            return self._in_loop(
+                "gather", lambda: reduce_gather.gather(self, value, axis)
+            )
+
+    def _in_loop(self, fn: Any, call: Callable[[], Any]) -> Any:
+        """Makes a call in which workers exchange values, with elastic ones as well."""
+        loop = loop_of(self)
+        if loop is None:
+            return call()
+        if self._engine.in_program() and not loop.is_inside:
+            raise ContextError(
+                "Elastic workers called a strategy in a `tf.function`, which would "
+                "go on with workers that are lost. Use `ks.function`, after the "
+                "strategy is made."
+            )
+        return loop.call(fn, call)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a value, one for each replica of this process.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -14,10 +15,11 @@ from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.errors import WorkerError
 from keras_strategies.keras_compat.hooks import MethodBeginsAgain
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.drivers import Drivers, ElasticDriver
 from keras_strategies.runtime.elastic_loop import ElasticLoop
 from keras_strategies.runtime.state.variable_sync import are_synced, set_synced
 from keras_strategies.runtime.workers import Workers
+from keras_strategies.training.elastic.loop_steps import Change, Function, LoopSteps
 from keras_strategies.training.resume.input_position import (
     random_state,
     set_random_state,
@@ -53,6 +55,7 @@ class ElasticActions(ElasticLoop):
     def __init__(self, membership: Membership):
         self._membership = membership
         self._workers: list[Workers] = []
+        self._strategies: list[weakref.ref[Any]] = []
         #: The number of finished actions.
         self._done = 0
         self._result: Any = None
@@ -61,13 +64,32 @@ class ElasticActions(ElasticLoop):
         self._is_inside = False
         self._is_new = False
         self._fit: Fit | None = None
+        #: The calls of custom loops.
+        self.loop = LoopSteps(self)
         # Held while waits are ended, which must not reach the next generation.
         self._ending = threading.Lock()
+        _actions.append(self)
 
     def register(self, workers: Workers) -> None:
         """Adds the communicator of a strategy, which follows the generations."""
         self._workers.append(workers)
         self._watch(self._membership.group)
+
+    def follow(self, strategy: Any) -> None:
+        """Adds a strategy, whose replicas follow the generations."""
+        self._strategies.append(weakref.ref(strategy))
+
+    @property
+    def _all_drivers(self) -> list[Drivers]:
+        strategies = (reference() for reference in self._strategies)
+        return [each.drivers for each in strategies if each is not None]
+
+    @property
+    def driver(self) -> ElasticDriver:
+        """The driver of the first strategy."""
+        driver = self._all_drivers[0].elastic
+        assert driver is not None
+        return driver
 
     @property
     def membership(self) -> Membership:
@@ -82,6 +104,21 @@ class ElasticActions(ElasticLoop):
     @property
     def is_new(self) -> bool:
         return self._is_new
+
+    @property
+    def is_inside(self) -> bool:
+        """bool, whether an action is under way."""
+        return self._is_inside
+
+    @property
+    def is_in_fit(self) -> bool:
+        """bool, whether a `fit` has begun."""
+        return self._fit is not None
+
+    @property
+    def generation(self) -> object:
+        """Another object for each group of workers."""
+        return self._membership.group
 
     # Actions
 
@@ -102,29 +139,63 @@ class ElasticActions(ElasticLoop):
     ) -> Any:
         if self._is_inside or not self.has_joined:
             return take()
-        with self._inside():
-            begun = self._done
-            counts = [workers.steps.count for workers in self._workers]
+        begun = self._done
+        with self.inside():
             while self._done == begun:
-                restore = keep()
-                try:
-                    if admits and not self._membership.begin_step():
-                        self._reform(model, admits)
-                        continue
-                    self._membership.group.check()
-                    self._finish(take())
-                    break
-                except WorkerError:
-                    if not self._membership.is_broken():
-                        raise
-                self._is_clean = restore()
-                for workers, count in zip(self._workers, counts, strict=True):
-                    workers.steps.count = count
-                self._reform(model, admits)
+                change = self._attempt(
+                    lambda: self._finish(take()), keep, model, admits
+                )
+                if change is not None and self.loop.is_active:
+                    raise self.loop.changed(change)
             return self._result
 
+    def loop_call(
+        self,
+        take: Callable[[], T],
+        keep: Callable[[], Callable[[], bool]],
+        function: Function,
+    ) -> T:
+        """See `loop_steps.Actions`."""
+        found: list[T] = []
+
+        def call() -> None:
+            found.append(take())
+            if function.exchanges:
+                self._finish(None)
+
+        self._membership.group.progress = f"step {self.loop.step + 1} of the loop"
+        with self.inside():
+            change = self._attempt(call, keep, None, function.trains)
+        if change is not None:
+            raise self.loop.changed(change)
+        return found[0]
+
+    def _attempt(
+        self,
+        take: Callable[[], None],
+        keep: Callable[[], Callable[[], bool]],
+        model: Any,
+        admits: bool,
+    ) -> Change | None:
+        """Takes an action; returns the change of the group that has undone it."""
+        counts = [workers.steps.count for workers in self._workers]
+        restore = keep()
+        try:
+            if not admits or self._membership.begin_step():
+                self._membership.group.check()
+                take()
+                return None
+        except WorkerError:
+            if not self._membership.is_broken():
+                raise
+            self._is_clean = restore()
+            for workers, count in zip(self._workers, counts, strict=True):
+                workers.steps.count = count
+        return self._reform(model, admits)
+
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
+    def inside(self) -> Iterator[None]:
+        """Entered around an action."""
         self._is_inside = True
         try:
             yield
@@ -149,7 +220,7 @@ class ElasticActions(ElasticLoop):
                 if workers.group is group:
                     workers.end_waits()
 
-    def _reform(self, model: Any, admits: bool) -> None:
+    def _reform(self, model: Any, admits: bool) -> Change:
         """Forms generations until one has the same state on all of its workers."""
         progress = self._membership.group.progress
         lost: set[int] = set()
@@ -167,10 +238,15 @@ class ElasticActions(ElasticLoop):
             if self._replaced(model, generation):
                 break
         self._report(generation, lost, joined, progress)
-        if model is not None:
-            _driver_of(model).reformed(model, bool(joined))
+        self._drop_checks(model, bool(joined))
         if self._fit is not None:
             self._fit.reformed()
+        return Change(frozenset(lost), frozenset(joined), len(generation.members))
+
+    def _drop_checks(self, model: Any, has_new: bool) -> None:
+        for drivers in self._all_drivers:
+            if drivers.elastic is not None:
+                drivers.elastic.reformed(model, has_new)
 
     def _begin_again(self, model: Any) -> NoReturn:
         """Leaves the `fit` of an excluded worker, which joins as a new one.
@@ -188,8 +264,7 @@ class ElasticActions(ElasticLoop):
                 "without it. It cannot join them in this process, since its input "
                 "cannot begin again. Start it again."
             )
-        if model is not None:
-            _driver_of(model).reformed(model, True)
+        self._drop_checks(model, True)
         raise MethodBeginsAgain("fit")
 
     def _replaced(self, model: Any, generation: Generation) -> bool:
@@ -211,6 +286,8 @@ class ElasticActions(ElasticLoop):
                 group.progress = workers.group.progress
         for workers in self._workers:
             workers.replace(group)
+        for drivers in self._all_drivers:
+            drivers.run.workers_changed()
         self._watch(group)
 
     def _synchronize(self, model: Any, generation: Generation) -> None:
@@ -239,12 +316,15 @@ class ElasticActions(ElasticLoop):
             "model": None if model is None else _driver_of(model).values(model),
             "synced": None if model is None else are_synced(strategy_of(model), model),
             "fit": None if self._fit is None else self._fit.capture(),
+            "loop": None if self._fit is not None else self.loop.capture(),
         }
 
     def _receive(self, model: Any, state: dict[str, Any]) -> None:
         if model is not None and state["model"] is not None:
             _driver_of(model).set_values(model, state["model"])
             set_synced(strategy_of(model), model, state["synced"])
+        if state["loop"] is not None:
+            self.loop.receive(state["loop"])
         set_random_state(state["random"])
         for workers, count in zip(self._workers, state["steps"], strict=True):
             workers.steps.count = count
@@ -281,15 +361,32 @@ class ElasticActions(ElasticLoop):
         self._fit = fit
         if self.has_joined:
             return None
+        state = self._join()[1]
+        if state["fit"] is None:
+            raise _other_phase("a custom loop", "`fit`")
+        return state
+
+    def join_loop(self) -> Change:
+        """Joins the others in a custom loop, as a new worker.
+
+        Raises:
+            WorkerError: if they are in `fit`.
+        """
+        generation, state = self._join()
+        if state["loop"] is None:
+            raise _other_phase("`fit`", "a custom loop")
+        members = generation.members
+        own = frozenset([members[generation.rank].index])
+        return Change(frozenset(), own, len(members))
+
+    def _join(self) -> tuple[Generation, dict[str, Any]]:
         while True:
             generation = self._membership.reform(None)
             try:
-                state = self._joined(generation)
+                return generation, self._joined(generation)
             except WorkerError:
                 if not self._membership.is_broken():
                     raise
-            else:
-                return state
 
     def _joined(self, generation: Generation) -> dict[str, Any]:
         self._replace()
@@ -307,11 +404,36 @@ class ElasticActions(ElasticLoop):
 
     def leave(self) -> None:
         """Leaves the group."""
+        _actions.remove(self)
         self._membership.leave()
+
+
+def loop_of(strategy: Any) -> LoopSteps | None:
+    """The custom loops of a strategy with elastic workers; None for another one."""
+    workers = None if strategy is None else strategy.workers
+    if workers is None or not isinstance(workers.elastic, ElasticActions):
+        return None
+    return workers.elastic.loop
+
+
+# That of this process, which belongs to one cluster.
+_actions: list[ElasticActions] = []
+
+
+def current_loop() -> LoopSteps | None:
+    """The custom loops of this process; None without elastic workers."""
+    return _actions[-1].loop if _actions else None
 
 
 def _nothing_to_undo() -> bool:
     return True
+
+
+def _other_phase(theirs: str, own: str) -> WorkerError:
+    return WorkerError(
+        f"The other workers are in {theirs}, and this one, which has joined, in {own}. "
+        f"Skip in the script what is done, so that a new worker reaches {theirs} first."
+    )
 
 
 def _driver_of(model: Any) -> ElasticDriver:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +18,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     record_jax_state,
     sync_jax_state,
 )
+from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.drivers import ElasticDriver
 from keras_strategies.runtime.state.model_values import model_state, restore_model
 
@@ -64,6 +65,17 @@ class JaxElasticSteps(ElasticDriver):
             hold_jax_state(model, kind, state)
             # The devices of these arrays may be replaced, and the variables follow.
             sync_jax_state(model)
+            return True
+
+        return restore
+
+    def keep_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        kept = [(variable, raw_value(variable)) for variable in variables]
+
+        def restore() -> bool:
+            for variable, value in kept:
+                if value is not None:
+                    set_raw_value(variable, value)
             return True
 
         return restore

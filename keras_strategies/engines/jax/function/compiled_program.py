@@ -145,7 +145,8 @@ class CompiledProgram:
             return
         self._jitted = jax.jit(
             self._trace,
-            donate_argnums=0,
+            # Elastic workers undo a failed call.
+            donate_argnums=() if self._is_elastic else 0,
             out_shardings=(
                 sharding.replicated,
                 sharding.split,
@@ -205,8 +206,10 @@ class CompiledProgram:
         # As in `CompiledStep`: no interrupt between the call and the list.
         done: list[Results] = []
         try:
-            donated = _unshared(self._donated)
-            donated = self._placed(self._donated, donated)
+            if self._is_elastic:
+                donated = self._state(self._donated)
+            else:
+                donated = self._placed(self._donated, _unshared(self._donated))
             with self._exchange():
                 done.extend(map(self._jitted, (donated,), (kept,), (plain,), (joined,)))
                 if self._workers is not None:
@@ -216,6 +219,10 @@ class CompiledProgram:
             if done:
                 self._commit(done[0])
         return done[0][0], done[0][1]
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self._workers is not None and self._workers.elastic is not None
 
     def _exchange(self) -> contextlib.AbstractContextManager[Any]:
         if self._workers is None:

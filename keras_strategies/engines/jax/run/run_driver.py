@@ -74,6 +74,10 @@ class JaxRun(RunDriver):
         program = self._replica_program
         return None if program is None else program.on_read_values
 
+    def workers_changed(self) -> None:
+        self.__dict__.pop("_replica_program", None)
+        self.__dict__.pop("_programs", None)
+
     @property
     def sees_all_replicas(self) -> bool:
         return sees_all_replicas(self._strategy)

@@ -7,9 +7,10 @@ only for programs in which one may change before the last collective.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -42,11 +43,19 @@ class TensorFlowElasticSteps(ElasticDriver):
         self._programs = 0
 
     def keep(self, model: Any, kind: str) -> Callable[[], bool]:
-        self._model, self._kept, self._programs = model, {}, 0
         late = _late(model)
-        self._add(v for v in all_variables(model) if id(v) not in late)
+        restore = self.keep_variables(
+            [v for v in all_variables(model) if id(v) not in late]
+        )
+        self._model, self._programs = model, 0
+        return restore
+
+    def keep_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        self._model = None
+        kept = self._kept = {}
+        with tf.init_scope():
+            self._add(variables)
         seeds = compat.operation_seeds().getstate()
-        kept = self._kept
 
         def restore() -> bool:
             compat.operation_seeds().setstate(seeds)
@@ -62,6 +71,9 @@ class TensorFlowElasticSteps(ElasticDriver):
         Args:
             program: a `ConcreteFunction`; None for one that is not known, or code.
         """
+        if self._model is None:
+            # In a custom loop, where all variables are kept.
+            return
         self._programs += 1
         if program is not None and program not in self._safe:
             self._safe[program] = _updates_at_last(program.graph, _late(self._model))
@@ -70,9 +82,12 @@ class TensorFlowElasticSteps(ElasticDriver):
 
     def _add(self, variables: Any) -> None:
         for variable in variables:
-            if id(variable) not in self._kept:
-                value = raw_value(variable).read_value()
-                self._kept[id(variable)] = (variable, value)
+            raw = raw_value(variable)
+            if raw is None or id(variable) in self._kept:
+                continue
+            # One that is created in a trace may get its value later.
+            with contextlib.suppress(tf.errors.FailedPreconditionError):
+                self._kept[id(variable)] = (variable, raw.read_value())
 
     def values(self, model: Any) -> dict[str, Any]:
         return model_state(model)

@@ -107,14 +107,18 @@ class TensorFlowRun(ReplicaRun):
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         compat.exclude_from_autograph("keras_strategies")
         _leave_out_warning()
-        super().__init__(strategy, PRIMITIVES)
-        self._engine = engine
-        self._devices = [tf_device(device) for device in self.placement.replicas]
-        self.lead = tf_device(self.placement.variables)
         # Functions that are `tf.function`s themselves, as programs of all replicas.
         self._programs: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()
         )
+        super().__init__(strategy, PRIMITIVES)
+        self._engine = engine
+        self._devices = [tf_device(device) for device in self.placement.replicas]
+        self.lead = tf_device(self.placement.variables)
+
+    def workers_changed(self) -> None:
+        super().workers_changed()
+        self._programs.clear()
 
     def run(
         self,

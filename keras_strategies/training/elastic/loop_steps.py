@@ -1,0 +1,245 @@
+"""Steps of custom loops of elastic workers.
+
+A *call* is an outermost `Strategy.run`, `ks.function`, `reduce`, `gather` or
+`*_on_batch`. It is an action (`ElasticActions`) if workers exchange values in it, and a
+step if it trains. An interrupted call is undone, and not repeated: the loop continues
+where `WorkersChanged` says. A new worker takes its first step alone, which creates what
+is created in a step, and joins the others then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from keras_strategies.errors import WorkersChanged
+from keras_strategies.runtime.compiled_functions import original_function
+from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.training.elastic.loop_variables import LoopVariables
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the group.
+
+    Args:
+        lost: the numbers of the workers that were lost.
+        joined: those of the workers that have joined.
+        workers: int, the workers that there are now.
+    """
+
+    lost: frozenset[int]
+    joined: frozenset[int]
+    workers: int
+
+
+@dataclass
+class Function:
+    """What calls of a function do.
+
+    Args:
+        exchanges: bool, whether workers exchange values in it.
+        trains: bool, whether it updates weights.
+        is_known: bool, whether it has been called.
+    """
+
+    exchanges: bool
+    trains: bool = False
+    is_known: bool = False
+
+
+class Actions(Protocol):
+    """The actions of this worker."""
+
+    @property
+    def is_inside(self) -> bool:
+        """bool, whether an action is under way."""
+
+    @property
+    def is_in_fit(self) -> bool:
+        """bool, whether a `fit` has begun."""
+
+    @property
+    def has_joined(self) -> bool:
+        """bool, whether this worker is in the group of the others."""
+
+    @property
+    def generation(self) -> object:
+        """Another object for each group of workers."""
+
+    @property
+    def driver(self) -> ElasticDriver:
+        """What the engine keeps of a call."""
+
+    def inside(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around an action."""
+
+    def loop_call(
+        self,
+        take: Callable[[], T],
+        keep: Callable[[], Callable[[], bool]],
+        function: Function,
+    ) -> T:
+        """Takes an action that is not repeated.
+
+        Args:
+            take: makes the call.
+            keep: see `ElasticDriver.keep`.
+            function: what the call does.
+
+        Raises:
+            WorkersChanged: if the group has changed.
+        """
+
+    def join_loop(self) -> Change:
+        """Joins the others in a custom loop, as a new worker."""
+
+
+class LoopSteps:
+    """The calls of custom loops of this process.
+
+    Args:
+        actions: the actions of this worker.
+    """
+
+    def __init__(self, actions: Actions):
+        self._actions = actions
+        self._variables = LoopVariables()
+        self._functions: dict[Any, Function] = {}
+        self._current: Function | None = None
+        # Undo the call under way; the values before it.
+        self._restores: list[Callable[[], bool]] = []
+        #: int, the finished steps of all loops.
+        self.step = 0
+        #: bool, whether a loop has begun, and no `fit` since.
+        self.is_active = False
+
+    @property
+    def is_inside(self) -> bool:
+        """bool, whether an action is under way."""
+        return self._actions.is_inside
+
+    @property
+    def generation(self) -> object:
+        """Another object for each group of workers."""
+        return self._actions.generation
+
+    def created(self, variable: Any) -> None:
+        """A variable was created under an elastic strategy."""
+        self._variables.add(variable)
+        if self._current is not None and self._actions.has_joined:
+            self._restores.append(self._actions.driver.keep_variables([variable]))
+
+    def training(self) -> None:
+        """An optimizer is applied, also while a program is traced."""
+        if self._current is not None:
+            self._current.trains = True
+
+    def call(self, fn: Any, take: Callable[[], T], *, exchanges: bool = True) -> T:
+        """Makes a call of a custom loop.
+
+        Args:
+            fn: the function of the loop that is called, or a name.
+            take: makes the call.
+            exchanges: bool, False if only what it calls in turn may be an exchange.
+
+        Raises:
+            WorkersChanged: if the group has changed.
+        """
+        if self._actions.is_inside or self._actions.is_in_fit:
+            if self._current is not None:
+                self._current.exchanges |= exchanges
+            return take()
+        function = self._functions.setdefault(_key_of(fn), Function(exchanges))
+        if function.is_known and not function.exchanges:
+            return take()
+        observed = functools.partial(self._observed, function, take)
+        if not self._actions.has_joined:
+            return self._alone(function, observed)
+        self._restores.clear()
+        try:
+            return self._actions.loop_call(observed, self._keep, function)
+        finally:
+            self._restores.clear()
+
+    def _keep(self) -> Callable[[], bool]:
+        variables = list(self._variables.alive().values())
+        self._restores.append(self._actions.driver.keep_variables(variables))
+
+        def restore() -> bool:
+            are_restored = [each() for each in reversed(self._restores)]
+            return all(are_restored)
+
+        return restore
+
+    def _observed(self, function: Function, take: Callable[[], T]) -> T:
+        """Makes a call, and finds out what the first one of a function does."""
+        weights = None if function.is_known else self._variables.weights()
+        self._current = function
+        try:
+            result = take()
+        finally:
+            self._current = None
+        if weights is not None:
+            function.trains |= self._variables.have_changed(weights)
+            function.is_known = True
+        if function.trains:
+            self.step += 1
+            self.is_active = True
+        return result
+
+    def _alone(self, function: Function, take: Callable[[], T]) -> T:
+        """A call of a new worker, which the others train without until its step."""
+        with self._actions.inside():
+            result = take()
+            if not function.trains:
+                return result
+            change = self._actions.join_loop()
+        raise self.changed(change)
+
+    def changed(self, change: Change) -> WorkersChanged:
+        """The error for a change of the group."""
+        lost, joined = tuple(sorted(change.lost)), tuple(sorted(change.joined))
+        changes = [f"worker {index} was lost" for index in lost]
+        changes += [f"worker {index} has joined" for index in joined]
+        count = change.workers
+        return WorkersChanged(
+            f"{' and '.join(changes) or 'The group was formed again'} after step "
+            f"{self.step} of the loop, which continues with {count} "
+            f"worker{'s' * (count != 1)}. Catch `ks.WorkersChanged` around the loop, "
+            "and begin again with the batch after its `step`.",
+            step=self.step,
+            lost=lost,
+            joined=joined,
+            workers=count,
+        )
+
+    # State for workers that need it.
+
+    def capture(self) -> dict[str, Any] | None:
+        """The state after the last call; None without a loop."""
+        if not self.step:
+            return None
+        return {"step": self.step, "variables": self._variables.capture()}
+
+    def receive(self, state: dict[str, Any]) -> None:
+        """Assigns what `capture` returned on another worker."""
+        self._variables.receive(state["variables"])
+        self.step, self.is_active = state["step"], True
+
+
+def _key_of(fn: Any) -> Any:
+    """Equal for functions of the same code, such as lambdas of a loop."""
+    fn = original_function(fn)
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(getattr(fn, "__func__", fn), "__code__", None) or _hashable(fn)
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, str) else type(value)
