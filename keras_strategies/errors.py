@@ -129,7 +129,7 @@ class MixedStrategyError(ContextError):
 
 
 class ModelScopeError(ContextError):
-    """A model is used under a strategy in whose scope it was not created."""
+    """A model is used under a strategy, but was not created in its scope."""
 
 
 class BackendInUseError(ContextError):

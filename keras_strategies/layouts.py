@@ -193,7 +193,7 @@ class FullyShardedLayouts(LayoutRule):
     Args:
         axis: str, the data axis.
         size: int, how many devices it has.
-        min_shard_bytes: int, variables are whole whose parts would be smaller.
+        min_shard_bytes: int, variables with smaller shards are replicated.
         model: `AutoLayouts` of the model axis; None without one.
     """
 

@@ -320,7 +320,7 @@ class InputOptions:
             the function and the dataset that it makes run with the replica's device
             as the current one, so that the tensors that they make are there at once.
         experimental_per_replica_buffer_size: int, batches that are moved ahead of
-            their use; 0 moves each when it is asked for.
+            their use; 0 moves each when it is used.
 
     Raises:
         TypeError: for a flag that is not a bool.

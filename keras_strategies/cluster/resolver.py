@@ -132,8 +132,8 @@ class ClusterResolver(abc.ABC):
             config_proto: not used: it configures sessions of TensorFlow 1.
 
         Returns:
-            dict from kind to number, such as `{"GPU": 2}`; empty where only the
-            backend knows.
+            dict from kind to number, such as `{"GPU": 2}`; empty if the
+            resolver has no such number.
         """
         return {}
 

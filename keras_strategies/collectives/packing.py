@@ -29,7 +29,7 @@ def pack_indices(
     Returns:
         list of lists of indices, in order; each index once. With neither limit
         every tensor is a pack of its own. A change of dtype closes a pack, so that
-        there can be more packs than asked for.
+        there can be more packs than requested.
 
     >>> pack_indices(["float32"] * 4, [4, 4, 4, 4], num_packs=2)
     [[0, 1], [2, 3]]

@@ -29,7 +29,7 @@ class Source(abc.ABC):
         given: what the user gave.
     """
 
-    #: Whether NumPy arrays may be written over once the next batch is asked for.
+    #: Whether NumPy arrays may be overwritten once the next batch is requested.
     may_reuse_memory = False
     #: Whether batches lie in memory, so that nothing is gained by reading them ahead.
     is_in_memory = False

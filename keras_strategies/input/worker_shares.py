@@ -114,7 +114,7 @@ def resolve_policy(
     """The effective policy.
 
     Args:
-        policy: what was asked for.
+        policy: the requested one.
         num_workers: int, how many workers there are.
         num_files: int, the files that the dataset reads; None if it reads none.
 

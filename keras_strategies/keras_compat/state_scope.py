@@ -36,7 +36,7 @@ class StatePolicy(abc.ABC):
 
 
 class StateScope(keras.StatelessScope):
-    """A `keras.StatelessScope` whose reads and assignments are those of a policy.
+    """A `keras.StatelessScope` with the reads and assignments of a policy.
 
     Losses are collected; variables made inside get no values.
 

@@ -31,7 +31,7 @@ def original_function(fn: Any) -> Any:
 
 
 class ProgramIterable(abc.ABC):
-    """An iterable whose `for` loops in a compiled function are loops of the program."""
+    """An iterable with `for` loops that are part of a compiled program."""
 
     @abc.abstractmethod
     def iterator_in_program(self) -> Any:

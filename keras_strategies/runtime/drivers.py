@@ -173,7 +173,7 @@ class ShardingDriver(abc.ABC):
 
 
 class CheckpointDriver(abc.ABC):
-    """Checkpoints whose shards each process writes and reads by itself."""
+    """Checkpoints with shards that each process writes and reads by itself."""
 
     @abc.abstractmethod
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
@@ -185,7 +185,7 @@ class CheckpointDriver(abc.ABC):
 
 
 class ParameterServerDriver(abc.ABC):
-    """Models whose variables and steps are in other processes."""
+    """Models with variables and steps in other processes."""
 
     @abc.abstractmethod
     def making(self, variable: Any) -> None:

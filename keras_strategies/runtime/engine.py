@@ -47,8 +47,8 @@ class Feature(enum.Enum):
 
 
 WITHOUT_SHARDED_CHECKPOINTS = (
-    "Set KERAS_BACKEND=jax, or use `model.save` and `keras.models.load_model`, whose "
-    "files load under every strategy and backend."
+    "Set KERAS_BACKEND=jax, or use `model.save` and `keras.models.load_model`: "
+    "these files load under every strategy and backend."
 )
 
 

@@ -179,7 +179,7 @@ class ModelParallelStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What says who is who in the cluster; None where there is none."""
+        """The description of the cluster; None on one machine."""
         return self._cluster_resolver
 
     def __repr__(self) -> str:

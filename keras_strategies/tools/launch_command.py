@@ -76,8 +76,7 @@ def _run(
                 if event.code:
                     print_line(f"{event}; ending the others.")
                     failed = event
-    # A signal that came while the others were being ended counts too: who wants the
-    # launcher to end wants no restart.
+    # A signal during that end counts too: it prevents a restart.
     return processes.signalled or failed
 
 

@@ -67,7 +67,7 @@ def function(
 
     On TensorFlow it is `tf.function`; on JAX `jax.jit`, with all Keras state that the
     function reads and assigns passed in and out; on Torch the function runs eagerly
-    unless `jit_compile=True` asks for `torch.compile`.
+    unless `jit_compile=True`, for `torch.compile`.
 
     Args:
         fn: callable; a step that calls `strategy.run`, models, optimizers and

@@ -46,13 +46,13 @@ class DatasetFunction:
                 source_of(self.dataset_fn(pipelines)) for _ in range(local_replicas)
             ]
             return PerReplicaFeed(made, local_replicas).source()
-        asked = _RecordingInputContext(
+        recording = _RecordingInputContext(
             pipelines.num_input_pipelines,
             pipelines.input_pipeline_id,
             pipelines.num_replicas_in_sync,
         )
-        source = source_of(self.dataset_fn(asked))
-        if not asked.uses_replicas:
+        source = source_of(self.dataset_fn(recording))
+        if not recording.uses_replicas:
             return source
         return PerReplicaFeed([source], local_replicas).source()
 
@@ -62,23 +62,23 @@ class _RecordingInputContext(InputContext):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.__dict__["asked"] = False
+        self.__dict__["is_used"] = False
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("num_replicas_in_sync", "get_per_replica_batch_size"):
-            self.__dict__["asked"] = True
+            self.__dict__["is_used"] = True
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:
-        # To print a context is not to ask it.
-        asked = self.uses_replicas
+        # A printed context is not a used one.
+        is_used = self.uses_replicas
         text = super().__repr__()
-        self.__dict__["asked"] = asked
+        self.__dict__["is_used"] = is_used
         return text
 
     @property
     def uses_replicas(self) -> bool:
-        return bool(self.__dict__["asked"])
+        return bool(self.__dict__["is_used"])
 
 
 def model_arguments(

@@ -1,4 +1,4 @@
-"""Exit of processes whose engine waits for a lost worker.
+"""Exit of processes that wait for a lost worker in their engine.
 
 A collective waits in the engine's own code, where no exception reaches it. For a
 stopped worker, whose connections are still open, it waits forever. After the loss of a

@@ -74,7 +74,7 @@ class Generation:
 
     @property
     def source(self) -> int | None:
-        """Rank of the worker whose state is that after `step`; None without one."""
+        """Rank of the worker with the state after `step`; None without one."""
         steps = [member.step for member in self.members]
         return None if self.step is None else steps.index(self.step)
 

@@ -90,7 +90,7 @@ def with_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
     return context
 
 
-# A day: who is alive is for the group's hub to say, in seconds.
+# A day: the group's hub detects lost workers, in seconds.
 _HEARTBEAT = 24 * 3600
 _END = 5
 
@@ -161,7 +161,7 @@ def use_host_for_collectives(host: str) -> None:
     """Makes Gloo, between CPU devices, use one interface of this machine.
 
     JAX 0.10: `xla_bridge.make_cpu_client`, the factory of "cpu" in
-    `_backend_factories`, asks for the interface of the machine's name.
+    `_backend_factories`, uses the interface of the machine's name.
     """
     import dataclasses
 

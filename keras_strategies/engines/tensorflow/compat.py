@@ -257,7 +257,7 @@ def without_colocation() -> contextlib.AbstractContextManager[None]:
 def default_strategy() -> Iterator[None]:
     """A context in which `tf.distribute` runs nothing, also on its replicas.
 
-    Keras's optimizers ask for the current strategy and would reduce gradients once
+    Keras's optimizers read the current strategy and would reduce gradients once
     more; variables would be created once per replica.
     """
     graph = tf.compat.v1.get_default_graph()
@@ -307,7 +307,7 @@ def is_recorded(tensors: Sequence[Any]) -> bool:
 
 
 def is_persistent(tape: tf.GradientTape) -> bool:
-    """Whether a tape may be asked for gradients more than once."""
+    """Whether a tape can compute gradients more than once."""
     return bool(tape._persistent)
 
 

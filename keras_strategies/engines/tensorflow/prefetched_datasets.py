@@ -1,4 +1,4 @@
-"""Data sets whose batches are moved to a device ahead of the step."""
+"""Datasets that move their batches to a device ahead of the step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Loops over distributed datasets that are part of a TensorFlow program.
 
-Inside a `tf.function` a batch is the result of an operation. That operation asks a
-Python iterator, since datasets of all kinds are read by Python; it is recreated each
-time that the program comes to the loop.
+Inside a `tf.function` a batch is the result of an operation. The operation reads a
+Python iterator, since datasets of all kinds are read by Python; the iterator is
+created each time that the program reaches the loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keras_strategies.values import PerReplica, flatten, map_structure
 # Passes that a program may have under way: several threads may call one function.
 # A loop that an error ends leaves one of them behind.
 _MAX_PASSES = 8
-# More batches than a program asks for by name; a Python loop would never end.
+# More batches than programs request one by one; a Python loop would never end.
 _MAX_BATCHES_IN_A_TRACE = 1000
 
 
@@ -53,7 +53,7 @@ class _Passes:
             return number
 
     def next(self, number: Any) -> list[Any]:
-        """The tensors of the next batch; TensorFlow knows what StopIteration is."""
+        """The tensors of the next batch; TensorFlow converts `StopIteration`."""
         with self._lock:
             return _tensors(next(self._passes[int(number)]), len(self._empty))
 
@@ -171,7 +171,7 @@ class ProgramIterator:
 
 
 class _ProgramOptional:
-    """A batch or nothing; which, the program knows when it runs."""
+    """An optional batch of a program, decided when it runs."""
 
     def __init__(self, has_value: Any, batch: Any):
         self._has_value = has_value

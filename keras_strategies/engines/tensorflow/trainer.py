@@ -126,8 +126,8 @@ class TensorFlowTrainer(FitDriver):
         """Makes the `tf.Variable` of a Keras variable, with copies where it is due.
 
         Optimizers read their state on one device only, and on-read variables have a
-        value of each replica's own; neither needs copies. A `tf.Variable` that
-        somebody else has made may be assigned in programs that know of no copies.
+        value of each replica's own; neither needs copies. A `tf.Variable`
+        of the user's may be assigned in programs without copies.
         """
         if (
             not self.placement.mirrored

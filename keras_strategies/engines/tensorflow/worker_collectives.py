@@ -6,11 +6,11 @@ others, eagerly and in a program, in which they run as soon as their inputs are 
 
 # Keys
 
-Workers recognise what belongs together by an instance key, and the first use of a key
-fixes the shape. A key therefore stands for a kind, a dtype and a shape and is used
-again whenever these meet again. That is safe since a worker makes one collective
-after another: each takes the same resource, so that a program orders them. Where a
-shape is known only as a program runs, a table in that program gives the key.
+Workers match collectives by an instance key, and the first use of a key fixes the
+shape. A key therefore stands for a kind, a dtype and a shape and is reused for these.
+That is safe since a worker makes one collective after another: each takes the same
+resource, so that a program orders them. Where a shape is known only as a program runs,
+a table in that program gives the key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from keras_strategies.types import (
 #: Bytes that travel together where nothing else is said.
 DEFAULT_PACK = 25 * 2**20
 
-# Seconds that a collective waits longer than the control plane, which knows why.
+# Seconds that a collective waits longer than the control plane, which has the cause.
 _GRACE = 3.0
 # More devices of a worker than have groups.
 _GROUPS_OF_A_GENERATION = 1000
@@ -95,7 +95,7 @@ class _Runtime:
     """TensorFlow's runtime of this process, for all strategies with its workers.
 
     Args:
-        group: the workers whose runtimes it has met; None before the start.
+        group: the workers that it is connected with; None before the start.
         port: int, where this worker's server listens.
         generation: int, the number of the group, equal on its workers; part of keys.
         shapes: the table of shapes that have keys.
@@ -219,8 +219,8 @@ class TensorFlowWorkers(Workers):
 
         Args:
             tensor: this worker's; of shape `(rows[index], ...)`.
-            rows: the rows of each worker's: ints; tensors, known when a program
-                runs; or None, for workers to tell one another then.
+            rows: the rows of each worker's: ints; tensors of a program; or
+                None, for the workers to exchange them.
         """
         with self.watched(), tf.device(self._device):
             given = tf.convert_to_tensor(tensor)
@@ -482,18 +482,18 @@ def _accept_from_this_machine_only(port: int) -> None:
 
 
 def _of_collective(error: Any) -> str | None:
-    """What a collective says in an error; None if it is another's."""
+    """The message of a collective in an error; None for another error."""
     text = str(error.message or error)
     signs = ("ollective", "RecvBuf", "CompleteGroup", "CompleteInstance")
     lines = [line for line in text.splitlines() if any(s in line for s in signs)]
-    told = [line for line in lines if "ollective ops is aborted" in line]
-    told += [line for line in lines if "timed out" in line]
+    causes = [line for line in lines if "ollective ops is aborted" in line]
+    causes += [line for line in lines if "timed out" in line]
     # "Shape mismatch in the collective instance 1. Op at device ...", of the worker
     # that hears of another one's shape before its own exchange begins.
-    told += [line for line in lines if "ollective instance" in line]
-    if isinstance(error, tf.errors.InvalidArgumentError) and not told:
+    causes += [line for line in lines if "ollective instance" in line]
+    if isinstance(error, tf.errors.InvalidArgumentError) and not causes:
         return None
-    return (told or lines)[0].strip() if lines else None
+    return (causes or lines)[0].strip() if lines else None
 
 
 def _number_of(text: str) -> int:

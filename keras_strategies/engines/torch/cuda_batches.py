@@ -18,7 +18,7 @@ class CudaMover:
     """Moves structures of tensors to a CUDA device on a separate stream.
 
     The host does not wait: tensors go through pinned memory, and the stream that
-    computes waits for them when they are asked for.
+    computes waits for them when they are used.
 
     Args:
         device: the device.

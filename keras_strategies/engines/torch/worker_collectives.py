@@ -123,7 +123,7 @@ class TorchWorkers(Workers):
         super().replace(group)
 
     def close(self) -> None:
-        # A thread that comes back from C++ when the interpreter has ended is ended
+        # A thread that returns from C++ when the interpreter has ended is ended
         # there, and the process with it: "terminate called".
         is_free = self._aborting.acquire(timeout=_ABORT_SECONDS)
         self._groups.clear()

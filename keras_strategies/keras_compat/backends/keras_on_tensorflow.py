@@ -24,7 +24,7 @@ def hook_tensorflow(
     outside_replicas: Callable[[], contextlib.AbstractContextManager[None]],
     in_strategy: Callable[[], bool],
 ) -> None:
-    """Tells Keras what it cannot see of replicas; later calls do nothing.
+    """Installs the state of replicas in Keras; later calls do nothing.
 
     Args:
         on_replica: whether code runs on one of several replicas.

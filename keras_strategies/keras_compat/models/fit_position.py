@@ -275,7 +275,7 @@ def read_batches(batches: Iterator[Any], count: int | None) -> int:
 
 @contextlib.contextmanager
 def appending(logger: keras.callbacks.CSVLogger) -> Iterator[None]:
-    """Context manager in which a logger appends to its file, whatever it was told."""
+    """Context manager in which a logger appends to its file in any case."""
     previous = logger.append
     logger.append = True
     try:

@@ -1,4 +1,4 @@
-"""Input: adapters that `fit` takes, and who places batches on devices."""
+"""Input: adapters that `fit` takes, and placement of batches on devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batches_adapter(
 
     Keras 3.15: `get_data_adapter` returns a `DataAdapter` as it is, without regard to
     `class_weight`; `GeneratorDataAdapter` turns an iterator into what each backend
-    reads, and knows neither a length nor a second pass.
+    reads, without a length or a second pass.
 
     Args:
         batches: starts a pass: an iterator of `x`, `(x, y)` or
@@ -95,7 +95,7 @@ class BatchPlacer(Protocol):
     """Puts the batches of training loops on devices, on JAX and Torch."""
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, each on the devices when it is asked for."""
+        """The batches, each moved to the devices when it is requested."""
 
 
 class DatasetPlacer(Protocol):

@@ -1,21 +1,21 @@
-"""Whose code models and optimizers call."""
+"""Models and optimizers that consist of Keras's own code."""
 
 from __future__ import annotations
 
 import enum
 from typing import Any
 
-#: Packages whose code keeps nothing from one call to the next that a graph would miss.
+#: Packages without state from one call to the next that a graph would miss.
 _KNOWN = ("keras", "torch", "builtins", "numpy")
 
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def is_of_keras(made: Any) -> bool:
-    """Whether all that an object calls is code of Keras, as far as it holds on to it.
+    """Whether an object refers to no code but Keras's.
 
-    Of its attributes, and of theirs in turn, all that can be called are looked at: a
-    layer or a loss of somebody else's, a function for an activation or a metric.
+    All callables among its attributes, and theirs in turn, are checked: layers and
+    losses of the user's, functions for an activation or a metric.
     """
     from keras import Variable
 

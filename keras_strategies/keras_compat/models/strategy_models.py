@@ -1,4 +1,4 @@
-"""Models of a strategy: a subclass of their class, whose methods call the hooks."""
+"""Models of a strategy: a subclass of their class, with methods that call the hooks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def used_by_update(
     Args:
         optimizer: a Keras optimizer that has been built.
         trained: one of the variables that it was built for.
-        candidates: the variables that are asked about.
+        candidates: the variables to be checked.
 
     Returns:
         Those of the candidates that the update uses.

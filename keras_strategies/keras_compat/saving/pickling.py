@@ -15,10 +15,10 @@ _NOT_SENT = ("train_function", "test_function", "predict_function", "_jax_state"
 
 
 def object_state(made: Any) -> dict[str, Any] | None:
-    """What a Keras object is made of, to be made again in another process.
+    """The attributes of a Keras object, for its copy in another process.
 
     Keras 3.15: `KerasSaveable.__reduce__` would save the values of all variables and
-    make others; here objects keep who they are, and variables travel by reference.
+    make others; here identities are preserved, and variables are references.
 
     Returns:
         dict of attributes; None for what pickle can take as it is.
@@ -49,9 +49,9 @@ def class_of(made: Any) -> Any:
 
 
 def rebuilt(made: Any) -> tuple[Any, ...] | None:
-    """How to make something of Keras again that pickle cannot; None for the rest.
+    """The reduction of Keras objects that pickle cannot rebuild; None for the rest.
 
-    Keras 3.15: `DynamicBackend`, which preprocessing layers hold, asks itself for
+    Keras 3.15: `DynamicBackend`, which preprocessing layers hold, reads its own
     attributes before it has any.
     """
     from keras.src.utils.backend_utils import DynamicBackend
@@ -64,8 +64,8 @@ def rebuilt(made: Any) -> tuple[Any, ...] | None:
 def container_state(made: Any) -> tuple[Any, ...] | None:
     """The contents and the tracker of a tracked container; None for other things.
 
-    Keras 3.15: `keras.src.utils.tracking`, whose containers and trackers know what
-    they track by `id`.
+    Keras 3.15: containers and trackers of `keras.src.utils.tracking` store the `id`
+    of what they track.
     """
     from keras.src.utils import tracking
 
@@ -96,7 +96,7 @@ def fill_container(made: Any, state: tuple[Any, ...]) -> None:
 
 
 def renew_identities(made: Iterable[Any]) -> None:
-    """Lets trackers and optimizers that were recreated know their parts by `id`.
+    """Updates the `id` of their parts in recreated trackers and optimizers.
 
     Keras 3.15: `Tracker.stored_ids`, `BaseOptimizer._trainable_variables_indices`.
     """

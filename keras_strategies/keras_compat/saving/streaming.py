@@ -28,7 +28,7 @@ class StoredRows:
         self.shape = tuple(dataset.shape)
         self.dtype = np.dtype(dataset.dtype)
         if dataset.attrs.get("dtype") == "bfloat16":
-            # HDF5 knows no such numbers; Keras stores their bytes.
+            # HDF5 has no such dtype; Keras stores the bytes.
             self.dtype = _bfloat16()
 
     def pieces(self) -> Iterator[tuple[int, np.ndarray]]:

@@ -56,7 +56,7 @@ def make_variable(path: str, trainable: bool, dtype: str, value: Any) -> Any:
 
 
 def mix_in(variable: Any, mixin: Any) -> None:
-    """Lets a variable also be of another class, whose names come first."""
+    """Adds a base class to a variable, in front of its own."""
     if not isinstance(variable, mixin):
         kind: Any = type(variable)
         variable.__class__ = _mixed(kind, mixin)

@@ -1,4 +1,4 @@
-"""Variables whose values are kept elsewhere, by parameter servers for one."""
+"""Variables with values in other processes, such as parameter servers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _no_gradients(variable: Any) -> str:
 
 
 def _refuse_backward(tensor: Any, message: str) -> Any:
-    """A tensor of Torch whose gradient is an error instead of being lost."""
+    """A tensor of Torch that raises an error in the backward pass."""
     import torch
 
     if not torch.is_grad_enabled() or not tensor.is_floating_point():
@@ -80,9 +80,9 @@ def _refuse_backward(tensor: Any, message: str) -> Any:
 
 
 class HostedValue:
-    """Stands in a variable for a value that is elsewhere.
+    """Placeholder in a variable for a value in another process.
 
-    Keras asks `_value` for a shape when it is made, and for `requires_grad` on Torch.
+    Keras reads the shape of `_value` when it is made, and `requires_grad` on Torch.
     """
 
     def __init__(self, shape: Any, dtype: Any):

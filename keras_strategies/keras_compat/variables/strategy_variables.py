@@ -1,4 +1,4 @@
-"""Variables of a strategy: a subclass of their class, whose methods call the hooks."""
+"""Variables of a strategy: a subclass of their class, with calls of the hooks."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class IdSet:
 
 
 def guard_value(variable: Any, check: Callable[[Any], None]) -> None:
-    """Calls `check(variable)` whenever the variable's value is asked for.
+    """Calls `check(variable)` before each read of the variable's value.
 
     Keras 3.15: `KerasVariable.value`, which everything reads that does not assign;
     `_direct_assign` reads it too on Torch.

@@ -86,7 +86,7 @@ class ProcessCluster:
             self._snapshots = self._own_snapshots
         if self._snapshots is not None and is_local:
             self._check_snapshots(self._snapshots)
-        #: str, the coordinator's, which servers know it by.
+        #: str, the name of the coordinator among the servers.
         self.name = secrets.token_hex(8)
         self._service = Service(control or f"ipc://{folder}/control", keys)
         self._processes: ClusterProcesses | None = None

@@ -135,11 +135,11 @@ class GradientBoundary(abc.ABC):
 
     @abc.abstractmethod
     def target_of_variable(self, variable: Any, local: Any) -> Any:
-        """The tensor outside of replicas whose gradient is that of the local copies."""
+        """The tensor outside of replicas with the gradient of the local copies."""
 
     @abc.abstractmethod
     def target_of_input(self, tensor: Any) -> Any:
-        """The tensor outside of replicas whose gradient is that of the slices."""
+        """The tensor outside of replicas with the gradient of the slices."""
 
     @abc.abstractmethod
     def connected(self) -> list[Any]:

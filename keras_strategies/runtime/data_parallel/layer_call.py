@@ -1,11 +1,11 @@
-"""The data-parallel call of a layer, for backends whose replicas are separate.
+"""The data-parallel call of a layer, for engines with separate replicas.
 
 # Why the call, and not the step
 
 A step of `Model.fit` runs once, on the global batch, as Keras or its user wrote
 it. Only the outermost calls of layers in it (`self(x, training=True)`) are
 parallel: the rows of their arguments are split over the replicas, each replica
-calls the layer on its rows, and the outputs come back as one global batch. The
+calls the layer on its rows, and the outputs are joined to one global batch. The
 loss, its reduction and masks, every metric, `add_loss`, clipping, accumulation and
 the optimizer see what they see on one device, so they need no distributed twin,
 and a custom `train_step` is exact whatever it computes. Gradients cross the

@@ -250,7 +250,7 @@ class Probe:
 
     @property
     def compares_rows(self) -> bool:
-        """Whether the outputs of a row tell if it depends on the others.
+        """Whether the outputs of a row show if it depends on the others.
 
         Losses and collectives of the user's are functions of the batch.
         """

@@ -42,7 +42,7 @@ class TerminationConfig:
 
     Args:
         termination_watcher_fn: callable that returns whether the machine is about to
-            be taken, asked once a second; None to rely on the signal alone.
+            be taken, called once a second; None to rely on the signal alone.
         exit_fn: callable that ends this process when everything is saved; None for
             `sys.exit(42)`.
         grace_period: float, seconds to go on training after the notice.

@@ -155,7 +155,7 @@ class SidecarEvaluator:
         waited_since = time.monotonic()
         with self._ended_by_sigterm():
             while True:
-                # Asked before looking, so that there is a look after the end.
+                # Read before the search, so that one search follows the end.
                 is_ending = self._is_ending.is_set()
                 for version in self._new():
                     if self._evaluate(version):

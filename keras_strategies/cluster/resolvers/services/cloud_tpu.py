@@ -45,14 +45,14 @@ class TPUClusterResolver(ClusterResolver):
 
     Args:
         tpu: str. `"local"` for the TPU of this machine alone; an address such as
-            `"grpc://10.0.0.2:8470"` for a TPU there; a name, to ask the Cloud TPU
-            service for; None or `""` for what the variable `TPU_NAME` says, and
-            without it for the slice that this machine is part of.
+            `"grpc://10.0.0.2:8470"` for a TPU there; a name in the Cloud
+            TPU service; None or `""` for the variable `TPU_NAME`, and without it for
+            the slice of this machine.
         zone: str, the TPU's zone, with a name.
         project: str, its project, with a name.
         job_name: str, the job that the machines are tasks of.
         service: a client as `googleapiclient.discovery.build("tpu", "v2")` makes it;
-            None to make one if a name is asked for.
+            None to make one for a name.
         port: int, the port of every machine.
         rpc_layer: str, the protocol for `master()`.
 

@@ -105,7 +105,7 @@ class MeshTrainer(DistributionTrainer):
         assert isinstance(workers, JaxWorkers)
         devices = workers.devices_of(self.placement.replicas)
         self.home = jax_device(self.placement.variables)
-        # Those who have the objects see the new devices.
+        # In place, for all that refers to the list.
         self.devices[:] = devices
         self._distribution.replace_devices(devices)
         self._note_mesh()

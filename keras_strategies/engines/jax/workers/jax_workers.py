@@ -1,4 +1,4 @@
-"""Workers of a cluster on JAX: processes whose devices form one mesh.
+"""Workers of a cluster on JAX: processes with one mesh of all their devices.
 
 Starts JAX's coordination service, in which processes register their devices, and the
 collectives of XLA: Gloo between CPUs, NCCL between GPUs.

@@ -115,7 +115,7 @@ class CallInLockstep(CallOnReplicas):
         )
 
     def _open_tapes(self) -> None:
-        """Records the replicas, unless no tape can ask for a gradient."""
+        """Records the replicas, unless no tape can need a gradient."""
         if tf.executing_eagerly() and not compat.is_any_tape_active():
             return
         # Under a persistent tape TensorFlow traces the gradient of a loop three times
@@ -130,7 +130,7 @@ class CallInLockstep(CallOnReplicas):
             watched.update(id(part) for part in slices if self.ops.is_float(part))
 
     def _close_tapes(self) -> None:
-        """Drops the tapes of a graph in which no outer tape asks for gradients.
+        """Drops the tapes of a graph in which no outer tape needs gradients.
 
         A tape refers to tensors and so to the graph, whose boundary refers to this
         call, and the garbage collector does not see references of tapes. Gradients that
@@ -209,10 +209,10 @@ class CallInLockstep(CallOnReplicas):
         return cast
 
     def _is_trained(self, variable: Any, raw: Any) -> bool:
-        """Whether somebody can ask for the gradient of a variable.
+        """Whether a gradient of a variable may be needed.
 
-        A tape asks for those of frozen ones too, as far as TensorFlow knows, and drops
-        them. They would cost nothing, did they not travel between workers.
+        Tapes compute gradients of frozen variables too and drop them. That costs
+        nothing in one process, but between workers they would be sent.
         """
         if self.row_split.workers is not None and not variable.trainable:
             return False

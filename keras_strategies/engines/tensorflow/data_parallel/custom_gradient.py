@@ -1,4 +1,4 @@
-"""`tf.custom_gradient` whose functions end with their graph."""
+"""`tf.custom_gradient` without references that outlive the graph."""
 
 from __future__ import annotations
 

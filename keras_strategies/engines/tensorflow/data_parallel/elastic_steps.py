@@ -1,7 +1,7 @@
 """Steps of elastic workers on TensorFlow: undo of a step that has failed.
 
-What is kept of a variable is its tensor, which costs nothing: TensorFlow copies it when
-the variable is updated in place while somebody has it. So weights and slots are kept
+A variable is saved as a reference to its tensor. That costs nothing by itself, but then
+TensorFlow copies the tensor at the next update in place. So weights and slots are saved
 only for programs in which one may change before the last collective.
 """
 

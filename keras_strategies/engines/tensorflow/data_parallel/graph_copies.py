@@ -138,7 +138,7 @@ class GraphCopy:
 
 
 class ReplicaOfAny(context.ReplicaContext):
-    """A replica whose trace holds for others, unless it looks at which one it is."""
+    """A replica with a trace that holds for others, unless its number is read."""
 
     is_distinct = False
 

@@ -47,13 +47,13 @@ _FILLED = (
 )
 _PERMUTATIONS = ("random_shuffle", "stateless_shuffle")
 _CHOICES = ("multinomial", "stateless_multinomial")
-# Stands for a dimension that is not known where a program is traced.
+# Replaces an unknown dimension while a program is traced.
 _UNKNOWN_DIMENSION = 8
 
 
 @dataclass
 class ConstantNumbers:
-    """Whether an operation was asked for random numbers."""
+    """Constant values in place of random numbers."""
 
     quantile: float
     drawn: bool = False

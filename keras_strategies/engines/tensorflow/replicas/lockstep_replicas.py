@@ -166,7 +166,7 @@ class LockstepCollectives(ReplicaCollectives):
         self.was_used = True
         self._arrived[replica_id] = (kind, value)
 
-        def meet(_: Any) -> None:
+        def exchange(_: Any) -> None:
             kinds = [kind for kind, _ in self._arrived]
             if len(set(kinds)) > 1:
                 raise ReplicaMismatchError(
@@ -177,7 +177,7 @@ class LockstepCollectives(ReplicaCollectives):
             with tf.device(self._lead):
                 self._results = list(combine([value for _, value in self._arrived]))
 
-        tf.distribute.get_replica_context().merge_call(meet)
+        tf.distribute.get_replica_context().merge_call(exchange)
         result, self._results[replica_id] = self._results[replica_id], None
         return result
 

@@ -1,7 +1,7 @@
 """Variables with a copy on the device of every replica.
 
-A mirrored variable is a `tf.Variable` on the strategy's first device, which knows its
-copies on the other devices. Whatever changes it changes them in the same breath, in
+A mirrored variable is a `tf.Variable` on the strategy's first device, with
+references to its copies on the other devices. Each assignment updates them at once, in
 eager code and in programs, so that a copy is never older than the variable. They get
 the values, or the rows, that the variable has afterwards, and do not repeat the
 operation: copies that each do their own sums would drift apart where an accelerator

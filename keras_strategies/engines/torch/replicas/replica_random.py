@@ -4,7 +4,7 @@ Torch has one generator per device for the whole process. Threads that draw from
 do so in the order in which they happen to run, so that a seed would not fix what a
 replica gets. While a replica runs, whatever would draw from that generator draws from
 one of the replica's own instead, which is seeded with one number from the process's
-generator and the replica's place. The number is drawn when the first replica asks for
+generator and the replica's place. The number is drawn when the first replica needs
 it: a layer without randomness leaves the process's generator, and the shuffling that
 comes out of it, as they are on one device.
 
