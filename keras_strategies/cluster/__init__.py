@@ -2,6 +2,10 @@
 
 from keras_strategies.cluster.environment import find_cluster
 from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolvers.environment.keras_distribution import (
+    KerasDistributionClusterResolver,
+)
+from keras_strategies.cluster.resolvers.environment.mpi import MPIClusterResolver
 from keras_strategies.cluster.resolvers.environment.sagemaker import (
     SageMakerClusterResolver,
 )
@@ -32,9 +36,11 @@ __all__ = [
     "ClusterResolver",
     "ClusterSpec",
     "GCEClusterResolver",
+    "KerasDistributionClusterResolver",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
     "LocalClusterResolver",
+    "MPIClusterResolver",
     "SageMakerClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.environment import (
+    keras_distribution,
+    mpi,
     sagemaker,
     slurm,
     tf_config,
     torchrun,
 )
+from keras_strategies.cluster.resolvers.environment.process_numbers import (
+    ProcessNumber,
+)
+from keras_strategies.errors import ClusterError
 
 #: Number of virtual CPU devices of a process without accelerators; set by the launcher
 #: for `--devices-per-worker`.
@@ -29,16 +37,33 @@ SECRET = "KS_CLUSTER_SECRET"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
+#: Variables with the number of a process. A launcher removes them from the environment
+#: of its processes, which have others.
+PROCESS_NUMBERS = (
+    *keras_distribution.ALL,
+    torchrun.RANK,
+    torchrun.WORLD_SIZE,
+    *mpi.NUMBERS,
+)
+
+
 def find_cluster() -> ClusterResolver | None:
     """The resolver for the environment variables of this process.
 
     Variables are checked in this order:
 
     1. `TF_CONFIG`, which our launcher sets too;
-    2. `torchrun`'s `RANK` and `WORLD_SIZE`, which need the other variables then;
-    3. SLURM's, of a job step with more than one task. The GPUs of a node are shared
+    2. those of `keras.distribution.initialize`, `KERAS_DISTRIBUTION_JOB_ADDRESSES`,
+       `KERAS_DISTRIBUTION_NUM_PROCESSES` and `KERAS_DISTRIBUTION_PROCESS_ID`;
+    3. `torchrun`'s `RANK` and `WORLD_SIZE`, which need the other variables then;
+    4. MPI's, of more than one process, as `OMPI_COMM_WORLD_RANK` and `PMI_RANK`;
+    5. SLURM's, of a job step with more than one task. The GPUs of a node are shared
        among its tasks then (see `SlurmClusterResolver`);
-    4. SageMaker's.
+    6. SageMaker's.
+
+    Where one launcher starts the other, the inner one counts: torchrun in processes of
+    MPI, both in a job step of SLURM. SLURM's, which have addresses, come before MPI's
+    of the same processes (`srun --mpi=pmi2`).
 
     Resolvers of Kubernetes, Compute Engine and TPUs are never chosen automatically.
 
@@ -46,7 +71,9 @@ def find_cluster() -> ClusterResolver | None:
         A `ClusterResolver`; None if no variable is set, which means one worker.
 
     Raises:
-        ValueError: if a variable is invalid.
+        ValueError: if a variable is invalid, or only some of a launcher's are set; if
+            the first or second of these describe another number of processes than
+            another launcher.
 
     Example:
 
@@ -54,38 +81,123 @@ def find_cluster() -> ClusterResolver | None:
     >>> resolver.num_workers if resolver else 1
     1
     """
-    for is_set, resolver in _KINDS:
-        if is_set():
-            return resolver()
+    for place, kind in enumerate(_KINDS):
+        if kind.is_set():
+            resolver = kind.resolver()
+            if kind.name:
+                _check_launchers(kind.name, resolver, _KINDS[place + 1 :])
+            return resolver
     return None
 
 
 def cluster_variables() -> dict[str, str]:
     """The variables of `find_cluster` that are set."""
-    exact = {tf_config.VARIABLE, *torchrun.ALL, sagemaker.HOSTS, sagemaker.CURRENT_HOST}
-    return {
-        name: text
-        for name, text in sorted(os.environ.items())
-        if name in exact or name in slurm.ALL
+    exact = {
+        tf_config.VARIABLE,
+        *keras_distribution.ALL,
+        *torchrun.ALL,
+        *mpi.ALL,
+        *slurm.ALL,
+        sagemaker.HOSTS,
+        sagemaker.CURRENT_HOST,
     }
+    return {k: text for k, text in sorted(os.environ.items()) if k in exact}
 
 
-def _has_all(*names: str) -> Callable[[], bool]:
+@dataclass(frozen=True)
+class _Kind:
+    """Variables that describe a cluster.
+
+    Args:
+        is_set: callable, whether they describe one of several processes.
+        resolver: callable that reads them.
+        number: callable, the number of this process that they have.
+        name: str, the variables where a person or a script sets them; empty for those
+            of launchers and schedulers.
+    """
+
+    is_set: Callable[[], bool]
+    resolver: Callable[[], ClusterResolver]
+    number: Callable[[], ProcessNumber | None] = lambda: None
+    name: str = ""
+
+
+def _has(*names: str) -> Callable[[], bool]:
     return lambda: all(os.environ.get(name) for name in names)
 
 
-def _in_a_slurm_step() -> bool:
+def _has_any(*names: str) -> Callable[[], bool]:
+    return lambda: any(os.environ.get(name) for name in names)
+
+
+def _number_of_keras() -> ProcessNumber | None:
+    return ProcessNumber.read(keras_distribution.RANK, keras_distribution.SIZE)
+
+
+def _number_of_torchrun() -> ProcessNumber | None:
+    return ProcessNumber.read(torchrun.RANK, torchrun.WORLD_SIZE)
+
+
+def _is_started_by_mpi() -> bool:
+    process = mpi.process_number()
+    if process is None or process.size == 1:
+        return False
+    numbers = (str(process.rank), str(process.size))
+    in_slurm = (os.environ.get(slurm.PROCESS), os.environ.get(_STEP_SIZE))
+    return not _is_in_a_slurm_step() or numbers != in_slurm
+
+
+def _is_in_a_slurm_step() -> bool:
     # `salloc` and notebooks in a job have a node list too, but one process.
-    count = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    count = os.environ.get(_STEP_SIZE, "")
     return bool(os.environ.get(slurm.PROCESS)) and count.isdigit() and int(count) > 1
 
 
-_KINDS: tuple[tuple[Callable[[], bool], Callable[[], ClusterResolver]], ...] = (
-    (_has_all(tf_config.VARIABLE), tf_config.TFConfigClusterResolver),
-    (_has_all(torchrun.RANK, torchrun.WORLD_SIZE), torchrun.TorchrunClusterResolver),
-    (_in_a_slurm_step, slurm.SlurmClusterResolver),
-    (
-        _has_all(sagemaker.HOSTS, sagemaker.CURRENT_HOST),
+_STEP_SIZE = slurm.NUM_TASKS[0]
+
+_KINDS = (
+    _Kind(
+        _has(tf_config.VARIABLE),
+        tf_config.TFConfigClusterResolver,
+        name=tf_config.VARIABLE,
+    ),
+    _Kind(
+        _has_any(*keras_distribution.ALL),
+        keras_distribution.KerasDistributionClusterResolver,
+        _number_of_keras,
+        keras_distribution.ADDRESSES,
+    ),
+    _Kind(
+        lambda: _number_of_torchrun() is not None,
+        torchrun.TorchrunClusterResolver,
+        _number_of_torchrun,
+    ),
+    _Kind(_is_started_by_mpi, mpi.MPIClusterResolver, mpi.process_number),
+    _Kind(_is_in_a_slurm_step, slurm.SlurmClusterResolver),
+    _Kind(
+        _has(sagemaker.HOSTS, sagemaker.CURRENT_HOST),
         sagemaker.SageMakerClusterResolver,
     ),
 )
+
+
+def _check_launchers(
+    name: str, resolver: ClusterResolver, others: Sequence[_Kind]
+) -> None:
+    """Checks that as many processes were started as the cluster has tasks."""
+    spec = resolver.cluster_spec()
+    tasks = sum(spec.num_tasks(job) for job in spec.jobs)
+    # An evaluator need not be among the tasks.
+    sizes = {tasks} if "evaluator" in spec.jobs else {tasks, tasks + 1}
+    for other in others:
+        process = None
+        # Variables of which only some are set say nothing against complete ones.
+        with contextlib.suppress(ClusterError):
+            process = other.number()
+        if spec and process and process.size > 1 and process.size not in sizes:
+            raise ClusterError(
+                f"{name} describes {tasks} tasks, {spec!r}, but a launcher has started "
+                f"this process with {process.variables}. Unset the variables that do "
+                "not describe this run, or pass a resolver of ks.cluster_resolver to "
+                "the strategy, which reads no others."
+            )

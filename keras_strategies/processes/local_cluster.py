@@ -11,7 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from keras_strategies.cluster.environment import DEVICES_PER_WORKER, QUIET, SECRET
+from keras_strategies.cluster.environment import (
+    DEVICES_PER_WORKER,
+    PROCESS_NUMBERS,
+    QUIET,
+    SECRET,
+)
 from keras_strategies.cluster.resolvers.environment import tf_config
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import InvalidArgumentError
@@ -107,7 +112,8 @@ class LocalCluster:
         """The environment of each task, with free addresses.
 
         Args:
-            outer: the environment around; it is extended.
+            outer: the environment around; it is extended, without the numbers that
+                another launcher has given to this process.
 
         Returns:
             dict from task to its environment.
@@ -123,6 +129,7 @@ class LocalCluster:
         threads = max(1, _cores() // len(self.tasks))
         devices = self._devices(visible_gpus(outer))
         secret = {SECRET: secrets.token_hex()} if self.ps else {}
+        outer = {k: text for k, text in outer.items() if k not in PROCESS_NUMBERS}
         return {
             task: {
                 THREADS: str(threads),

@@ -61,7 +61,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: `ks.cluster_resolver.ClusterResolver`; None for the cluster of
-            the environment: `TF_CONFIG`, `torchrun`, SLURM or SageMaker.
+            the environment (see `ks.cluster_resolver.find_cluster`).
         communication_options: `CommunicationOptions`; `timeout_seconds` is the timeout
             of collectives and heartbeats, 300 seconds by default, set by the first
             strategy of the process. `bytes_per_pack` is the size of messages, on JAX of
@@ -243,11 +243,11 @@ def _elastic_of_launcher() -> Elastic | None:
 
 
 def _check_addresses(resolver: ClusterResolver) -> None:
-    if isinstance(resolver, TorchrunClusterResolver):
+    if any(":" not in address for address in worker_addresses(resolver.cluster_spec())):
         raise ClusterError(
-            "`elastic` was given under torchrun, which describes the address of the "
-            "first worker only; elastic workers listen at one each. Start them with "
-            "`keras-strategies launch --elastic 1:N script.py`, or set TF_CONFIG."
+            f"`elastic` was given, but {type(resolver).__name__} describes the address "
+            "of the first worker only; elastic workers listen at one each. Start them "
+            "with `keras-strategies launch --elastic 1:N script.py`, or set TF_CONFIG."
         )
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.spec import ClusterSpec, split_address
 from keras_strategies.errors import ClusterError
 
@@ -80,6 +81,7 @@ def listening(task: str, address: str) -> Iterator[Listener]:
     listener = Listener(task)
     try:
         host, port = split_address(address)
+        host = own_address(host)
         server = socket.create_server((host, port), family=_family(host, port))
     except (OSError, ClusterError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:

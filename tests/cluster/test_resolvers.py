@@ -15,8 +15,10 @@ from keras_strategies.cluster.resolvers.environment.slurm import (
     expand_node_list,
     expand_tasks_per_node,
 )
+from keras_strategies.processes.local_cluster import LocalCluster
 
 FOREIGN = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "SM_")
+FOREIGN += ("KERAS_DISTRIBUTION_", "OMPI_", "PMI_", "MPI_", "MV2_")
 
 
 @pytest.fixture(autouse=True)
@@ -216,10 +218,154 @@ def test_torchrun_variables_that_cannot_be(environment, changes, message) -> Non
     environment(**{**TORCHRUN, **changes})
     with pytest.raises(ValueError, match=message):
         cluster.TorchrunClusterResolver()
-    if "RANK" not in changes or changes["RANK"]:
-        # What is half set is no reason to train alone on every machine.
-        with pytest.raises(ValueError, match=message):
-            find_cluster()
+    # What is half set is no reason to train alone on every machine.
+    with pytest.raises(ValueError, match=message):
+        find_cluster()
+
+
+# --- Keras and MPI -------------------------------------------------------------
+
+KERAS = {
+    "KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1:1234,10.0.0.2:2345",
+    "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
+    "KERAS_DISTRIBUTION_PROCESS_ID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    "addresses, size, workers",
+    [
+        ("10.0.0.1:1234, 10.0.0.2:2345", "2", ["10.0.0.1:1234", "10.0.0.2:2345"]),
+        ("10.0.0.1:1234", "3", ["10.0.0.1:1234", "rank-1", "rank-2"]),
+    ],
+)
+def test_variables_of_keras(environment, addresses, size, workers) -> None:
+    first, second, _ = KERAS
+    environment(**{**KERAS, first: addresses, second: size})
+    resolver = find_cluster()
+    assert isinstance(resolver, cluster.KerasDistributionClusterResolver)
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.cluster_spec().as_dict() == {"worker": workers}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"PROCESS_ID": ""}, r"PROCESS_ID'\] are not set, but .*JOB_ADDRESSES is '10"),
+        ({"PROCESS_ID": "2"}, "PROCESS_ID is 2 and .*NUM_PROCESSES is 2"),
+        ({"NUM_PROCESSES": "two"}, "NUM_PROCESSES is 'two', not a number"),
+        ({"NUM_PROCESSES": "3"}, "has 2 addresses, .*NUM_PROCESSES is 3"),
+        ({"JOB_ADDRESSES": "10.0.0.1"}, "'10.0.0.1' is not a task address"),
+    ],
+)
+def test_variables_of_keras_that_cannot_be(environment, changes, message) -> None:
+    changes = {f"KERAS_DISTRIBUTION_{name}": text for name, text in changes.items()}
+    environment(**{**KERAS, **changes})
+    with pytest.raises(ValueError, match=message):
+        find_cluster()
+
+
+# `mpirun -n 4 --map-by ppr:2:node`, the third process.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+# `mpiexec -n 4 -ppn 2` of MPICH and Intel MPI.
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "4", **MPICH}
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH, MVAPICH])
+def test_variables_of_mpi(environment, launcher) -> None:
+    environment(**launcher, MASTER_ADDR="node1", MASTER_PORT="4711")
+    resolver = find_cluster()
+    assert isinstance(resolver, cluster.MPIClusterResolver)
+    assert (resolver.task_type, resolver.task_id) == ("worker", 2)
+    workers = ["node1:4711", "rank-1", "rank-2", "rank-3"]
+    assert resolver.cluster_spec().as_dict() == {"worker": workers}
+
+
+def test_the_first_host_of_mpi_without_an_address(environment) -> None:
+    environment(**OPEN_MPI)
+    with pytest.raises(ValueError, match=r"_RANK=2 and .*mpirun -x MASTER_ADDR"):
+        find_cluster()
+    environment(SLURM_JOB_NODELIST="gpu[03-04]")
+    assert find_cluster().master("worker", 0) == "gpu03:29500"
+    environment(OMPI_COMM_WORLD_LOCAL_SIZE="4")
+    assert find_cluster().master("worker", 0) == "127.0.0.1:29500"
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"PMI_RANK": "0"}, r"PMI_RANK is '0', but \['PMI_SIZE'\] are not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"\['OMPI_COMM_WORLD_RANK'\] are not set"),
+        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE is '2', but \['RANK'\] are not set"),
+    ],
+)
+def test_half_of_a_launchers_variables(environment, variables, message) -> None:
+    environment(**variables)
+    with pytest.raises(ValueError, match=message):
+        find_cluster()
+    # It says nothing against a complete description.
+    environment(TF_CONFIG=tf_config())
+    assert isinstance(find_cluster(), cluster.TFConfigClusterResolver)
+
+
+def test_mpi_without_a_launcher() -> None:
+    with pytest.raises(ValueError, match="PMI_RANK and PMI_SIZE is set"):
+        cluster.MPIClusterResolver()
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"TF_CONFIG": tf_config(), "PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE=2"),
+        ({"TF_CONFIG": tf_config(), **KERAS}, "NUM_PROCESSES=2"),
+        ({**KERAS, **OPEN_MPI}, "JOB_ADDRESSES describes 2 tasks, .*_SIZE=4"),
+        ({**KERAS, "RANK": "0", "WORLD_SIZE": "4"}, "RANK=0 and WORLD_SIZE=4"),
+    ],
+)
+def test_descriptions_that_contradict_each_other(
+    environment, variables, message
+) -> None:
+    environment(**variables)
+    with pytest.raises(ValueError, match=message):
+        find_cluster()
+    # A resolver that is given reads its own variables only.
+    if "TF_CONFIG" in variables:
+        assert cluster.TFConfigClusterResolver().num_workers == 3
+    if set(KERAS) <= set(variables):
+        assert cluster.KerasDistributionClusterResolver().num_workers == 2
+
+
+def test_one_launcher_in_another(environment) -> None:
+    # `srun --mpi=pmi2`: the same processes, whose addresses SLURM has.
+    environment(**SLURM, PMI_RANK=SLURM["SLURM_PROCID"])
+    environment(PMI_SIZE=SLURM["SLURM_STEP_NUM_TASKS"])
+    assert isinstance(find_cluster(), cluster.SlurmClusterResolver)
+    # `mpirun` in a job, whose step has a task on each node.
+    environment(**OPEN_MPI)
+    assert isinstance(find_cluster(), cluster.MPIClusterResolver)
+    # torchrun on each node.
+    environment(**{**TORCHRUN, "RANK": "9", "WORLD_SIZE": "16"})
+    assert isinstance(find_cluster(), cluster.TorchrunClusterResolver)
+    # An evaluator, not among the four tasks.
+    environment(TF_CONFIG=tf_config(task={"type": "evaluator", "index": 0}))
+    environment(**{**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "5"}, RANK="", WORLD_SIZE="")
+    assert isinstance(find_cluster(), cluster.TFConfigClusterResolver)
+    environment(TF_CONFIG="", **{**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"})
+    environment(OMPI_COMM_WORLD_RANK="0", SLURM_PROCID="", PMI_RANK="", PMI_SIZE="")
+    assert find_cluster() is None
+
+
+def test_our_launcher_does_not_pass_on_the_numbers_of_another() -> None:
+    outer = {**KERAS, **OPEN_MPI, **TORCHRUN, "SLURM_PROCID": "1", "HOME": "/"}
+    for inner in LocalCluster(workers=2).environments(outer).values():
+        assert not set(inner) & {*KERAS, "RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"}
+        assert inner["HOME"] == "/" and inner["SLURM_PROCID"] == "1"
 
 
 # --- SLURM --------------------------------------------------------------------
@@ -434,8 +580,13 @@ def test_what_is_found(environment) -> None:
     assert isinstance(find_cluster(), cluster.SageMakerClusterResolver)
     environment(**SLURM)
     assert isinstance(find_cluster(), cluster.SlurmClusterResolver)
+    environment(**OPEN_MPI, MASTER_ADDR="a")
+    assert isinstance(find_cluster(), cluster.MPIClusterResolver)
     environment(**TORCHRUN)
     assert isinstance(find_cluster(), cluster.TorchrunClusterResolver)
+    environment(**{**KERAS, "KERAS_DISTRIBUTION_NUM_PROCESSES": "4"})
+    environment(KERAS_DISTRIBUTION_JOB_ADDRESSES="a:1")
+    assert isinstance(find_cluster(), cluster.KerasDistributionClusterResolver)
     environment(TF_CONFIG=tf_config())
     assert isinstance(find_cluster(), cluster.TFConfigClusterResolver)
 

@@ -130,8 +130,12 @@ class Hub:
     def _connected(self, connected: socket.socket) -> None:
         try:
             line = MessageConnection(connected)
+        except OSError:
+            return
+        try:
             message = line.receive(self._timeout)
-        except (OSError, EOFError):
+        except EOFError:  # A probe of the port, for example.
+            line.abort()
             return
         if message is None or message[0].get("kind") != "hello":
             line.close()

@@ -25,7 +25,6 @@ from keras_strategies.cluster.group.rendezvous import (
 )
 from keras_strategies.cluster.group.rendezvous_listener import RendezvousListener
 from keras_strategies.cluster.group.worker_group import WorkerGroup
-from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import WorkerError
 
 # Seconds in which a loss is reported that a collective has noticed.
@@ -200,8 +199,7 @@ class Membership:
         """Begins a group of this worker, while the others train without it."""
         listener = self._listener
         listener.forget()
-        host, _ = split_address(listener.addresses[listener.index])
-        info = {**listener.info, "index": listener.index, "host": host}
+        info = {**listener.info, "index": listener.index, "host": listener.host}
         with socket.create_server(("127.0.0.1", 0)) as server:
             line = MessageConnection(socket.create_connection(server.getsockname()))
             served = MessageConnection(server.accept()[0])

@@ -16,6 +16,7 @@ from typing import Any
 from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
 from keras_strategies.cluster.group.group_settings import GroupSettings
 from keras_strategies.cluster.group.hub import Hub
+from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError
 
@@ -102,9 +103,10 @@ class RendezvousListener:
 
     def _listen(self) -> socket.socket:
         host, port = split_address(self.addresses[self.index])
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        own = own_address(host)
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
         try:
-            return socket.create_server((host, port), family=family, backlog=128)
+            return socket.create_server((own, port), family=family, backlog=128)
         except OSError as error:
             raise ClusterError(
                 f"Worker {self.index} cannot listen at {host}:{port}: "
@@ -112,6 +114,11 @@ class RendezvousListener:
                 "address of the cluster; check that it is an address of this machine "
                 "and that no other program uses the port."
             ) from error
+
+    @property
+    def host(self) -> str:
+        """str, the address that it listens at."""
+        return str(self._server.getsockname()[0])
 
     def close(self) -> None:
         """Ends the listener; waiting workers see the end of their connection."""

@@ -27,6 +27,7 @@ from keras_strategies.cluster.group.step_clock import (
     others_median,
     slow_workers,
 )
+from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 
@@ -494,10 +495,11 @@ def _short(value: Any) -> str:
 def _listen(host: str, ports: list[int]) -> socket.socket:
     """A server at the first port that is free."""
     problem: OSError | None = None
+    own = own_address(host)
     for port in ports:
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family, backlog=128)
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            return socket.create_server((own, port), family=family, backlog=128)
         except OSError as error:
             problem = error
             if error.errno != errno.EADDRINUSE:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from keras_strategies.cluster.own_address import own_address
+from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import PeerError
 from keras_strategies.parameter_server.wire.arrays.array_messages import (
     nbytes,
@@ -67,7 +69,7 @@ class Service:
             port = self._socket.bind_to_random_port(address[:-2])
             address = f"{address[:-1]}{port}"
         else:
-            self._socket.bind(address)
+            self._socket.bind(_own(address))
         self.address = address
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -183,6 +185,15 @@ class Service:
             self._context.term()
         for buffers in self._peers.values():
             buffers.close()
+
+
+def _own(address: str) -> str:
+    """The address to listen at."""
+    if not needs_keys(address):
+        return address
+    host, port = split_address(address)
+    own = own_address(host)
+    return address if own == host else f"tcp://{own}:{port}"
 
 
 def serve(

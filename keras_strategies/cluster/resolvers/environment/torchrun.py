@@ -9,6 +9,11 @@ from __future__ import annotations
 import os
 
 from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolvers.environment.process_numbers import (
+    check_rank,
+    number,
+    workers_of,
+)
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
@@ -48,46 +53,26 @@ class TorchrunClusterResolver(ClusterResolver):
                 "--nproc-per-node=N script.py`, or describe the cluster in "
                 "TF_CONFIG."
             )
-        _check_rank(LOCAL_RANK, LOCAL_WORLD_SIZE)
-        rank, self._size = _number(RANK), _number(WORLD_SIZE)
-        _check_rank(RANK, WORLD_SIZE)
-        self._first = f"{os.environ[MASTER_ADDR]}:{_number(MASTER_PORT)}"
+        check_rank(LOCAL_RANK, LOCAL_WORLD_SIZE)
+        rank, self._size = number(RANK), number(WORLD_SIZE)
+        check_rank(RANK, WORLD_SIZE)
+        self._first = f"{os.environ[MASTER_ADDR]}:{number(MASTER_PORT)}"
         super().__init__("worker", rank, rpc_layer)
 
     @property
     def local_rank(self) -> int:
         """int, the number of this process on its machine; 0 where it is not set."""
-        return _number(LOCAL_RANK) if os.environ.get(LOCAL_RANK) else 0
+        return number(LOCAL_RANK) if os.environ.get(LOCAL_RANK) else 0
 
     @property
     def local_world_size(self) -> int:
         """int, how many processes are on this machine; 1 where it is not set."""
         is_set = os.environ.get(LOCAL_WORLD_SIZE)
-        return _number(LOCAL_WORLD_SIZE) if is_set else 1
+        return number(LOCAL_WORLD_SIZE) if is_set else 1
 
     def cluster_spec(self) -> ClusterSpec:
-        others = [f"rank-{rank}" for rank in range(1, self._size)]
-        return ClusterSpec({"worker": [self._first, *others]})
+        return ClusterSpec({"worker": workers_of(self._first, self._size)})
 
     @property
     def environment(self) -> str:
         return "torchrun"
-
-
-def _check_rank(rank: str, size: str) -> None:
-    if not (os.environ.get(rank) and os.environ.get(size)):
-        return
-    if _number(rank) >= _number(size):
-        raise ClusterError(
-            f"{rank} is {_number(rank)} and {size} is {_number(size)}; ranks go from "
-            "0 to the number of processes - 1."
-        )
-
-
-def _number(name: str) -> int:
-    text = os.environ[name]
-    if not text.strip().isdigit():
-        raise ClusterError(
-            f"The environment variable {name} is {text!r}, not a number."
-        )
-    return int(text)
