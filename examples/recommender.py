@@ -2,6 +2,9 @@
 
     KERAS_BACKEND=jax python examples/recommender.py
     KERAS_BACKEND=torch python examples/recommender.py --workers 4 --ps 2
+    kubectl apply -f examples/kubernetes/parameter_servers.yaml
+
+In a cluster, each task runs it: servers and workers serve the chief, which trains.
 
 Clicks are generated from tastes that nobody tells the model: each user and each item
 has a few hidden numbers, and a user clicks on what is like him. Two towers, one for
@@ -12,6 +15,7 @@ pairs that were never shown says how well they did.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -77,23 +81,51 @@ def liked_among_recommended(
     return float(np.mean(np.take_along_axis(likes, best, axis=1) > 0))
 
 
+def serve(resolver: ks.cluster_resolver.ClusterResolver, backup: str | None) -> None:
+    """Runs a worker or a parameter server until the chief ends."""
+    if backup is None:
+        ks.Server(resolver).join()
+        return
+    folder = str(Path(backup) / "servers")
+    ks.Server(resolver, snapshot_folder=folder, snapshot_seconds=30).join()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--ps", type=int, default=1, help="parameter servers")
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--backup", help="a folder, to go on where a run was ended")
     options = parser.parse_args()
 
+    resolver = ks.cluster_resolver.find_cluster()
+    if resolver is None:
+        resolver = ks.cluster_resolver.LocalClusterResolver(options.workers, options.ps)
+    elif resolver.task_type != "chief":
+        serve(resolver, options.backup)
+        return
+
     keras.utils.set_random_seed(0)
-    resolver = ks.cluster_resolver.LocalClusterResolver(options.workers, options.ps)
-    partitioner = ks.experimental.partitioners.FixedShardsPartitioner(options.ps)
+    servers = resolver.cluster_spec().num_tasks("ps")
+    partitioner = ks.experimental.partitioners.FixedShardsPartitioner(servers)
+    callbacks = []
+    if options.backup:
+        backup = Path(options.backup) / "training"
+        callbacks.append(keras.callbacks.BackupAndRestore(str(backup)))
     with ks.ParameterServerStrategy(resolver, partitioner) as strategy:
         print(f"{strategy!r} with the backend {keras.backend.backend()}")
         with strategy.scope():
             model = two_towers()
         pairs, clicked = clicks(options.rows, seed=1)
-        model.fit(pairs, clicked, batch_size=1000, epochs=options.epochs, verbose=2)
+        model.fit(
+            pairs,
+            clicked,
+            batch_size=1000,
+            epochs=options.epochs,
+            callbacks=callbacks,
+            verbose=2,
+        )
 
         pairs, clicked = clicks(20_000, seed=2)
         found = model.evaluate(

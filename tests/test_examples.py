@@ -18,7 +18,6 @@ import keras
 import pytest
 from harness.digits import use_few_digits
 
-from keras_strategies.cluster import TFConfigClusterResolver
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -120,33 +119,6 @@ def started(command: list[str]) -> str:
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     return process.stdout
-
-
-def test_the_kubernetes_manifest_says_who_is_who(monkeypatch) -> None:
-    import yaml
-
-    manifest = (EXAMPLES / "kubernetes" / "multi_worker.yaml").read_text()
-    service, job = yaml.safe_load_all(manifest)
-    spec = job["spec"]
-    pod = spec["template"]["spec"]
-    [container] = pod["containers"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert pod["subdomain"] == service["metadata"]["name"]
-    workers = {item["name"]: item["value"] for item in container["env"]}["WORKERS"]
-    assert int(workers) == spec["completions"] == spec["parallelism"]
-
-    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: path)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setenv("WORKERS", workers)
-    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
-    monkeypatch.setenv("TF_CONFIG", "")
-    exec(container["args"][0], {})
-    resolver = TFConfigClusterResolver()
-    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
-    assert resolver.num_workers == 4
-    name = f"{job['metadata']['name']}-0.{service['metadata']['name']}:4711"
-    assert resolver.cluster_spec().task_address("worker", 0) == name
-    assert container["ports"] == [{"containerPort": 4711}]
 
 
 @pytest.mark.nightly

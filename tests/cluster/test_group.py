@@ -16,6 +16,9 @@ import pytest
 from harness.processes import assert_gone, wait_until
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.hub import Hub
+from keras_strategies.cluster.group.worker_group import _listen
+from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import ClusterError, WorkerError
 
@@ -38,6 +41,27 @@ def join_all(count, timeout=10.0, indices=None, same=None):
             for i, index in enumerate(indices)
         ]
         return [future.exception(60) or future.result() for future in futures]
+
+
+def test_a_probe_of_the_port_leaves_nothing_behind():
+    # As a readiness probe: a connection that says nothing.
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        hub = Hub(server, "job", [f"127.0.0.1:{address[1]}"] * 2, timeout=60.0)
+        kept = len(set(threading.enumerate()) - before)
+        for _ in range(3):
+            socket.create_connection(address).close()
+        with socket.create_connection(address) as asked:
+            # Connections are accepted in turn.
+            asked.sendall(b"\0\0\0\2{}")
+            asked.settimeout(60)
+            assert asked.recv(1) == b""
+        wait_until(
+            lambda: len(set(threading.enumerate()) - before) == kept,
+            "the connections' threads have ended",
+        )
+        hub.close()
 
 
 def everywhere(groups, call):
@@ -231,6 +255,9 @@ def test_workers_stop_after_the_same_step(three):
 WORKER = """
 import sys, time
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.hub import Hub
+from keras_strategies.cluster.group.worker_group import _listen
+from keras_strategies.cluster.own_address import own_address
 from keras_strategies.errors import WorkerError
 folder, index, *addresses = sys.argv[1:]
 group = WorkerGroup.join(addresses, int(index), {}, timeout=3.0)
@@ -302,3 +329,35 @@ def test_the_loss_of_a_worker_says_how_long_its_steps_took(three):
     wait_until(lambda: three[0].loss() is not None, "the loss is seen")
     with pytest.raises(WorkerError, match="Its last steps took 0 ms each without"):
         three[0].check()
+
+
+# --- In a pod -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("in_kubernetes", "host", "own"),
+    [
+        (True, "trainer-0.trainer", "10.1.2.3"),
+        (True, "trainer-1.trainer", "trainer-1.trainer"),
+        (False, "trainer-0.trainer", "trainer-0.trainer"),
+        (True, "10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_a_pod_listens_at_its_own_address(monkeypatch, in_kubernetes, host, own):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    if not in_kubernetes:
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    found = {"trainer-0": [(socket.AF_INET, 1, 6, "", ("10.1.2.3", 0))]}
+    monkeypatch.setattr(socket, "gethostname", lambda: "trainer-0")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *_, **__: found[name])
+    assert own_address(host) == own
+
+
+def test_a_name_that_is_not_in_dns_yet_is_listened_at(monkeypatch):
+    [address] = free_addresses(1)
+    port = address.partition(":")[2]
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    name = socket.gethostname()
+    with _listen(f"{name}.not-in-dns.invalid", [int(port)]) as server:
+        expected = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+        assert server.getsockname()[:2] == (expected, int(port))

@@ -1,0 +1,257 @@
+"""The manifests of `examples/kubernetes`: the API's types, and what their pods find."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.forker import Forker
+from harness.kubernetes_manifests import Pod, load, pods, validate
+from harness.processes import TIMEOUT
+
+from keras_strategies.cluster import find_cluster
+from keras_strategies.cluster.environment import SECRET, cluster_variables
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MANIFESTS = {
+    path.stem: load(path) for path in sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
+}
+#: How they connect, without a framework.
+SYNCHRONOUS = """
+from keras_strategies.cluster import find_cluster
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.spec import worker_addresses
+resolver = find_cluster()
+addresses = worker_addresses(resolver.cluster_spec())
+group = WorkerGroup.join(addresses, resolver.task_id, {}, timeout=300)
+print(group.gather_values("numbers", resolver.task_id))
+group.leave()
+"""
+PARAMETER_SERVERS = """
+import keras
+import keras_strategies as ks
+resolver = ks.cluster_resolver.find_cluster()
+if resolver.task_type == "chief":
+    with ks.ParameterServerStrategy(start_seconds=300) as strategy:
+        with strategy.scope():
+            total = keras.Variable(0.0, name="total", trainable=False)
+        coordinator = ks.ClusterCoordinator(strategy)
+        for _ in range(4):
+            coordinator.schedule(lambda: total.assign_add(1.0))
+        coordinator.join(300)
+        print(strategy, float(total.numpy()))
+else:
+    ks.Server(resolver).join()
+"""
+
+
+def objects(name: str, kind: str) -> list[dict[str, Any]]:
+    return [each for each in MANIFESTS[name] if each["kind"] == kind]
+
+
+# --- The API ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_have_the_types_of_the_api(name: str) -> None:
+    for manifest in MANIFESTS[name]:
+        validate(manifest)
+
+
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    return job["spec"]["template"]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (
+            lambda job: job["spec"].update(completion=4),
+            "Job.spec.completion is not a field of V1JobSpec",
+        ),
+        (
+            lambda job: job["spec"].update(completions="4"),
+            "Job.spec.completions is '4', not of type int",
+        ),
+        (
+            lambda job: job["spec"].update(completions=True),
+            "Job.spec.completions is True, not of type int",
+        ),
+        (lambda job: job["spec"].pop("template"), "Job.spec: .*template.*required"),
+        (
+            lambda job: container(job)["env"][3].update(value=4),
+            r"containers\[0\].env\[3\].value is 4, not of type str",
+        ),
+        (
+            lambda job: container(job)["resources"]["limits"].update(memory=4),
+            r"limits\['memory'\] is 4, not of type str",
+        ),
+        (
+            lambda job: job["spec"]["template"]["spec"].update(containers={}),
+            "containers is {}, not a list",
+        ),
+        (lambda job: job.update(apiVersion="v1"), "apiVersion of Job is 'v1'"),
+    ],
+)
+def test_a_planted_mistake_is_found(
+    plant: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    job = copy.deepcopy(objects("multi_worker", "Job")[0])
+    plant(job)
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        validate(job)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_objects_refer_to_each_other(name: str) -> None:
+    [service], [policy] = objects(name, "Service"), objects(name, "NetworkPolicy")
+    [claim] = objects(name, "PersistentVolumeClaim")
+    labels = service["spec"]["selector"]
+    assert policy["spec"]["podSelector"] == {"matchLabels": labels}
+    [rule] = policy["spec"]["ingress"]
+    assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+    for job in objects(name, "Job"):
+        spec, template = job["spec"], job["spec"]["template"]
+        pod = template["spec"]
+        # What the API server requires of Indexed Jobs with these policies.
+        assert spec["completionMode"] == "Indexed"
+        assert spec["completions"] == spec["parallelism"]
+        assert pod["restartPolicy"] == "Never"
+        [_, on_exit] = spec["podFailurePolicy"]["rules"]
+        assert on_exit["onExitCodes"]["containerName"] == container(job)["name"]
+        assert template["metadata"]["labels"] == labels
+        assert pod["subdomain"] == service["metadata"]["name"]
+        assert pod["automountServiceAccountToken"] is False
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["name"] for mount in container(job)["volumeMounts"]}
+        assert set(volumes) == mounts
+        claims = [
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in volumes.values()
+            if "persistentVolumeClaim" in volume
+        ]
+        assert claims == [claim["metadata"]["name"]]
+
+
+# --- What the pods find -------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_each_pod_finds_its_task_at_its_own_address(name: str, monkeypatch) -> None:
+    for variable in cluster_variables():
+        monkeypatch.delenv(variable)
+    tasks = []
+    for pod in pods(MANIFESTS[name]):
+        with monkeypatch.context() as patch:
+            for variable, text in pod.environment.items():
+                patch.setenv(variable, text)
+            resolver = find_cluster()
+            assert resolver is not None
+            assert resolver.task_type is not None and resolver.task_id == pod.index
+            spec = resolver.cluster_spec()
+            assert spec.task_address(resolver.task_type, pod.index) == pod.address
+            assert pod.job.endswith(resolver.task_type) or resolver.num_workers == 4
+            if "ps" in spec.jobs:
+                cluster_keys()  # The secret is long enough.
+            tasks.append((resolver.task_type, resolver.task_id))
+    expected = [(job, index) for job in spec.jobs for index in spec.task_indices(job)]
+    assert tasks == expected
+
+
+def on_this_machine(found: list[Pod]) -> list[dict[str, str]]:
+    """The environment of each pod, with addresses of the loopback."""
+    there = [pod.address for pod in found]
+    here = dict(zip(there, free_addresses(len(found)), strict=True))
+
+    def replaced(text: str) -> str:
+        for name, address in here.items():
+            text = text.replace(name, address)
+        return text
+
+    return [
+        {name: replaced(text) for name, text in pod.environment.items()}
+        for pod in found
+    ]
+
+
+@pytest.fixture
+def forker() -> Iterator[Forker]:
+    with Forker() as found:
+        yield found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "script", "printed"),
+    [
+        ("multi_worker", SYNCHRONOUS, ["[0, 1, 2, 3]"] * 4),
+        (
+            "parameter_servers",
+            PARAMETER_SERVERS,
+            ["<ParameterServerStrategy with 2 workers and 2 parameter servers> 4.0"],
+        ),
+    ],
+)
+def test_processes_with_the_environment_of_the_pods_connect(
+    name: str, script: str, printed: list[str], forker: Forker, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    processes = []
+    for pod, variables in zip(
+        found := pods(MANIFESTS[name]), on_this_machine(found), strict=True
+    ):
+        del variables["HOME"]
+        variables["KERAS_BACKEND"] = os.environ["KERAS_BACKEND"]
+        log = tmp_path / f"{pod.job}-{pod.index}.log"
+        processes.append(forker.start(log, str(path), **variables))
+    try:
+        codes = [process.wait(TIMEOUT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    output = "".join(process.text() for process in processes)
+    assert codes == [0] * len(processes), output
+    lines = [line for line in output.splitlines() if line in printed]
+    assert lines == printed, output
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_commands_of_the_pods_train(name: str, tmp_path: Path) -> None:
+    found = pods(MANIFESTS[name])
+    processes = []
+    for pod, variables in zip(found, on_this_machine(found), strict=True):
+        _, script, *arguments = pod.command
+        arguments[arguments.index("--epochs") + 1] = "1"
+        arguments[arguments.index("--backup") + 1] = str(tmp_path)
+        del variables["HOME"]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(EXAMPLES / script), *arguments],
+                env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    output = "".join(outputs)
+    assert [process.returncode for process in processes] == [0] * len(found), output
+    trained = "4 workers, 4 replicas" if name == "multi_worker" else "AUC of clicks"
+    assert output.count(trained) == 1, output
+    assert SECRET not in output
