@@ -4,6 +4,7 @@
     keras-strategies launch --workers 2 multi_worker.py         # two on this machine
     torchrun --nproc-per-node=2 multi_worker.py                 # the same
     srun --ntasks=8 python multi_worker.py                      # SLURM
+    mpirun -n 2 python multi_worker.py                          # MPI
     kubectl apply -f kubernetes/multi_worker.yaml               # Kubernetes
     TF_CONFIG='{"cluster": ...}' python multi_worker.py         # on each machine
 

@@ -32,6 +32,9 @@ ELASTIC = "KS_ELASTIC"
 #: Shared secret of the tasks of a cluster with parameter servers.
 SECRET = "KS_CLUSTER_SECRET"
 
+#: Minimum number of its characters.
+SECRET_CHARACTERS = 16
+
 #: Defaults of log levels in processes that this package starts: engines print warnings
 #: and errors only.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}

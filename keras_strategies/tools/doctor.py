@@ -19,6 +19,7 @@ from keras_strategies.cluster.environment import (
 from keras_strategies.errors import TROUBLESHOOTING, KerasStrategiesError
 from keras_strategies.reports.tables import counted, fact_lines, readable_bytes, rule
 from keras_strategies.tools.all_reduce_timing import timed_all_reduce
+from keras_strategies.tools.open_ports import open_ports
 from keras_strategies.tools.reachability import find_peers, listening
 
 _WIDTH = 72
@@ -231,6 +232,15 @@ def _cluster(around: Surroundings) -> Iterator[Finding]:
         yield Finding(job, addresses)
 
 
+def _ports(around: Surroundings) -> Iterator[Finding]:
+    resolver = around.resolver
+    uses = list(open_ports(resolver, around.backend)) if resolver else []
+    if not uses:
+        yield Finding("ports", "none: a single worker listens nowhere")
+    for use in uses:
+        yield Finding(use.purpose, use.found, use.is_problem)
+
+
 def _peers(around: Surroundings) -> Iterator[Finding]:
     resolver, timeout = around.resolver, around.timeout
     if resolver is None or resolver.task_type is None or resolver.task_id is None:
@@ -294,6 +304,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("versions", _versions),
     ("devices", _devices),
     ("cluster", _cluster),
+    ("ports", _ports),
     ("peers", _peers),
     ("all-reduce", _all_reduce),
 )

@@ -6,10 +6,8 @@ import hashlib
 import os
 from dataclasses import dataclass
 
-from keras_strategies.cluster.environment import SECRET
+from keras_strategies.cluster.environment import SECRET, SECRET_CHARACTERS
 from keras_strategies.errors import InvalidArgumentError
-
-_LEAST_CHARACTERS = 16
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,11 @@ def cluster_keys() -> Keys:
         ValueError: if the secret is not set.
     """
     secret = os.environ.get(SECRET, "")
-    if len(secret) < _LEAST_CHARACTERS:
+    if len(secret) < SECRET_CHARACTERS:
         raise InvalidArgumentError(
             f"The environment variable {SECRET} has {len(secret)} characters. Tasks "
             "send code to each other, so they authenticate by a shared secret. Set it "
-            f"to the same value of {_LEAST_CHARACTERS} characters or more in all "
+            f"to the same value of {SECRET_CHARACTERS} characters or more in all "
             "tasks, "
             'for example the output of `python -c "import secrets; '
             'print(secrets.token_hex())"`.'
