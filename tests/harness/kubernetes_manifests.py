@@ -62,8 +62,8 @@ def _validate(value: Any, kind: str, where: str) -> None:
         if is_number or not isinstance(value, _SCALARS[kind]):
             raise ValueError(f"{where} is {value!r}, not of type {kind}")
     elif container := _CONTAINER.fullmatch(kind):
-        form, item = container.groups()
-        if not isinstance(value, list if form.lower() == "list" else dict):
+        form, item = container[1].lower(), container[2]
+        if not isinstance(value, list if form == "list" else dict):
             raise ValueError(f"{where} is {value!r}, not a {form}")
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in items:
