@@ -36,6 +36,14 @@ def test_a_minimum_above_the_cluster_is_an_error(monkeypatch) -> None:
         ks.MultiWorkerMirroredStrategy(elastic=ks.Elastic(min_workers=3))
 
 
+def test_workers_without_addresses_are_an_error(monkeypatch) -> None:
+    monkeypatch.setenv("KERAS_DISTRIBUTION_JOB_ADDRESSES", "127.0.0.1:1")
+    monkeypatch.setenv("KERAS_DISTRIBUTION_NUM_PROCESSES", "2")
+    monkeypatch.setenv("KERAS_DISTRIBUTION_PROCESS_ID", "1")
+    with pytest.raises(ValueError, match="KerasDistributionClusterResolver describes"):
+        ks.MultiWorkerMirroredStrategy(elastic=ELASTIC)
+
+
 def elastic_strategy() -> Any:
     workers = SimpleNamespace(elastic=object(), group=None)
     return SimpleNamespace(workers=workers)
