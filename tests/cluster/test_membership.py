@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -216,6 +218,20 @@ def test_a_start_without_all_workers_waits_and_continues(joined):
     joined += join_all(free_addresses(3), [1, 2], patience=3.0)
     assert [each.group.count for each in joined] == [2, 2]
     assert [each.group.is_chief for each in joined] == [True, False]
+
+
+def test_a_pause_of_the_process_is_no_loss(joined):
+    """As an import or a compilation that holds the interpreter's lock."""
+    joined += join_all(free_addresses(2), [0, 1], timeout=1.0)
+    ctypes.PyDLL(None).usleep(2_000_000)
+    time.sleep(0.5)
+    assert [each.group.loss() for each in joined] == [None, None]
+    joined.pop().leave()
+    joined[0].group.abandon()
+    joined[0].begin_alone()
+    ctypes.PyDLL(None).usleep(2_000_000)
+    time.sleep(0.5)
+    assert joined[0].group.loss() is None
 
 
 def test_a_start_below_the_minimum_is_an_error():

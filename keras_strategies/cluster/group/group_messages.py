@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,6 +17,29 @@ Message = tuple[dict[str, Any], bytes]
 BEAT = 0.25
 # The loss of a worker whose connection is still open.
 NO_HEARTBEAT = "no heartbeat"
+
+
+class Silence:
+    """Time since the last message of another process, without pauses of this one.
+
+    A process that was stopped, or whose interpreter was busy in one call, has received
+    nothing meanwhile, and would take live workers for lost, even itself.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._counted = time.monotonic()
+
+    def end(self) -> None:
+        """Begins again, after a message."""
+        self._seconds = 0.0
+
+    def count(self) -> float:
+        """Seconds; called every `BEAT` seconds, a longer interval is a pause."""
+        now = time.monotonic()
+        self._seconds += min(now - self._counted, 2 * BEAT)
+        self._counted = now
+        return self._seconds
 
 
 class MessageConnection:

@@ -14,6 +14,7 @@ from keras_strategies.cluster.group.group_messages import (
     NO_HEARTBEAT,
     Message,
     MessageConnection,
+    Silence,
 )
 from keras_strategies.cluster.startup_report import Progress
 
@@ -24,7 +25,7 @@ class _Member:
 
     line: MessageConnection
     info: dict[str, Any]
-    seen: float
+    silence: Silence = dataclasses.field(default_factory=Silence)
     progress: str = ""
     times: tuple[float, ...] = ()
     failure: str = ""
@@ -82,7 +83,7 @@ class Hub:
         """
         hub = cls(None, "", [str(info["host"]) for info in infos], timeout)
         for index, (line, info) in enumerate(zip(lines, infos, strict=True)):
-            hub._members[index] = _Member(line, info, time.monotonic())
+            hub._members[index] = _Member(line, info)
         return hub
 
     def welcome(self, facts: dict[str, Any]) -> None:
@@ -174,7 +175,7 @@ class Hub:
             if self._refusal is not None:
                 line.send(self._refusal)
                 return None
-            self._members[index] = _Member(line, info, time.monotonic())
+            self._members[index] = _Member(line, info)
             self._progress.report(
                 f"worker {index} is ready at {self._addresses[index]}, "
                 f"{len(self._members)} of {len(self._addresses)}"
@@ -231,7 +232,7 @@ class Hub:
                         self._refuse(self._missing_workers(), is_late=True)
                     continue
                 for index, member in self._members.items():
-                    silent = now - member.seen
+                    silent = member.silence.count()
                     if silent > self._timeout and not member.has_left:
                         self._mark_lost(index, f"{NO_HEARTBEAT} for {silent:.0f} s")
 
@@ -280,7 +281,7 @@ class Hub:
         kind = header.get("kind")
         with self._lock:
             member = self._members[index]
-            member.seen = time.monotonic()
+            member.silence.end()
             if kind == "beat":
                 member.times = tuple(header["times"])
                 # The progress of a failed worker is reported.

@@ -19,6 +19,7 @@ from keras_strategies.cluster.group.group_messages import (
     BEAT,
     NO_HEARTBEAT,
     MessageConnection,
+    Silence,
 )
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.group.step_clock import (
@@ -113,7 +114,7 @@ class WorkerGroup:
         self._results: dict[tuple[str, int], tuple[dict[str, Any], bytes]] = {}
         self._loss: LostWorker | None = None
         self._failure: LostWorker | None = None
-        self._last_received = time.monotonic()
+        self._silence = Silence()
         self._chief_progress = ""
         self._is_stopping = False
         self._begun = 0
@@ -422,7 +423,7 @@ class WorkerGroup:
             times = dataclasses.astuple(self.clock.times)
             beat = {"kind": "beat", "progress": self.progress, "times": times}
             self._line.send(beat)
-            silent = time.monotonic() - self._last_received
+            silent = self._silence.count()
             if silent > self.timeout:
                 self._chief_lost(f"{NO_HEARTBEAT} for {silent:.0f} s")
 
@@ -449,7 +450,7 @@ class WorkerGroup:
             while not self._closed.is_set():
                 received = self._line.receive()
                 if received is not None:
-                    self._last_received = time.monotonic()
+                    self._silence.end()
                     self._handle(*received)
         except EOFError:
             if not self._closed.is_set():
