@@ -68,16 +68,6 @@ def replica_ranges(rows: int, share: Share) -> list[tuple[int, int]]:
     return ranges
 
 
-def worker_range(rows: int, share: Share) -> tuple[int, int]:
-    """The rows of a global batch that all local replicas take together.
-
-    >>> worker_range(7, Share(2, 2, 4))
-    (4, 7)
-    """
-    ranges = replica_ranges(rows, share)
-    return ranges[0][0], ranges[-1][1]
-
-
 def worker_rows(rows: int, replicas: Sequence[int]) -> list[int]:
     """The rows of a global batch that each worker takes.
 
@@ -90,22 +80,6 @@ def worker_rows(rows: int, replicas: Sequence[int]) -> list[int]:
     """
     sizes = iter(split_sizes(rows, sum(replicas)))
     return [sum(next(sizes) for _ in range(count)) for count in replicas]
-
-
-def elements_of(count: int | None, num_shards: int, index: int) -> int | None:
-    """How many of `count` elements shard `index` has, when each takes every n-th.
-
-    >>> [elements_of(7, 3, i) for i in range(3)]
-    [3, 2, 2]
-    """
-    if not 0 <= index < num_shards:
-        raise InvalidArgumentError(
-            "The index of a shard must be between 0 and the number of shards - 1. "
-            f"Received: num_shards={num_shards}, index={index}"
-        )
-    if count is None:
-        return None
-    return len(range(index, count, num_shards))
 
 
 def resolve_policy(

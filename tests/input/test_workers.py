@@ -7,10 +7,8 @@ import pytest
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.worker_shares import (
     Share,
-    elements_of,
     replica_ranges,
     resolve_policy,
-    worker_range,
 )
 from keras_strategies.types import AutoShardPolicy
 
@@ -29,7 +27,6 @@ from keras_strategies.types import AutoShardPolicy
 )
 def test_replica_ranges(rows, share, ranges) -> None:
     assert replica_ranges(rows, share) == ranges
-    assert worker_range(rows, share) == (ranges[0][0], ranges[-1][1])
 
 
 @pytest.mark.parametrize("rows", range(12))
@@ -47,14 +44,6 @@ def test_workers_share_every_row_once(rows, replicas) -> None:
 def test_share_outside_of_all_replicas(arguments) -> None:
     with pytest.raises(InvalidArgumentError, match="a range of all replicas"):
         Share(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("count", "shards", "expected"),
-    [(7, 3, [3, 2, 2]), (2, 3, [1, 1, 0]), (0, 2, [0, 0]), (None, 2, [None, None])],
-)
-def test_elements_of(count, shards, expected) -> None:
-    assert [elements_of(count, shards, i) for i in range(shards)] == expected
 
 
 AUTO, FILE, DATA, OFF, HINT = (

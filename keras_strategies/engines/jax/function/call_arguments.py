@@ -111,12 +111,6 @@ class CallArguments:
 
         return map_structure(leaf, self._structure)
 
-    def without_arrays(self) -> CallArguments:
-        """Drops the arrays, so that a cached program does not hold them."""
-        self._structure = map_structure(lambda _: None, self._structure)
-        self.plain, self.parts = [], []
-        return self
-
 
 class ReplicaArguments:
     """The arguments of all replicas, leaf by leaf.

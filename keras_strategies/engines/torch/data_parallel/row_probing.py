@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from keras_strategies.engines.torch.compat import RANDOM_FUNCTIONS
-from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.devices import device_of_call, torch_device
 from keras_strategies.runtime.row_checks.layer_probes import LayerProbes
 
 if TYPE_CHECKING:
@@ -103,12 +103,7 @@ class ConstantRandomNumbers(TorchFunctionMode):
 
     def _filled(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result has its shape from the function, drawn with another generator."""
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-        if tensors:
-            device = tensors[0].device
-        else:
-            device = torch.device(kwargs.get("device") or torch.get_default_device())
-        own = torch.Generator(device=device)
+        own = torch.Generator(device=device_of_call(args, kwargs))
         return func(*args, **{**kwargs, "generator": own}).fill_(self._quantile)
 
     def _bernoulli(self, _: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:

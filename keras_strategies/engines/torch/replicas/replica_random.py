@@ -28,6 +28,7 @@ from keras_strategies.engines.torch.compat import (
     RANDOM_FUNCTIONS,
     default_mps_generator,
 )
+from keras_strategies.engines.torch.devices import device_of_call
 
 # Functions that take a `generator`.
 _DRAWS = frozenset(
@@ -165,11 +166,7 @@ class OwnRandomNumbers(TorchFunctionMode):
     def _generator(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Generator:
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-        if tensors:
-            device = tensors[0].device
-        else:
-            device = torch.device(kwargs.get("device") or torch.get_default_device())
+        device = device_of_call(args, kwargs)
         if device not in self._generators:
             seed = self._random.seed() + self._replica_id
             self._generators[device] = torch.Generator(device=device).manual_seed(seed)
