@@ -74,9 +74,9 @@ def find_cluster() -> ClusterResolver | None:
         A `ClusterResolver`; None if no variable is set, which means one worker.
 
     Raises:
-        ValueError: if a variable is invalid, or only some of a launcher's are set; if
-            the first or second of these describe another number of processes than
-            another launcher.
+        ValueError: if a variable is invalid; if only some of a launcher's are set and
+            no others describe the cluster; if the first or second of these describe
+            another number of processes than a launcher has started.
 
     Example:
 
@@ -90,6 +90,7 @@ def find_cluster() -> ClusterResolver | None:
             if kind.name:
                 _check_launchers(kind.name, resolver, _KINDS[place + 1 :])
             return resolver
+    _check_incomplete()
     return None
 
 
@@ -129,10 +130,6 @@ def _has(*names: str) -> Callable[[], bool]:
     return lambda: all(os.environ.get(name) for name in names)
 
 
-def _has_any(*names: str) -> Callable[[], bool]:
-    return lambda: any(os.environ.get(name) for name in names)
-
-
 def _number_of_keras() -> ProcessNumber | None:
     return ProcessNumber.read(keras_distribution.RANK, keras_distribution.SIZE)
 
@@ -142,7 +139,7 @@ def _number_of_torchrun() -> ProcessNumber | None:
 
 
 def _is_started_by_mpi() -> bool:
-    process = mpi.process_number()
+    process = mpi.process_number() if mpi.is_complete() else None
     if process is None or process.size == 1:
         return False
     numbers = (str(process.rank), str(process.size))
@@ -165,13 +162,13 @@ _KINDS = (
         name=tf_config.VARIABLE,
     ),
     _Kind(
-        _has_any(*keras_distribution.ALL),
+        _has(*keras_distribution.ALL),
         keras_distribution.KerasDistributionClusterResolver,
         _number_of_keras,
         keras_distribution.ADDRESSES,
     ),
     _Kind(
-        lambda: _number_of_torchrun() is not None,
+        _has(torchrun.RANK, torchrun.WORLD_SIZE),
         torchrun.TorchrunClusterResolver,
         _number_of_torchrun,
     ),
@@ -182,6 +179,18 @@ _KINDS = (
         sagemaker.SageMakerClusterResolver,
     ),
 )
+
+
+def _check_incomplete() -> None:
+    """Checks that all variables of a launcher are set, or none.
+
+    Each process would train alone. Where other variables are complete, scripts of SLURM
+    may have set some for Torch.
+    """
+    if any(os.environ.get(name) for name in keras_distribution.ALL):
+        keras_distribution.KerasDistributionClusterResolver()
+    _number_of_torchrun()
+    mpi.process_number()
 
 
 def _check_launchers(

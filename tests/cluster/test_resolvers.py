@@ -302,6 +302,7 @@ def test_the_first_host_of_mpi_without_an_address(environment) -> None:
     [
         ({"PMI_RANK": "0"}, r"PMI_RANK is '0', but \['PMI_SIZE'\] are not set"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"\['OMPI_COMM_WORLD_RANK'\] are not set"),
+        ({"KERAS_DISTRIBUTION_JOB_ADDRESSES": "a:1"}, "NUM_PROCESSES'.*are not set"),
         ({"WORLD_SIZE": "2"}, r"WORLD_SIZE is '2', but \['RANK'\] are not set"),
     ],
 )
@@ -310,6 +311,8 @@ def test_half_of_a_launchers_variables(environment, variables, message) -> None:
     with pytest.raises(ValueError, match=message):
         find_cluster()
     # It says nothing against a complete description.
+    environment(**SLURM)
+    assert isinstance(find_cluster(), cluster.SlurmClusterResolver)
     environment(TF_CONFIG=tf_config())
     assert isinstance(find_cluster(), cluster.TFConfigClusterResolver)
 

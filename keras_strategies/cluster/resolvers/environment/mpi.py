@@ -43,6 +43,10 @@ class _Launcher:
     size: str
     local_size: str
 
+    @property
+    def is_complete(self) -> bool:
+        return bool(os.environ.get(self.rank) and os.environ.get(self.size))
+
 
 LAUNCHERS = (
     _Launcher(
@@ -58,13 +62,20 @@ NUMBERS = tuple(name for each in LAUNCHERS for name in (each.rank, each.size))
 ALL = (*NUMBERS, *(each.local_size for each in LAUNCHERS))
 
 
+def is_complete() -> bool:
+    """Whether a launcher has set both its variables."""
+    return any(each.is_complete for each in LAUNCHERS)
+
+
 def process_number() -> ProcessNumber | None:
     """The number that MPI has given to this process; None outside of MPI.
 
     Raises:
         ValueError: if a variable is missing or invalid.
     """
-    found = (ProcessNumber.read(each.rank, each.size) for each in LAUNCHERS)
+    # The launchers with both variables first.
+    launchers = sorted(LAUNCHERS, key=lambda each: not each.is_complete)
+    found = (ProcessNumber.read(each.rank, each.size) for each in launchers)
     return next((each for each in found if each is not None), None)
 
 
