@@ -57,7 +57,7 @@ def test_notebook_runs_and_draws(path: Path) -> None:
 
     notebook = nbformat.read(path, as_version=4)
     # The kernel inherits KERAS_BACKEND.
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3")
     client.execute(cwd=str(path.parent))
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
     pictures = [o for o in outputs if "image/png" in o.get("data", {})]
