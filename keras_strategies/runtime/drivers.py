@@ -220,8 +220,8 @@ class ElasticDriver(abc.ABC):
     """
 
     @abc.abstractmethod
-    def keep(self, model: Any, kind: str) -> Callable[[], bool]:
-        """Keeps what a step may change before it fails; called before each step.
+    def save_state(self, model: Any, kind: str) -> Callable[[], bool]:
+        """Saves what a step may change before it fails; called before each step.
 
         That is everything which an unfinished step changes: batch statistics, seeds,
         metrics, the framework's random numbers; weights and slots only where a
@@ -238,8 +238,8 @@ class ElasticDriver(abc.ABC):
         """
 
     @abc.abstractmethod
-    def keep_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
-        """Keeps the values of variables in a custom loop; see `keep`.
+    def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        """Saves the values of variables in a custom loop; see `save_state`.
 
         Called before each call of a loop with all variables, and with each one that is
         created in it, possibly while a program is traced.

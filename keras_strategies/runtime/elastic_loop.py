@@ -8,8 +8,7 @@ order. `ElasticLoop` takes them, engine-neutral. When a worker is lost in an act
 
 1. a thread of the group calls `Workers.end_waits`, so that the action ends with a
    `WorkerError` in the main thread of every other worker;
-2. the loop restores the state before the action, by what `ElasticDriver.keep` has
-   returned;
+2. the loop restores the state before the action (`ElasticDriver.save_state`);
 3. the loop forms the next generation (`Membership.reform`), and calls
    `Workers.replace` with its group;
 4. workers that are one action behind, and new ones, receive the state of the furthest:

@@ -17,10 +17,10 @@ from keras_strategies.runtime.state.model_values import model_state, restore_mod
 
 
 class TorchElasticSteps(ElasticDriver):
-    """Keeps what collectives may interrupt: all but weights and slots.
+    """Saves what collectives may interrupt: all but weights and slots.
 
     Weights and slots change after the exchange of gradients. Where a step has another
-    exchange after that, as those of GANs, they are kept, too: in the first step of a
+    exchange after that, as those of GANs, they are saved, too: in the first step of a
     model, and in the following ones if the first one had such an exchange.
 
     Args:
@@ -30,26 +30,26 @@ class TorchElasticSteps(ElasticDriver):
 
     def __init__(self, call: DataParallelCall | None, workers: TorchWorkers):
         self._call = call
-        self._current: _KeptTensors | None = None
+        self._current: _SavedTensors | None = None
         workers.on_exchange = self._exchanging
-        self._kept: weakref.WeakKeyDictionary[Any, _KeptTensors] = (
+        self._saved: weakref.WeakKeyDictionary[Any, _SavedTensors] = (
             weakref.WeakKeyDictionary()
         )
-        self._kept_in_loop = _KeptTensors()
+        self._saved_in_loop = _SavedTensors()
 
-    def keep(self, model: Any, kind: str) -> Callable[[], bool]:
-        kept = self._kept.get(model)
-        if kept is None:
-            kept = self._kept[model] = _KeptTensors()
-        self._current = kept
+    def save_state(self, model: Any, kind: str) -> Callable[[], bool]:
+        saved = self._saved.get(model)
+        if saved is None:
+            saved = self._saved[model] = _SavedTensors()
+        self._current = saved
         late = _trained(model) if kind == "train" else set()
-        return _with_random_numbers(kept.keep(all_variables(model), late))
+        return _with_random_numbers(saved.save(all_variables(model), late))
 
-    def keep_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+    def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
         # One that was created in the call has memory of its own.
-        kept = self._kept_in_loop if len(variables) > 1 else _KeptTensors()
+        saved = self._saved_in_loop if len(variables) > 1 else _SavedTensors()
         self._current = None
-        return _with_random_numbers(kept.keep(variables, set()))
+        return _with_random_numbers(saved.save(variables, set()))
 
     def _exchanging(self) -> None:
         if self._current is not None:
@@ -66,7 +66,7 @@ class TorchElasticSteps(ElasticDriver):
             self._call.workers_changed()
 
 
-class _KeptTensors:
+class _SavedTensors:
     """Copies of the variables of one model, in memory that is used again."""
 
     def __init__(self) -> None:
@@ -75,10 +75,10 @@ class _KeptTensors:
         # Weights and slots, and their versions before the step.
         self._late: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._keeps_all = True
+        self._saves_all = True
         self._steps = 0
 
-    def keep(self, variables: Sequence[Any], late: set[int]) -> Callable[[], bool]:
+    def save(self, variables: Sequence[Any], late: set[int]) -> Callable[[], bool]:
         """Copies the variables; returns a function that restores them, if it can.
 
         Args:
@@ -90,23 +90,23 @@ class _KeptTensors:
         self._versions = [tensor._version for tensor in self._late]
         if late:
             self._steps += 1
-        keeps_all = self._keeps_all or self._steps <= 1
-        self._copy([*rest, *self._late] if keeps_all else rest)
+        saves_all = self._saves_all or self._steps <= 1
+        self._copy([*rest, *self._late] if saves_all else rest)
 
         def restore() -> bool:
             is_changed = self._is_changed()
             with torch.no_grad():
                 for tensor, copy in zip(self._sources, self._copies, strict=True):
                     tensor.copy_(copy)
-            return keeps_all or not is_changed
+            return saves_all or not is_changed
 
-        self._keeps_all = False if self._steps <= 1 else self._keeps_all
+        self._saves_all = False if self._steps <= 1 else self._saves_all
         return restore
 
     def exchanging(self) -> None:
         """Notices a collective after an update of weights in the same step."""
-        if not self._keeps_all and self._is_changed():
-            self._keeps_all = True
+        if not self._saves_all and self._is_changed():
+            self._saves_all = True
 
     def _is_changed(self) -> bool:
         return [tensor._version for tensor in self._late] != self._versions

@@ -21,7 +21,7 @@ _TENSORFLOW_ONLY = (
 
 
 class VariableHost(Protocol):
-    """What keeps the values of variables that are not in this process."""
+    """Storage of the values of variables outside of this process."""
 
     #: Whether variables have values of their own just now.
     is_local: bool
@@ -91,13 +91,8 @@ class HostedValue:
         self.requires_grad = False
 
 
-def host_made_variable(variable: Any, host: VariableHost) -> None:
-    """Lets a variable that has been made keep its value in a `VariableHost`."""
-    host_variable(variable, host)
-
-
 def host_variable(variable: Any, host: VariableHost) -> None:
-    """Lets a variable that is about to be made keep its value in a `VariableHost`.
+    """Stores the value of a variable, made or not, in a `VariableHost`.
 
     Keras 3.15: `KerasVariable.__init__` and `_deferred_initialize` call `_initialize`
     or `_initialize_with_initializer`; `value` is what everything reads, and
@@ -109,7 +104,7 @@ def host_variable(variable: Any, host: VariableHost) -> None:
 
 
 def host_of(variable: Any) -> Any:
-    """What keeps a variable's value, None if it does itself."""
+    """The host of a variable's value; None without one."""
     return variable.__dict__.get("_keras_strategies_host")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
 from keras_strategies.keras_compat.variables.creation import mix_in
-from keras_strategies.keras_compat.variables.hosted_variables import host_made_variable
+from keras_strategies.keras_compat.variables.hosted_variables import host_variable
 from keras_strategies.parameter_server.engines.engine_interface import (
     OptimizerCall,
     ParameterServerEngine,
@@ -128,7 +128,7 @@ class WorkerVariables(UnpicklingContext):
                 description.dtype,
                 description.shape,
             )
-            host_made_variable(made, self.host)
+            host_variable(made, self.host)
             if is_sharded(description):
                 mix_in(made, ShardedVariable)
             self.by_number[number] = made

@@ -125,7 +125,7 @@ class ElasticActions(ElasticLoop):
     def step(self, model: Any, kind: str, take: Callable[[], Any]) -> Any:
         admits = kind == "train" and self._fit is not None
         driver = _driver_of(model)
-        return self._act(take, lambda: driver.keep(model, kind), model, admits)
+        return self._act(take, lambda: driver.save_state(model, kind), model, admits)
 
     def call(self, what: str, call: Callable[[], T], model: Any = None) -> T:
         return cast(T, self._act(call, lambda: _nothing_to_undo, model, False))
@@ -133,7 +133,7 @@ class ElasticActions(ElasticLoop):
     def _act(
         self,
         take: Callable[[], Any],
-        keep: Callable[[], Callable[[], bool]],
+        save_state: Callable[[], Callable[[], bool]],
         model: Any,
         admits: bool,
     ) -> Any:
@@ -143,7 +143,7 @@ class ElasticActions(ElasticLoop):
         with self.inside():
             while self._done == begun:
                 change = self._attempt(
-                    lambda: self._finish(take()), keep, model, admits
+                    lambda: self._finish(take()), save_state, model, admits
                 )
                 if change is not None and self.loop.is_active:
                     raise self.loop.changed(change)
@@ -152,7 +152,7 @@ class ElasticActions(ElasticLoop):
     def loop_call(
         self,
         take: Callable[[], T],
-        keep: Callable[[], Callable[[], bool]],
+        save_state: Callable[[], Callable[[], bool]],
         function: Function,
     ) -> T:
         """See `loop_steps.Actions`."""
@@ -165,7 +165,7 @@ class ElasticActions(ElasticLoop):
 
         self._membership.group.progress = f"step {self.loop.step + 1} of the loop"
         with self.inside():
-            change = self._attempt(call, keep, None, function.trains)
+            change = self._attempt(call, save_state, None, function.trains)
         if change is not None:
             raise self.loop.changed(change)
         return found[0]
@@ -173,13 +173,13 @@ class ElasticActions(ElasticLoop):
     def _attempt(
         self,
         take: Callable[[], None],
-        keep: Callable[[], Callable[[], bool]],
+        save_state: Callable[[], Callable[[], bool]],
         model: Any,
         admits: bool,
     ) -> Change | None:
         """Takes an action; returns the change of the group that has undone it."""
         counts = [workers.steps.count for workers in self._workers]
-        restore = keep()
+        restore = save_state()
         try:
             if not admits or self._membership.begin_step():
                 self._membership.group.check()

@@ -74,7 +74,7 @@ class Actions(Protocol):
 
     @property
     def driver(self) -> ElasticDriver:
-        """What the engine keeps of a call."""
+        """The engine's driver for elastic workers."""
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
         """Entered around an action."""
@@ -82,14 +82,14 @@ class Actions(Protocol):
     def loop_call(
         self,
         take: Callable[[], T],
-        keep: Callable[[], Callable[[], bool]],
+        save_state: Callable[[], Callable[[], bool]],
         function: Function,
     ) -> T:
         """Takes an action that is not repeated.
 
         Args:
             take: makes the call.
-            keep: see `ElasticDriver.keep`.
+            save_state: see `ElasticDriver.save_state`.
             function: what the call does.
 
         Raises:
@@ -133,7 +133,7 @@ class LoopSteps:
         """A variable was created under an elastic strategy."""
         self._variables.add(variable)
         if self._current is not None and self._actions.has_joined:
-            self._restores.append(self._actions.driver.keep_variables([variable]))
+            self._restores.append(self._actions.driver.save_variables([variable]))
 
     def training(self) -> None:
         """An optimizer is applied, also while a program is traced."""
@@ -163,13 +163,13 @@ class LoopSteps:
             return self._alone(function, observed)
         self._restores.clear()
         try:
-            return self._actions.loop_call(observed, self._keep, function)
+            return self._actions.loop_call(observed, self._save_state, function)
         finally:
             self._restores.clear()
 
-    def _keep(self) -> Callable[[], bool]:
+    def _save_state(self) -> Callable[[], bool]:
         variables = list(self._variables.alive().values())
-        self._restores.append(self._actions.driver.keep_variables(variables))
+        self._restores.append(self._actions.driver.save_variables(variables))
 
         def restore() -> bool:
             are_restored = [each() for each in reversed(self._restores)]

@@ -1,4 +1,4 @@
-"""Undo of unfinished steps on Torch: what was changed, and where weights are kept."""
+"""Undo of unfinished steps on Torch: what was changed, and where weights are saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Steps:
 
     def take(self, *, exchanges_after: bool = False, fails: bool = False) -> bool:
         before = values(self.model)
-        undo = self.driver.keep(self.model, "train")
+        undo = self.driver.save_state(self.model, "train")
         self.workers.on_exchange()
         if not fails or exchanges_after:
             self.model.train_on_batch(*batch(1))

@@ -58,7 +58,7 @@ class JaxElasticSteps(ElasticDriver):
 
         return function
 
-    def keep(self, model: Any, kind: str) -> Callable[[], bool]:
+    def save_state(self, model: Any, kind: str) -> Callable[[], bool]:
         state = held_jax_state(model, kind)
 
         def restore() -> bool:
@@ -69,11 +69,11 @@ class JaxElasticSteps(ElasticDriver):
 
         return restore
 
-    def keep_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
-        kept = [(variable, raw_value(variable)) for variable in variables]
+    def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        saved = [(variable, raw_value(variable)) for variable in variables]
 
         def restore() -> bool:
-            for variable, value in kept:
+            for variable, value in saved:
                 if value is not None:
                     set_raw_value(variable, value)
             return True

@@ -28,7 +28,7 @@ _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape
 
 
 class TensorFlowElasticSteps(ElasticDriver):
-    """Keeps the values that a step changes before its last collective.
+    """Saves the values that a step changes before its last collective.
 
     Args:
         row_checks: the checks of layers, which workers make together.
@@ -38,41 +38,41 @@ class TensorFlowElasticSteps(ElasticDriver):
         self._row_checks = row_checks
         self._safe: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._model: Any = None
-        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._saved: dict[int, tuple[Any, Any]] = {}
         # Programs of the step under way.
         self._programs = 0
 
-    def keep(self, model: Any, kind: str) -> Callable[[], bool]:
+    def save_state(self, model: Any, kind: str) -> Callable[[], bool]:
         late = _late(model)
-        restore = self.keep_variables(
+        restore = self.save_variables(
             [v for v in all_variables(model) if id(v) not in late]
         )
         self._model, self._programs = model, 0
         return restore
 
-    def keep_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+    def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
         self._model = None
-        kept = self._kept = {}
+        saved = self._saved = {}
         with tf.init_scope():
             self._add(variables)
         seeds = compat.operation_seeds().getstate()
 
         def restore() -> bool:
             compat.operation_seeds().setstate(seeds)
-            for variable, value in kept.values():
+            for variable, value in saved.values():
                 variable.assign(value)
             return True
 
         return restore
 
     def begin_program(self, program: Any) -> None:
-        """Keeps weights and slots if a program of the step needs it.
+        """Saves weights and slots if a program of the step needs it.
 
         Args:
             program: a `ConcreteFunction`; None for one that is not known, or code.
         """
         if self._model is None:
-            # In a custom loop, where all variables are kept.
+            # In a custom loop, where all variables are saved.
             return
         self._programs += 1
         if program is not None and program not in self._safe:
@@ -83,11 +83,11 @@ class TensorFlowElasticSteps(ElasticDriver):
     def _add(self, variables: Any) -> None:
         for variable in variables:
             raw = raw_value(variable)
-            if raw is None or id(variable) in self._kept:
+            if raw is None or id(variable) in self._saved:
                 continue
             # One that is created in a trace may get its value later.
             with contextlib.suppress(tf.errors.FailedPreconditionError):
-                self._kept[id(variable)] = (variable, raw.read_value())
+                self._saved[id(variable)] = (variable, raw.read_value())
 
     def values(self, model: Any) -> dict[str, Any]:
         return model_state(model)
@@ -96,7 +96,7 @@ class TensorFlowElasticSteps(ElasticDriver):
         restore_model(model, values)
 
     def reformed(self, model: Any, has_new: bool) -> None:
-        self._kept = {}
+        self._saved = {}
         if has_new:
             self._row_checks.clear()
 
