@@ -32,8 +32,8 @@ SILENCE = 10.0
 class Cluster(Workers):
     """Processes of `elastic_collectives`."""
 
-    def __init__(self, forker: Forker, folder: Path):
-        limits = Limits.of(Elastic(timeout_seconds=TIMEOUT), count=3, timeout=SILENCE)
+    def __init__(self, forker: Forker, folder: Path, silence: float = SILENCE):
+        limits = Limits.of(Elastic(timeout_seconds=TIMEOUT), count=3, timeout=silence)
         super().__init__(folder, 3, limits)
         self.forker = forker
         for index in range(3):
@@ -104,6 +104,18 @@ def test_a_worker_is_lost_before_the_first_collective(cluster):
     del cluster.processes[1]
     cluster.await_members({0})
     assert len(cluster.results()[0]["times"]) == 2
+
+
+@pytest.mark.nightly
+def test_a_busy_worker_is_waited_for(tmp_path):
+    """It compiles, for example; its heartbeats continue."""
+    with Forker() as forker:
+        cluster = Cluster(forker, tmp_path, silence=3.0)
+        sleeps = tmp_path / f"{cluster.processes[1].pid}.sleeps"
+        sleeps.write_text("9")
+        wait_until(lambda: not sleeps.exists(), "it has been busy")
+        found = cluster.results()
+    assert [each["times"] for each in found.values()] == [[], [], []]
 
 
 @pytest.mark.nightly

@@ -31,7 +31,8 @@ class Training:
         membership: the group.
         folder: for files; `PID.members` has the members of the last generation
             that has finished a step. A worker whose process has a file `PID.dies` kills
-            itself before the first collective of a generation.
+            itself before the first collective of a generation; one with a file
+            `PID.sleeps` waits so many seconds before that of a step.
     """
 
     def __init__(self, membership: Membership, folder: Path):
@@ -76,6 +77,9 @@ class Training:
         stop = workers.group.gather_values("stop", (self.folder / "stop").exists())
         if not self._is_noted and (self.folder / f"{os.getpid()}.dies").exists():
             os.kill(os.getpid(), signal.SIGKILL)
+        if (sleeps := self.folder / f"{os.getpid()}.sleeps").exists():
+            time.sleep(float(sleeps.read_text()))
+            sleeps.unlink()
         total, most = (
             workers.all_reduce(op, [_tensor([own * self.step, 1])])[0]
             for op in (ReduceOp.SUM, ReduceOp.MAX)

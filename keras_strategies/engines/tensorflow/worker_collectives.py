@@ -337,7 +337,7 @@ class TensorFlowWorkers(Workers):
             "instance_key": self._key(f"{kind} {tensor.dtype.name} {number}", tensor),
             "ordering_token": [order.handle],
             "communication_hint": _HINTS[implementation],
-            "timeout_seconds": self.group.timeout + _GRACE,
+            "timeout_seconds": self.group.patience + _GRACE,
         }
 
     def _key(self, kind: str, tensor: Any) -> Any:
