@@ -1,4 +1,4 @@
-"""Which strategy is current, and whether code runs once or on every replica.
+"""The current strategy, and cross-replica or replica context of code.
 
 Each thread has a stack. A frame is a strategy in *cross-replica* context (its
 scope is open: code runs once, for all replicas) or in *replica* context (code

@@ -73,7 +73,7 @@ class ReduceOp(_NamedEnum):
 
 
 class VariableAggregation(_Named, enum.StrEnum):
-    """How the values that replicas assign to one variable are combined.
+    """Aggregation of the values that replicas assign to one variable.
 
     Members are strings, which Keras takes.
 
@@ -89,7 +89,7 @@ class VariableAggregation(_Named, enum.StrEnum):
 
 
 class VariableSynchronization(_Named, enum.StrEnum):
-    """When the copies of a variable are synchronized; members are strings.
+    """Synchronization of the copies of a variable; members are strings.
 
     Example:
 
@@ -119,7 +119,7 @@ class InputReplicationMode(_NamedEnum):
 
 
 class AutoShardPolicy(_NamedEnum):
-    """How one dataset is divided between workers; with one worker it never is.
+    """Division of one dataset between workers; one worker reads all of it.
 
     - `AUTO`: by `FILE` where a `tf.data` dataset reads at least as many files as
       there are workers, otherwise by `DATA`.
@@ -140,7 +140,7 @@ class AutoShardPolicy(_NamedEnum):
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How collectives between devices and workers are carried out.
+    """Implementation of collectives between devices and workers.
 
     Args:
         bytes_per_pack: int, bytes. Tensors are reduced in packs of about this
@@ -249,7 +249,7 @@ def _is_count(value: object) -> bool:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How `Strategy.run` runs a function.
+    """Options of `Strategy.run`.
 
     Args:
         experimental_enable_dynamic_batch_size: bool, whether replicas may get arrays
@@ -308,7 +308,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How the batches of a distributed dataset come to the replicas.
+    """Options of distributed datasets: their way to the replicas.
 
     Args:
         experimental_fetch_to_device: bool or None, whether batches are moved to the
@@ -383,7 +383,7 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class InputContext:
-    """Which input pipeline a dataset function makes.
+    """The input pipeline that a dataset function makes.
 
     Args:
         num_input_pipelines: int, how many pipelines there are, one for each worker.

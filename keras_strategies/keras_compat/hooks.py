@@ -27,7 +27,7 @@ class MethodBeginsAgain(BaseException):
 
 
 class ModelHooks(Protocol):
-    """What is called at the hooked places."""
+    """Functions that the patches of Keras call."""
 
     def created(self, made: Any) -> None:
         """A model (its `__init__` has begun) or a variable has been made."""
@@ -56,7 +56,7 @@ class ModelHooks(Protocol):
         """Inside of `method`, instead of `original(*bound.args, **bound.kwargs)`."""
 
     def input(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What to change in the arguments, by name, of a data adapter."""
+        """Changes of the arguments, by name, of a data adapter."""
 
     def input_made(self, adapter: Any) -> None:
         """`fit` or one of its siblings has made a data adapter of its input."""
@@ -115,7 +115,7 @@ def install(hooks: ModelHooks) -> None:
 
 
 def installed_hooks() -> ModelHooks:
-    """What `install` was given."""
+    """The hooks of `install`."""
     return _Installed.hooks
 
 

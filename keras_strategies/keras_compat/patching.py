@@ -118,7 +118,7 @@ def owner_of(patch: Patch) -> Any:
 
 
 def resolved(path: str) -> Any:
-    """What a full name stands for; None if there is nothing of that name."""
+    """The object with a full name; None if there is none."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Feature(enum.Enum):
-    """What an engine may lack; values begin the message of the error."""
+    """Features that an engine may lack; values begin the message of the error."""
 
     SHARDED_VARIABLES = "ks.ModelParallelStrategy is not supported"
     SHARDED_CHECKPOINTS = "Sharded checkpoints are not supported"
@@ -189,7 +189,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def drivers(self, strategy: StrategyCore) -> Drivers:
-        """What this engine does for a strategy, whose placement is set."""
+        """The drivers of a strategy, which has its placement."""
 
 
 class StrategyCore(abc.ABC):
@@ -223,7 +223,7 @@ class StrategyCore(abc.ABC):
 
     @property
     def placement(self) -> Placement:
-        """Where replicas compute and where variables are."""
+        """The devices of replicas and variables."""
         return self._placement
 
     @property
@@ -233,7 +233,7 @@ class StrategyCore(abc.ABC):
 
     @property
     def drivers(self) -> Drivers:
-        """What the engine does for this strategy."""
+        """The engine's drivers for this strategy."""
         return self._drivers
 
     @property
@@ -272,7 +272,7 @@ class StrategyCore(abc.ABC):
 
     @property
     def cross_device_ops(self) -> Any:
-        """How values are combined; None for the backend's own way."""
+        """The strategy's `CrossDeviceOps`; None for the engine's own reductions."""
         return self._cross_device_ops
 
     @property

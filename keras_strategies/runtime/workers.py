@@ -89,7 +89,7 @@ class Workers(abc.ABC):
 
     @property
     def share(self) -> Share:
-        """Which of all replicas are those of this worker."""
+        """The replicas of this worker among all replicas."""
         if self._span == 1:
             return Share.of_worker(self.replicas, self.group.index)
         total = len(self.replicas) // self._span

@@ -27,7 +27,7 @@ _START_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one all-reduce takes.
+    """Duration of one all-reduce.
 
     Args:
         nbytes: int, bytes that each worker has.

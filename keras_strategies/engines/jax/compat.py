@@ -224,7 +224,7 @@ def abandon_runtime(*parts: Any) -> None:
 
 
 def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool]]:
-    """Which values a function's first result depends on, and which it reads at all.
+    """Values that a function's first result depends on, and values that it reads.
 
     Args:
         fn: callable of a list of values and a batch that returns a pair.
@@ -256,7 +256,7 @@ def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool
 
 
 def passed_on(fn: Any, batch: Any) -> list[int | None]:
-    """Which leaf of its argument each result of a function is, None for a new value.
+    """The leaf of the argument that each result of a function is, None for a new value.
 
     JAX 0.10: variables of a jaxpr that goes in and comes out are the same objects.
     """

@@ -475,7 +475,7 @@ class ResourceVariable(resource_variable_ops.BaseResourceVariable):  # type: ign
     """
 
     def replica_value(self) -> Any:
-        """What a read returns instead of the variable's value; None for that."""
+        """The result of a read instead of the variable's value; None for the value."""
         return None
 
     def _read_variable_op(self, no_copy: bool = False) -> Any:
@@ -532,7 +532,7 @@ class WithAssignments:
 
 
 class UnreadVariable(resource_variable_ops._UnreadVariable):  # type: ignore[misc]
-    """What an assignment returns: the variable, which can be assigned again.
+    """The result of an assignment: the variable, which can be assigned again.
 
     Args:
         variable: the variable.
@@ -570,7 +570,7 @@ def handle_specs(alias: Any) -> list[Any]:
 
 
 def read_by_worker(dataset: tf.data.Dataset, workers: int, index: int) -> Any:
-    """What one of several workers reads of a dataset, by the policy in its options."""
+    """Part of a dataset for one of several workers, by the policy in its options."""
     return distribute._AutoShardDataset(dataset, workers, index)
 
 

@@ -39,7 +39,7 @@ def value_and_grad(
 
 
 def _source(variable: Any) -> Any:
-    """What reading a variable depends on: itself, or its value on a replica."""
+    """Sources of a variable's value: itself, or its value on a replica."""
     if isinstance(variable, tf.Variable):
         return variable
     scope = current_stateless_scope()

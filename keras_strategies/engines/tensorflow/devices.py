@@ -16,7 +16,7 @@ def tf_device(device: Device) -> str:
 
 
 def device_of(tensor: Any) -> Device:
-    """Where a tensor or variable lies; `cpu:0` for a graph's that is not placed."""
+    """The device of a tensor or variable; `cpu:0` if a graph does not place it."""
     return parse_device(tensor.device) if tensor.device else Device("cpu", 0)
 
 

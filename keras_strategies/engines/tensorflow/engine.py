@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class TensorFlowOutOfRangeError(OutOfRangeError, tf.errors.OutOfRangeError):
-    """What scripts written for TensorFlow catch, and what all others do."""
+    """`OutOfRangeError` of this package and of TensorFlow."""
 
     def __init__(self, message: str):
         tf.errors.OutOfRangeError.__init__(self, None, None, message)

@@ -11,7 +11,7 @@ from keras_strategies.engines.tensorflow import compat
 
 
 def random_state() -> bytes:
-    """Where the random numbers are: the seed, and what came of it so far.
+    """The state of the random numbers: the seed, and the numbers drawn so far.
 
     Without a seed TensorFlow's numbers cannot be repeated, so that one is drawn.
     """

@@ -1,1 +1,1 @@
-"""What is particular to Keras on one backend."""
+"""Use of Keras on one backend beyond its public interface."""

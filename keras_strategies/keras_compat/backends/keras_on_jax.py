@@ -1,4 +1,4 @@
-"""What is particular to Keras on JAX."""
+"""Use of Keras on JAX beyond its public interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to Keras on TensorFlow."""
+"""Use of Keras on TensorFlow beyond its public interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to Keras on Torch where variables are DTensors.
+"""Use of Keras on Torch beyond its public interface, with DTensors as variables.
 
 All of it is of Keras 3.16, which cuts variables with `torch.distributed`.
 """
@@ -12,7 +12,7 @@ from keras_strategies.keras_compat import patching
 
 
 def distribution_class() -> Any:
-    """What `keras.distribution.ModelParallel` and its siblings are derived from."""
+    """Base class of `keras.distribution.ModelParallel` and its siblings."""
     from keras.src.distribution.distribution_lib import Distribution
 
     return Distribution

@@ -1,4 +1,4 @@
-"""How a model is built: from the shapes of a batch, before its first step."""
+"""Building of models from the shapes of a batch, before the first step."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def metrics_or_logs(model: Any, logs: Any) -> dict[str, Any]:
 
 
 def logs_in_order(model: Any, logs: Any) -> Any:
-    """What `evaluate` and `*_on_batch` return (`_flatten_metrics_in_order`)."""
+    """The result of `evaluate` and `*_on_batch` (`_flatten_metrics_in_order`)."""
     return model._flatten_metrics_in_order(logs)
 
 

@@ -32,7 +32,7 @@ def batches_adapter(
     num_batches: int | None,
     class_weight: dict[int, float] | None = None,
 ) -> Any:
-    """What `fit`, `evaluate` and `predict` take as `x`: a function of batches.
+    """An `x` for `fit`, `evaluate` and `predict`, from a function of batches.
 
     Keras 3.15: `get_data_adapter` returns a `DataAdapter` as it is, without regard to
     `class_weight`; `GeneratorDataAdapter` turns an iterator into what each backend

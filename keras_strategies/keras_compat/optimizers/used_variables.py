@@ -1,4 +1,4 @@
-"""Which variables an update of one variable reads or assigns."""
+"""Variables that an update of one variable reads or assigns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _ZerosOnRead(StatePolicy):
 def used_by_update(
     optimizer: Any, trained: Any, candidates: Iterable[Any]
 ) -> list[Any]:
-    """Which variables an optimizer reads or assigns to update one trained variable.
+    """Variables that an optimizer reads or assigns to update one trained variable.
 
     Its `apply` is traced with shapes only (Keras 3.15: `backend.compute_output_spec`),
     without accumulation, which treats all variables alike, and without averages.

@@ -1,4 +1,4 @@
-"""What Keras objects are made of, for sending them to other processes."""
+"""State of Keras objects that are sent to other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How variables are made: by which object, with which path, shape and class."""
+"""Creation of variables: their owner, path, shape and class."""
 
 from __future__ import annotations
 

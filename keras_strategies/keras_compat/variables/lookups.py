@@ -26,7 +26,7 @@ def take(original: Any, x: Any, indices: Any, axis: Any = None) -> Any:
 
 
 def looked_up(x: Any, indices: Any, axis: Any) -> Any:
-    """What this thread's lookups give; `NotImplemented` to leave it to Keras."""
+    """The rows for a lookup in this thread; `NotImplemented` to leave it to Keras."""
     if _lookups.take is None:
         return NotImplemented
     return _lookups.take(x, indices, axis)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def seed_offset(variable: Any, replica_id: int) -> int:
-    """What to add to the first element of a seed state on one replica.
+    """The offset of the first element of a seed state on one replica.
 
     The states of `keras.random.SeedGenerator` are `[seed, count]`, named
     `seed_generator_state`; Torch seeds with their sum, so the offsets of replicas

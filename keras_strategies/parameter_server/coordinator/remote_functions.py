@@ -269,7 +269,7 @@ class RemoteFunctions:
         return number, uses
 
     def _uses(self, number: int) -> _UsedObjects | None:
-        """What a definition uses; None if a part of it no longer exists.
+        """Objects that a definition uses; None if one of them no longer exists.
 
         A function may refer to another model by now.
         """

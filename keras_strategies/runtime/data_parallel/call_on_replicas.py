@@ -181,7 +181,7 @@ class CallOnReplicas(GradientBoundary):
     def _loss_channels(
         self, results: Sequence[ReplicaResult], kinds: Sequence[str]
     ) -> list[Channel]:
-        """How each loss of the replicas becomes the loss of the global batch.
+        """Losses of the global batch, from those of the replicas.
 
         A loss with one row per sample is concatenated. A scalar is either a mean
         over rows (then replicas count by their rows; a term of the weights alone

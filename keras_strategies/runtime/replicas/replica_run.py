@@ -147,7 +147,7 @@ class ReplicaRun(RunDriver):
             state.forget(variables)
 
     def _assigned(self, states: Sequence[RunState], variable: Any) -> list[Any]:
-        """What the local replicas have assigned; with workers, a value of each."""
+        """Values that local replicas have assigned; with workers, a value of each."""
         if run_state.is_local(variable):
             return [state.read(variable) for state in states]
         key = id(variable)

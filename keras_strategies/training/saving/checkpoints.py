@@ -371,7 +371,7 @@ class CheckpointManager:
 
 
 def _named_objects(structure: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What a structure holds, by names such as `optimizers/0`."""
+    """The objects in a structure, by names such as `optimizers/0`."""
     if isinstance(structure, Mapping):
         items: Any = structure.items()
     elif isinstance(structure, (list, tuple)):

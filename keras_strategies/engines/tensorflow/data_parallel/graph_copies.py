@@ -226,7 +226,7 @@ class ReplicaTraces:
         return None
 
     def copied_forward(self, trace: ForwardTrace, replica_id: int) -> ReplicaResult:
-        """What a replica's call leaves behind, as a copy of another one's."""
+        """Results and updates of a replica's call, copied from another replica's."""
         copy = GraphCopy(self._devices[trace.replica_id])
         self._copies[replica_id] = trace.replica_id, copy
         pairs = zip(
