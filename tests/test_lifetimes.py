@@ -81,7 +81,7 @@ RUNS: dict[str, Callable[[], list[Any]]] = {
     ),
     "custom_loop": custom_loop,
 }
-if BACKEND == "torch":
+if BACKEND in ("torch", "jax"):
     RUNS["always_split"] = lambda: fit_under(
         lambda: ks.MirroredStrategy(TWO, always_split=True)
     )

@@ -9,6 +9,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
+from keras_strategies.runtime.data_parallel.arithmetic import unsplit_reason
 from keras_strategies.runtime.placement import check_layouts
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Description:
             step.
         mesh: the mesh that variables are sharded over; None where they are not.
         layouts: path, shape and layout of each variable of the model, for `plot`.
+        unsplit: str, the calls so far that one device computes, and why; empty
+            without any.
     """
 
     title: str
@@ -41,6 +44,7 @@ class Description:
     step_copies: tuple[str, ...] = ()
     mesh: VariableMesh | None = None
     layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
+    unsplit: str = ""
 
     def plot(self, largest: int = 6) -> Any:
         """A picture of the mesh and of how the largest variables are sharded.
@@ -61,7 +65,7 @@ class Description:
             ("total" if i == 0 else "", "", "", device, readable_bytes(nbytes))
             for i, (device, nbytes) in enumerate(self.totals.items())
         )
-        note = ""
+        note = self.unsplit
         if self.step_copies:
             note = (
                 "During a step, copies of the variables that it reads are also on "
@@ -119,7 +123,30 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
     homes = set(totals)
     visited = [str(d) for d in strategy.placement.replicas if str(d) not in homes]
     title = title_of(strategy, model)
-    return Description(title, tuple(rows), totals, tuple(visited), mesh, layouts)
+    return Description(
+        title,
+        tuple(rows),
+        totals,
+        tuple(visited),
+        mesh,
+        layouts,
+        _unsplit_text(strategy, model),
+    )
+
+
+def _unsplit_text(strategy: StrategyCore, model: Any) -> str:
+    """`One device, cpu:0, computes: fit of 256 rows, ...`, and why."""
+    calls = [
+        f"{name} of {', '.join(map(str, rows))} rows"
+        for name, rows in strategy.drivers.fit.unsplit_calls(model).items()
+        if rows
+    ]
+    if not calls:
+        return ""
+    return (
+        f"Unsplit: {'; '.join(calls)}. {unsplit_reason(strategy.placement)}. "
+        "`always_split=True` splits every batch."
+    )
 
 
 def axes_of(strategy: StrategyCore, variable: Any) -> Axes:

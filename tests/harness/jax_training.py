@@ -12,14 +12,18 @@ from keras import layers
 
 import keras_strategies as ks
 
-# mirrored_2: a step is one program over a mesh; central: it is two programs, with an
-# update on a device of its own; one_device: Keras's own program on another device than
-# the default one. mirrored_4 runs what mirrored_2 runs, and central_overlapping what
-# central runs, with arrays that are on the parameter device already.
+# mirrored_2: a step is one program over a mesh; mirrored_default: it is on one device,
+# since the models are small; central: it is two programs, with an update on a device of
+# its own; one_device: Keras's own program on another device than the default one.
+# mirrored_4 runs what mirrored_2 runs, and central_overlapping what central runs, with
+# arrays that are on the parameter device already.
 STRATEGIES = {
     "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
-    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
-    "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
+    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True),
+    "mirrored_4": lambda: ks.MirroredStrategy(
+        [f"cpu:{i}" for i in range(4)], always_split=True
+    ),
+    "mirrored_default": lambda: ks.MirroredStrategy(["cpu:1", "cpu:2"]),
     "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
     "central_overlapping": lambda: ks.CentralStorageStrategy(
         ["cpu:0", "cpu:1"], "cpu:0"

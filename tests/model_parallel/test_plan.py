@@ -117,12 +117,20 @@ def test_gradients_are_as_large_as_what_is_trained() -> None:
 @only_jax
 def test_what_is_sent_is_read_from_the_program() -> None:
     """Data parallelism sends gradients, once, in a ring: 2(n-1)/n of their bytes."""
-    strategy = ks.MirroredStrategy(DEVICES)
+    strategy = ks.MirroredStrategy(DEVICES, always_split=True)
     plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
     (gradients,) = set(plan.bytes_per_device("gradient").values())
     assert set(plan.cost.sent) == {"all-reduce"}
     # And a few scalars of the loss and the metrics.
     assert plan.sent == pytest.approx(2 * 3 / 4 * gradients, abs=100)
+
+
+@only_jax
+def test_a_step_that_is_too_small_to_be_split_sends_nothing() -> None:
+    plan = ks.MirroredStrategy(DEVICES).plan(perceptron(), ((8, 32), (8, 32)))
+    assert plan.cost.sent == {}
+    assert "cpu:0 computes alone" in plan.cost.source
+    assert plan.peak is not None and plan.peak > 0
 
 
 @only_jax

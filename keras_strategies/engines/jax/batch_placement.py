@@ -151,6 +151,10 @@ class HostBatches:
         """The batch."""
         return batch
 
+    def place_several(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """The batches."""
+        return batches
+
     def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
         """The batches."""
         return iter(batches)

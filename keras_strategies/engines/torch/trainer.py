@@ -109,6 +109,11 @@ class TorchTrainer(FitDriver):
 
         return step
 
+    def unsplit_calls(self, model: Any) -> dict[str, list[int]]:
+        if self._call is None:
+            return {}
+        return {"call": sorted(self._call.unsplit_rows.get(model, ()))}
+
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         # Mirrored is what replicas read.
         if not is_weight:

@@ -159,7 +159,7 @@ def kernel_behind_dropout(strategy):
 # --- Programs -------------------------------------------------------------------
 
 
-@on_each_kind
+@on("mirrored_2", "mirrored_default", "central", "one_device")
 def test_one_program_for_each_shape_of_a_batch(name):
     x, y, _ = rows(22)
     with STRATEGIES[name]().scope():
@@ -252,7 +252,7 @@ def check_that_callbacks_raise(model, error):
     assert_usable(model, model.get_weights())
 
 
-@on_each_kind
+@on("mirrored_2", "mirrored_default", "central", "one_device")
 def test_bad_data_loses_no_weights(name):
     x, y, _ = rows(22)
     _, model = trained(name)

@@ -11,6 +11,7 @@ KeyboardInterrupt.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
+from keras_strategies.engines.jax.batch_placement import HostBatches, JaxBatchPlacer
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 from keras_strategies.keras_compat.models.layers import clear_losses
@@ -51,13 +52,35 @@ def compiles(model: Any) -> bool:
     return bool(model.jit_compile) and not model.run_eagerly
 
 
-# Groups of the state that a program changes and may overwrite, because only its loop
-# references them. Unchanged weights are not donated: after a fit with moving averages
-# the optimizer has the same arrays.
-_CHANGED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
+#: Groups of the state that a program changes and may overwrite, because only its loop
+#: references them. Unchanged weights are not donated: after a fit with moving averages
+#: the optimizer has the same arrays.
+DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
-class CompiledStep:
+class ScannedStep(abc.ABC):
+    """A step that also runs on several batches of equal shapes, in one program."""
+
+    @abc.abstractmethod
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """The outputs, and the state after the step."""
+
+    @abc.abstractmethod
+    def several(self, state: Any, batches: Any, count: int) -> tuple[Any, Any]:
+        """Runs a step for each of several batches.
+
+        Args:
+            state: groups of arrays.
+            batches: what the placer's `place_several` returned.
+            count: int, the number of batches.
+
+        Returns:
+            The outputs of "predict" of all batches, concatenated, or else those of the
+            last batch; and the state after it.
+        """
+
+
+class CompiledStep(ScannedStep):
     """A compiled step, whose new state is recorded as soon as it exists.
 
     Several batches of equal shapes are one program, a `jax.lax.scan` over them.
@@ -98,25 +121,31 @@ class CompiledStep:
         return self._run(state, batch, None)
 
     def several(self, state: Any, batches: Any, count: int) -> tuple[Any, Any]:
-        """Runs a step for each of several batches, in one program.
-
-        Args:
-            state: groups of arrays.
-            batches: structure of arrays of shape `(count, rows, ...)`.
-            count: int, the number of batches.
-
-        Returns:
-            The outputs of "predict" of all batches, concatenated, or else those of the
-            last batch; and the state after it.
-        """
+        # Arrays of shape `(count, rows, ...)`.
         return self._run(state, batches, count)
 
-    def _run(self, state: Any, batch: Any, count: int | None) -> tuple[Any, Any]:
-        results: list[Any] = []
+    def traced(self, state: Any, batch: Any) -> jax.stages.Traced:
+        """The trace of the step, which a call with such arrays does not repeat.
+
+        Args:
+            state: groups of arrays or of `jax.ShapeDtypeStruct`.
+            batch: structure of these.
+        """
+        found: jax.stages.Traced = self._program_of(state, batch, None).trace(
+            *state, batch
+        )
+        return found
+
+    def _program_of(self, state: Any, batch: Any, count: int | None) -> Any:
         key = (count, *map(len, state))
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._program(state, batch, count)
+        return program
+
+    def _run(self, state: Any, batch: Any, count: int | None) -> tuple[Any, Any]:
+        results: list[Any] = []
+        program = self._program_of(state, batch, count)
         try:
             # `extend` and `map` run in C, and so does a compiled program: an
             # interrupt is raised before the call or when its result is in the list.
@@ -140,7 +169,7 @@ class CompiledStep:
         return self._jitted(state, step)
 
     def _jitted(self, state: Any, step: Step) -> Any:
-        changed = _CHANGED[self._kind]
+        changed = DONATED[self._kind]
         shardings = [
             self._state_sharding(group)
             if self._state_sharding is not None and i in changed
@@ -234,17 +263,20 @@ def loop_function(
     kind: str,
     step: Step,
     prepare: Callable[[Any], Any],
-    placer: JaxBatchPlacer,
+    placer: JaxBatchPlacer | HostBatches,
     steps: WorkerSteps | None = None,
+    *,
+    on_host: bool = False,
 ) -> Callable[..., Any]:
     """The function that Keras calls for each item of its loop: one step, or several.
 
     `prepare` is called with a state read from the variables; `steps` are begun before
-    each batch is read. The `placer` puts batches on devices where its iterator has not.
+    each batch is read. The `placer` puts batches on devices where its iterator has not,
+    as with all batches that are read `on_host`.
     """
     several = model.steps_per_execution
     # Keras 3.15 does not place the input of `predict_on_batch`.
-    places = kind == "predict" or several > 1
+    places = kind == "predict" or several > 1 or on_host
 
     def read(batches: Iterator[Any]) -> Any:
         return next(batches) if steps is None else steps.next_batch(batches)
@@ -270,7 +302,7 @@ def loop_function(
                 # The steps of the batches before it are done first.
                 failure = error
                 break
-        if len(items) == several and isinstance(step, CompiledStep) and _alike(items):
+        if len(items) == several and isinstance(step, ScannedStep) and _alike(items):
             outputs, state = step.several(state, placer.place_several(items), several)
             return outputs, Returned(state)
         every = []
@@ -316,6 +348,10 @@ def unshared(state: Any) -> tuple[Any, ...]:
 
 def concatenated(outputs: list[Any]) -> Any:
     """The rows of several batches' outputs."""
-    return keras.tree.map_structure(
-        lambda *parts: jax.numpy.concatenate(parts), *outputs
-    )
+    return keras.tree.map_structure(_concatenated, *outputs)
+
+
+def _concatenated(*parts: Any) -> Any:
+    # Steps of different sizes can have run on different devices.
+    on_one = len({part.sharding for part in parts}) == 1
+    return (jax.numpy if on_one else np).concatenate(parts)

@@ -130,6 +130,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
             self.prepared,
             self.placer,
             None if workers is None else workers.steps,
+            on_host=self.input_placer is not self.placer,
         )
 
     def _place_compiled(self, model: Any) -> None:

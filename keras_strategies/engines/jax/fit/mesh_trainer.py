@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +13,11 @@ from keras_strategies.devices import Device
 from keras_strategies.engines.jax.batch_placement import HostBatches, MeshPlacer
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.fit.elastic_steps import JaxElasticSteps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
-from keras_strategies.engines.jax.fit.step_cost import step_cost
+from keras_strategies.engines.jax.fit.step_cost import step_arithmetic, step_cost
+from keras_strategies.engines.jax.fit.unsplit_steps import StepBySize
 from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.keras_compat.backends.keras_on_jax import (
@@ -23,6 +27,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
 )
 from keras_strategies.keras_compat.models.input_adapters import BatchPlacer
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.arithmetic import unsplit_reason
 from keras_strategies.runtime.drivers import ShardingDriver
 from keras_strategies.runtime.placement import StepCost
 
@@ -95,6 +100,17 @@ class MeshTrainer(DistributionTrainer):
         self.devices = list(self.replicated.mesh.devices.flat)
         #: The steps of elastic workers; None for fixed ones.
         self.elastic: JaxElasticSteps | None = None
+        #: Whether small steps run on one device: not where each has its own hardware.
+        self.may_run_unsplit = (
+            workers is None
+            and strategy.placement.mesh is None
+            and not strategy.always_split
+            and {device.platform for device in self.devices} == {"cpu"}
+        )
+        # By the id of a model, which references its steps, and the kind.
+        self._steps_by_size: weakref.WeakValueDictionary[
+            tuple[int, str], StepBySize
+        ] = weakref.WeakValueDictionary()
         if isinstance(workers, JaxWorkers) and workers.elastic is not None:
             self.elastic = JaxElasticSteps(self, workers)
             workers.when_replaced(self.replace_devices)
@@ -117,20 +133,40 @@ class MeshTrainer(DistributionTrainer):
 
     @property
     def input_placer(self) -> BatchPlacer:
-        # A repeated step shards its batch over the workers that are left.
-        return self.placer if self.elastic is None else HostBatches()
+        # Steps place batches themselves: on one device or on all; a repeated one on
+        # the devices of the workers that are left.
+        if self.may_run_unsplit or self.elastic is not None:
+            return HostBatches()
+        return self.placer
 
     def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
         if self.elastic is not None:
             return self.elastic.function(model, kind)
-        return super().loop_function(model, kind)
+        if not self.may_run_unsplit or not compiled_steps.compiles(model):
+            return super().loop_function(model, kind)
+        split = self.step(model, kind)
+        assert isinstance(split, CompiledStep)
+        assert isinstance(self.placer, MeshPlacer)
+        step = StepBySize(model, kind, split, self.placer, self.replicated)
+        self._steps_by_size[id(model), kind] = step
+        return compiled_steps.loop_function(
+            model, kind, step, step.begin, HostBatches()
+        )
+
+    def unsplit_calls(self, model: Any) -> dict[str, list[int]]:
+        found = {}
+        for name, kind in (("fit", "train"), ("evaluate", "test"), ("predict",) * 2):
+            step = self._steps_by_size.get((id(model), kind))
+            if step is not None and step.model is model:
+                found[name] = step.unsplit_rows
+        return found
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)
         outputs = None if self.strategy.workers is None else self.replicated
         if compiled_steps.compiles(model):
             other = self.alternative_step(model, kind)
-            return compiled_steps.CompiledStep(
+            return CompiledStep(
                 model,
                 kind,
                 step,
@@ -145,12 +181,20 @@ class MeshTrainer(DistributionTrainer):
         self.set_layouts([*model.variables, *model.optimizer.variables])
         self.set_layouts(model.metrics_variables)
         found = (self.plain_step(model, "train"), self.alternative_step(model, "train"))
+        sharding = self.placer.sharding
+        if self.may_run_unsplit:
+            arithmetic = step_arithmetic(model, found[0], batch, sharding)
+            if not arithmetic.worth_splitting(len(self.devices)):
+                home = jax.sharding.SingleDeviceSharding(self.home)
+                cost = step_cost(model, found[0], batch, lambda shape: home, home)
+                source = f"{cost.source}; {unsplit_reason(self.placement)}"
+                return dataclasses.replace(cost, source=source)
         costs = [
-            step_cost(model, step, batch, self.placer.sharding)
+            step_cost(model, step, batch, sharding)
             for step in found
             if step is not None
         ]
-        # `compiled_steps.CompiledStep` chooses by the same rule.
+        # `CompiledStep` chooses by the same rule.
         return min(costs, key=lambda cost: sum(n for _, n in cost.sent.values()))
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:

@@ -2,11 +2,7 @@
 
 Replicas that are threads on one device take turns in the Python interpreter, which
 every kernel passes through on its way. A call of many small kernels is therefore faster
-unsplit: a ten-layer perceptron of 64 units runs at 0.45x the speed of one device when
-it is split over two virtual CPUs, a convolutional network at 1.9x.
-
-The decision depends on shapes alone and never on a clock, so that a seeded run
-draws the same random numbers every time.
+unsplit; `runtime/data_parallel/arithmetic.py` has the rule.
 """
 
 from __future__ import annotations
@@ -19,10 +15,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from keras_strategies.engines.torch.compat import TorchDispatchMode
-
-# Below this, a kernel takes less time than its way through the interpreter (about
-# 20 microseconds, at tens of GFLOP/s for one core).
-MIN_FLOPS_PER_KERNEL = 1_000_000
+from keras_strategies.runtime.data_parallel.arithmetic import Arithmetic
 
 _aten = torch.ops.aten
 # Torch's formulas, and kernels for CPUs that compute the same as others.
@@ -49,8 +42,8 @@ class CallCost:
 
     def worth_splitting(self, rows: int, replicas: int) -> bool:
         """Whether each replica's kernels outweigh the interpreter."""
-        flops = self.flops_per_row * rows / replicas
-        return flops / max(1, self.kernels) >= MIN_FLOPS_PER_KERNEL
+        found = Arithmetic(self.flops_per_row * rows, self.kernels)
+        return found.worth_splitting(replicas)
 
 
 class _Counter(TorchDispatchMode):

@@ -65,6 +65,10 @@ class TorchDataParallelCall(DataParallelCall):
         self._costs: weakref.WeakKeyDictionary[Any, CallCost] = (
             weakref.WeakKeyDictionary()
         )
+        #: By layer, the rows of calls that ran unsplit because they are small.
+        self.unsplit_rows: weakref.WeakKeyDictionary[Any, set[int]] = (
+            weakref.WeakKeyDictionary()
+        )
         # How the calls of the current step were made.
         self._were_small: list[bool] = []
 
@@ -122,6 +126,8 @@ class TorchDataParallelCall(DataParallelCall):
             return False
         is_small = not work.worth_splitting(rows, len(row_split.sizes))
         self._were_small.append(is_small)
+        if is_small:
+            self.unsplit_rows.setdefault(layer, set()).add(rows)
         return is_small
 
     def on_replicas(self, call: SplitCall) -> CallOnThreads:
