@@ -34,10 +34,10 @@ class MirroredStrategy(Strategy):
             the global batch. False uses those of each replica's rows, where
             replicas are separate computations (Torch, TensorFlow); JAX has one
             program for all, and refuses False.
-        always_split: bool. On Torch, virtual CPU replicas share one interpreter, and
-            layer calls with little arithmetic per kernel run unsplit, since that is
-            faster and computes the same. True splits these calls as well, as on
-            separate physical devices.
+        always_split: bool. On virtual CPU devices of Torch and JAX, batches with
+            little arithmetic per operation are computed unsplit on the first device,
+            since that is faster and computes the same; shapes decide. True splits
+            these as well, as on separate physical devices.
 
     Raises:
         TypeError: if `cross_device_ops` is something else.

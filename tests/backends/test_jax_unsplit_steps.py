@@ -170,6 +170,15 @@ def test_a_variable_beside_the_model():
     assert once == pytest.approx(2 * twice, rel=1e-5)
 
 
+def test_train_on_batch_is_split():
+    strategy = mirrored()
+    with strategy.scope():
+        model = small_model()
+    model.train_on_batch(X[:4], Y[:4])
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    assert strategy.drivers.fit.unsplit_calls(model) == {"fit": [8]}
+
+
 def test_always_split_splits_small_batches():
     strategy = mirrored(always_split=True)
     with strategy.scope():

@@ -8,6 +8,7 @@ from typing import Any
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.input_adapters import thread_input
+from keras_strategies.keras_compat.variables.values import raw_value
 
 # What each kind of loop carries from step to step, in the order of its state.
 _STATE_NAMES = {
@@ -156,6 +157,15 @@ def record_read_jax_state(
     names = [name for name in _STATE_NAMES["train"] if groups.get(name)]
     object.__setattr__(model, "_jax_state", dict(zip(names, state, strict=True)))
     model._jax_state_synced = False
+
+
+def variables_are_empty(model: Any) -> bool:
+    """Whether a loop of Keras has the values of a model's variables.
+
+    Those of 3.15 empty the variables for the length of an epoch, and `train_on_batch`
+    does not.
+    """
+    return any(raw_value(v) is None for v in model.variables)
 
 
 def sync_jax_state(model: Any) -> None:

@@ -5,7 +5,8 @@
 Between loops of Keras, variables have a copy on each device. A loop on one device
 begins with the copies there, which are not moved, and continues with its results. Keras
 copies these to all devices when it assigns the variables: at the end of an epoch, or
-where a callback reads them.
+where a callback reads them. `train_on_batch`, which assigns them after each step, is
+split.
 
 # Choice of the devices
 
@@ -36,6 +37,7 @@ from keras_strategies.engines.jax.fit.compiled_steps import (
 )
 from keras_strategies.engines.jax.fit.step_cost import arithmetic_of
 from keras_strategies.input.row_splits import check_batch
+from keras_strategies.keras_compat.backends.keras_on_jax import variables_are_empty
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,10 @@ class StepBySize(ScannedStep):
 
     def begin(self, state: Any) -> Any:
         """The state for the first step of a loop, from the variables."""
-        self._is_split = False
+        # `train_on_batch` assigns all variables after each step, which takes longer for
+        # copies on all devices than to split a batch.
+        assigns = not variables_are_empty(self.model)
+        self._is_split = self._kind == "train" and assigns
         return unshared(state)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
