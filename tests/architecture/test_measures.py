@@ -34,7 +34,8 @@ BOUNDS = {
     # Times of steps, slow workers and their status: 260.
     # Parameter servers, timeout of steps: 60; release of variables: 150.
     # Ray as an engine for clusters: 750.
-    "lines of code": 30_150,
+    # Elastic custom loops: 420. Steps that run unsplit on JAX: 270.
+    "lines of code": 30_850,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,
