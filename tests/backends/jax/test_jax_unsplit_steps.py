@@ -182,18 +182,6 @@ def test_always_split_splits_small_batches():
     assert "Unsplit" not in str(strategy.describe(model))
 
 
-def test_describe_says_what_is_unsplit_and_why():
-    strategy = mirrored()
-    with strategy.scope():
-        model = small_model()
-    assert "Unsplit" not in str(strategy.describe(model))
-    model.fit(X[:24], Y[:24], batch_size=8, verbose=0)
-    assert (
-        "Unsplit: fit of 8 rows. cpu:1 computes alone: less than 1,000,000 FLOPs per "
-        "operation and replica. `always_split=True` splits every batch."
-    ) in str(strategy.describe(model))
-
-
 def trace(function, *shapes):
     return arithmetic_of(jax.make_jaxpr(function)(*map(jnp.zeros, shapes)).jaxpr)
 
