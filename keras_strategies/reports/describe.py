@@ -65,13 +65,14 @@ class Description:
             ("total" if i == 0 else "", "", "", device, readable_bytes(nbytes))
             for i, (device, nbytes) in enumerate(self.totals.items())
         )
-        note = self.unsplit
+        notes = [self.unsplit] if self.unsplit else []
         if self.step_copies:
-            note = (
+            notes.append(
                 "During a step, copies of the variables that it reads are also on "
                 f"{', '.join(self.step_copies)}."
             )
         header = _HEADER if self.mesh is None else MESH_HEADER
+        note = " ".join(notes)
         return Table(self.title, header, self.rows, NUMBERS, totals, note=note)
 
     def __str__(self) -> str:
