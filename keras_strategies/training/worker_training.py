@@ -31,7 +31,6 @@ from keras_strategies.training.elastic.chief_callbacks import (
 from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.elastic.elastic_fit import ElasticFit
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
-from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.training.saving.preemption import PreemptionCallback
 from keras_strategies.training.seeds import sync_random_numbers
 
@@ -278,11 +277,11 @@ def _check_elastic(callbacks: Any) -> None:
             "each new chief. Pass a list of callbacks."
         )
     for callback in _listed(callbacks):
-        if isinstance(callback, (Resume, PreemptionCallback)):
+        if isinstance(callback, PreemptionCallback):
             raise InvalidArgumentError(
                 f"`fit` was given {type(callback).__name__} with elastic workers, "
                 "which get the position in training from each other. Omit the "
-                "callback, or `elastic`."
+                "callback, or `elastic`; `ks.callbacks.Resume` works with both."
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 from harness.elastic_training import (
@@ -19,6 +20,11 @@ from harness.processes import TIMEOUT
 from harness.training import ADAM_TOLERANCE
 
 pytestmark = pytest.mark.multiprocess
+
+
+def by_day_on_torch(test: Any) -> Any:
+    """Elsewhere at night, since each process compiles its programs."""
+    return test if keras.backend.backend() == "torch" else pytest.mark.nightly(test)
 
 
 @pytest.fixture
@@ -76,7 +82,47 @@ def test_too_few_workers_are_an_error_after_a_wait(cluster):
     assert code == 1
     text = elastic.text()
     assert "1 of 2 workers are connected after 1 s, without worker 1" in text
+    assert "Nothing was saved. With `ks.callbacks.Resume(directory)` in `fit`" in text
     assert "At least 2 are needed (`ks.Elastic(min_workers=...)`)" in text
+
+
+@by_day_on_torch
+def test_training_resumes_after_too_few_were_left(cluster):
+    elastic = cluster(
+        kills=[Kill(0, 3), Kill(2, 7)], min_workers=2, fails=5.0, every_steps=100
+    )
+    elastic.await_kill(0)
+    elastic.await_kill(2)
+    code, _ = elastic.processes[1].wait(TIMEOUT)
+    assert code == 1
+    text = elastic.text()
+    assert "At least 2 are needed (`ks.Elastic(min_workers=...)`)" in text
+    assert f"was saved in '{elastic.folder / 'snapshots'}'" in text
+    for index in range(3):
+        elastic.start(index, is_new=True)
+    found = assert_like_one_device(elastic)
+    trained = {each["trained"] for each in found.values()}
+    # From the step in which the last worker was lost, which a worker may have finished:
+    # on JAX, each computes all rows of a batch that does not divide.
+    assert len(trained) == 1
+    assert trained <= {6 * STEPS_PER_EPOCH - 6, 6 * STEPS_PER_EPOCH - 7}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", [(3, 6), (2, 13)])
+def test_snapshots_continue_on_a_new_chief_and_after_total_loss(cluster, steps):
+    first, second = steps
+    kills = [Kill(0, first), Kill(1, second), Kill(2, second)]
+    elastic = cluster(kills=kills, waits={str(second): 1}, every_steps=2)
+    elastic.await_kill(0)
+    elastic.start(0, is_new=True)
+    elastic.await_kill(1)
+    elastic.await_kill(2)
+    elastic.processes.pop(0).kill()
+    for index in range(3):
+        elastic.start(index, is_new=True)
+    found = assert_like_one_device(elastic)
+    assert found[0]["trained"] < 6 * STEPS_PER_EPOCH
 
 
 #: Places in which a worker is lost: the worker, the step and the place.

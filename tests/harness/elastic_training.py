@@ -59,6 +59,7 @@ class Settings:
         min_workers: int.
         source: str, the kind of input: "arrays" or "generator".
         fails: int, seconds to wait for `min_workers`.
+        every_steps: int, steps between two snapshots of `Resume`; 0 without.
     """
 
     folder: str
@@ -69,6 +70,7 @@ class Settings:
     min_workers: int = 1
     source: str = "arrays"
     fails: float = TIMEOUT
+    every_steps: int = 0
     addresses: list[str] = field(default_factory=list)
 
 
@@ -272,17 +274,21 @@ def main() -> None:
         }
     if is_new:
         (folder / f"new{index}-{os.getpid()}").touch()
+    callbacks = [
+        Steps(),
+        keras.callbacks.CSVLogger(folder / ("one.csv" if index < 0 else "log.csv")),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
+    ]
+    if settings.every_steps:
+        directory = folder / ("one" if index < 0 else "snapshots")
+        callbacks.append(ks.callbacks.Resume(directory, settings.every_steps, None))
     history = model.fit(
         **arguments,
         epochs=settings.epochs,
         verbose=2 if index >= 0 else 0,
         validation_data=(x[:41], y[:41]),
         validation_batch_size=BATCH_SIZE,
-        callbacks=[
-            Steps(),
-            keras.callbacks.CSVLogger(folder / ("one.csv" if index < 0 else "log.csv")),
-            keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
-        ],
+        callbacks=callbacks,
     )
     np.savez(folder / f"results{index}.npz", *model.get_weights())
     found = {"history": history.history, "trained": trained}

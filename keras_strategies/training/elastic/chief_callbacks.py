@@ -32,10 +32,13 @@ class ChiefCallback(keras.callbacks.Callback):
         self._has_begun = False
         # The arguments of the last `on_epoch_end`.
         self._last: tuple[int, Any] | None = None
+        self._epoch = 0
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Calls a method of the callback, on the chief."""
         is_chief = self._is_chief()
+        if name == "on_epoch_begin":
+            self._epoch = args[0]
         if is_chief and not self._has_begun and name != "on_train_begin":
             self.take_over()
         if name == "on_epoch_end":
@@ -63,7 +66,8 @@ class ChiefCallback(keras.callbacks.Callback):
         if not isinstance(self.callback, keras.callbacks.CSVLogger):
             self.callback.on_train_begin()
             return
-        done = -1 if self._last is None else self._last[0]
+        # A worker that has joined or resumed has not seen the epochs before.
+        done = self._epoch - 1 if self._last is None else self._last[0]
         header, written = _log_so_far(
             Path(self.callback.filename), self.callback.sep, done
         )

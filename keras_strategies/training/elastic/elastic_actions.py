@@ -41,6 +41,9 @@ class Fit(Protocol):
     def capture(self) -> dict[str, Any]:
         """Position in the input and states of callbacks after the last step."""
 
+    def save(self) -> str:
+        """Saves the state after the last step; says where, or why not."""
+
     def reformed(self) -> None:
         """Called when the group has changed."""
 
@@ -233,6 +236,8 @@ class ElasticActions(ElasticLoop):
                 )
             except GroupIsRunningError:
                 self._begin_again(model)
+            except WorkerError as error:
+                raise WorkerError(f"{error.text} {self._last_state()}") from error
             lost = (lost | set(generation.lost)) - set(generation.joined)
             joined |= set(generation.joined)
             if self._replaced(model, generation):
@@ -247,6 +252,12 @@ class ElasticActions(ElasticLoop):
         for drivers in self._all_drivers:
             if drivers.elastic is not None:
                 drivers.elastic.reformed(model, has_new)
+
+    def _last_state(self) -> str:
+        """Saves the state after the last step, and says where."""
+        if self._fit is None or not self._is_clean:
+            return "Nothing was saved."
+        return self._fit.save()
 
     def _begin_again(self, model: Any) -> NoReturn:
         """Leaves the `fit` of an excluded worker, which joins as a new one.

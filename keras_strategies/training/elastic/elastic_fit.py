@@ -20,6 +20,7 @@ from keras_strategies.training.resume.callback_states import (
     restore_callbacks,
 )
 from keras_strategies.training.resume.input_position import InputPosition, Point
+from keras_strategies.training.resume.resume_callback import Resume
 
 
 class ElasticFit(fit_position.OrderedCallback):
@@ -40,9 +41,13 @@ class ElasticFit(fit_position.OrderedCallback):
         self._others: list[Any] = []
         self._epochs: Any = None
         self._position: InputPosition | None = None
+        # It follows the position, then.
+        self._resume: Resume | None = None
         self._state: dict[str, Any] | None = None
         self._point = Point()
         self._epoch = 0
+        #: int, the steps of the epoch after which callbacks were called.
+        self.steps = 0
         fit_position.order_callbacks()
 
     @property
@@ -60,9 +65,14 @@ class ElasticFit(fit_position.OrderedCallback):
         """Joins the others, before all other callbacks begin."""
         if self._epochs is None:
             return
-        self._position = InputPosition(
-            self._epochs, "skip", lambda done: None, reorders=False
-        )
+        resumes = (each for each in self._others if isinstance(each, Resume))
+        self._resume = next(resumes, None)
+        if self._resume is not None:
+            self._position = self._resume.open()
+        else:
+            self._position = InputPosition(
+                self._epochs, "skip", lambda done: None, reorders=False
+            )
         self._state = self._actions.begin_fit(self.model, self)
         if self._state is None:
             return
@@ -87,7 +97,7 @@ class ElasticFit(fit_position.OrderedCallback):
         self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._position is not None:
+        if self._position is not None and self._resume is None:
             self._position.end_epoch()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -115,6 +125,23 @@ class ElasticFit(fit_position.OrderedCallback):
             "callbacks": callback_states(self._others),
         }
 
+    def save(self) -> str:
+        if self._resume is None or self._position is None:
+            return (
+                "Nothing was saved. With `ks.callbacks.Resume(directory)` in `fit`, "
+                "training continues when the script is started again."
+            )
+        try:
+            directory = self._resume.save(self._epoch, self.steps)
+        except OSError as error:
+            return f"A last snapshot could not be written: {error}."
+        if directory is None:
+            return "Training continues at the last snapshot when it is started again."
+        return (
+            f"The state after the last step was saved in {str(directory)!r}: training "
+            "continues there when the script is started again."
+        )
+
     def reformed(self) -> None:
         self._chief_callbacks.follow()
 
@@ -128,3 +155,9 @@ class _First(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._elastic.begin()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._elastic.steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._elastic.steps = batch + 1

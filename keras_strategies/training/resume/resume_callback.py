@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
+import numpy as np
 
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.models import fit_position
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.runtime.elastic_loop import ElasticLoop
 from keras_strategies.runtime.state.model_values import (
     check_model,
     model_state,
     restore_model,
 )
+from keras_strategies.runtime.workers import Workers
+from keras_strategies.training.elastic.chief_callbacks import ChiefCallback
 from keras_strategies.training.resume.callback_states import (
     appended_logs,
     callback_states,
@@ -105,6 +109,8 @@ class Resume(fit_position.OrderedCallback):
         self._pauses: list[float] = []
         self._others: list[Any] = []
         self._epochs: Any = None
+        self._opened: Any = None
+        self._workers: Workers | None = None
         self._beginning = contextlib.ExitStack()
         fit_position.order_callbacks()
 
@@ -123,40 +129,74 @@ class Resume(fit_position.OrderedCallback):
         return _First(self)
 
     def joined(self, others: list[Any], epochs: Any) -> None:
-        self._others, self._epochs = others, epochs
+        self._others = [
+            each.callback if isinstance(each, ChiefCallback) else each
+            for each in others
+        ]
+        self._epochs = epochs
 
-    def begin(self) -> None:
-        """Reads the snapshot, before all other callbacks begin."""
-        self._check_use()
+    def open(self) -> InputPosition:
+        """Begins to follow the position in the input.
+
+        Elastic workers call it before they join others.
+        """
         strategy = self._strategy = strategy_of(self.model)
-        workers = None if strategy is None else strategy.workers
-        self._group = None if workers is None else workers.group
-        self._is_chief = self._group is None or self._group.is_chief
+        workers = self._workers = None if strategy is None else strategy.workers
+        self._check_use()
         # Shards on several workers are read by all of them together.
-        shares = workers is not None and strategy.placement.mesh is not None
-        self._takes_part = self._is_chief or shares
+        self._shares = workers is not None and strategy.placement.mesh is not None
         self._clock = SnapshotClock(
-            self._every_steps, self._every_seconds, self._group if shares else None
+            self._every_steps,
+            self._every_seconds,
+            workers.group if workers is not None and self._shares else None,
         )
         if self._is_chief:
             self._files.check_writable()
         self._writer = SnapshotWriter(self._files)
         self._position = InputPosition(self._epochs, self._stream, self._between_steps)
+        self._opened = self._epochs
         self._pauses = []
         self._captured: dict[str, Any] | None = None
+        self._state: dict[str, Any] | None = None
         self._epoch = -1
-        self._state = self._read()
+        return self._position
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._workers is None or self._workers.is_chief
+
+    @property
+    def _takes_part(self) -> bool:
+        return self._is_chief or self._shares
+
+    @property
+    def _elastic(self) -> ElasticLoop | None:
+        return None if self._workers is None else self._workers.elastic
+
+    def begin(self) -> None:
+        """Reads the snapshot, before all other callbacks begin."""
+        if self._opened is None or self._opened is not self._epochs:
+            self.open()
+        if self._elastic is None or not self._elastic.is_new:
+            self._state = self._read()
         if self._state is not None:
             fit_position.build_for_input(self.model, self._epochs)
             check_model(self.model, self._state["model"])
             self._point = Point(**self._state["point"])
             self._position.check(self._point)
-            self._beginning.enter_context(
-                appended_logs(self._others, self._state["callbacks"])
-            )
+            if self._is_chief:
+                self._beginning.enter_context(
+                    appended_logs(self._others, self._state["callbacks"])
+                )
 
     def _check_use(self) -> None:
         _check_others(self._others)
+        if self._stream == "continue" and self._elastic is not None:
+            raise InvalidArgumentError(
+                "`Resume(stream='continue')` was given with elastic workers, which "
+                "read the same batches; a new one begins the generator again. Use "
+                "stream='skip', or omit `elastic`."
+            )
         if self._epochs is None:
             raise ContextError(
                 "`Resume` was not in the list that `fit` was given. Pass "
@@ -230,10 +270,45 @@ class Resume(fit_position.OrderedCallback):
     # Snapshots
 
     def _read(self) -> dict[str, Any] | None:
-        data = self._files.read() if self._is_chief else None
-        if self._group is not None:
-            data = self._group.broadcast("the snapshot to resume from", data)
+        if self._elastic is None:
+            data = self._shared_snapshot()
+        else:
+            what = "the snapshot to resume from"
+            found = self._elastic.call(
+                what, lambda: np.frombuffer(self._shared_snapshot(), np.uint8)
+            )
+            data = found.tobytes()
         return parsed(data) if data else None
+
+    def _shared_snapshot(self) -> bytes:
+        """What the chief has read, on all workers; empty without a snapshot."""
+        data = self._files.read() if self._is_chief else None
+        if self._workers is not None:
+            group = self._workers.group
+            data = group.broadcast("the snapshot to resume from", data)
+        return data or b""
+
+    def save(self, epoch: int, done: int) -> Path | None:
+        """Writes a snapshot between two steps, on any worker.
+
+        Args:
+            epoch: int, the epoch.
+            done: int, its finished steps; possibly 0 before the next step begins.
+
+        Returns:
+            The directory; None at the end of an epoch, which is not repeated.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        point = self._position.in_epoch(epoch)
+        if done > point.done:
+            point = self._position.at(epoch, done)
+        if self._position.num_batches in (None, point.done):
+            return None
+        self._writer.wait()
+        self._files.write(self._contents(point))
+        return self._files.directory
 
     def _restore(self) -> None:
         assert self._state is not None
@@ -245,17 +320,20 @@ class Resume(fit_position.OrderedCallback):
         begun = time.monotonic()
         if self._strategy is not None and self._strategy.drivers.servers is not None:
             self._strategy.drivers.servers.finish_steps()
-        values = model_state(self.model)
+        contents = self._contents(point)
         if self._is_chief:
-            self._captured = {
-                "backend": keras.backend.backend(),
-                "model": values,
-                "callbacks": callback_states(self._others),
-                "point": dataclasses.asdict(point),
-                "stopped": bool(self.model.stop_training),
-            }
+            self._captured = contents
         self._pauses.append(time.monotonic() - begun)
         self._clock.taken(self._pauses[-1])
+
+    def _contents(self, point: Point) -> dict[str, Any]:
+        return {
+            "backend": keras.backend.backend(),
+            "model": model_state(self.model),
+            "callbacks": callback_states(self._others),
+            "point": dataclasses.asdict(point),
+            "stopped": bool(self.model.stop_training),
+        }
 
     def _submit(self) -> None:
         captured, self._captured = self._captured, None

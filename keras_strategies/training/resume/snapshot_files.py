@@ -70,6 +70,7 @@ class SnapshotDirectory:
         Raises:
             OSError: if it cannot be written; the earlier snapshots stay.
         """
+        self.directory.mkdir(parents=True, exist_ok=True)
         found = self._found()
         number = found[-1][0] + 1 if found else 1
         target = self.directory / f"snapshot-{number:08d}.zip"
