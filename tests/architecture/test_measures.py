@@ -35,6 +35,8 @@ BOUNDS = {
     # Parameter servers, timeout of steps: 60; release of variables: 150.
     # Ray as an engine for clusters: 750.
     # Elastic custom loops: 420. Steps that run unsplit on JAX: 270.
+    # Parameter servers that join and leave: 750.
+    # Resolvers of Keras and MPI, Kubernetes, and checks of ports: 230.
     "lines of code": 30_850,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
