@@ -38,7 +38,8 @@ NAMES = [
 #: Packages whose classes set attributes that only their source shows.
 SOURCES = ("keras.src", *(f"{name}." for name in FRAMEWORKS[1:]))
 #: Of TensorFlow's variables and of our own subclasses.
-OTHERS = {"_is_assigned", "_kind", "_references"}
+#: The last one is of keras_rs, see `tests/test_keras_rs.py`.
+OTHERS = {"_is_assigned", "_kind", "_references", "_feature_configs"}
 
 
 @pytest.mark.parametrize("row", PATCHES)

@@ -26,6 +26,7 @@ from keras_strategies.runtime.state.run_state import RunState
 from keras_strategies.training import worker_training
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.elastic.elastic_actions import loop_of
+from keras_strategies.training.keras_rs_tables import check_table_optimizers
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.saving.atomic_files import atomic_save, read_seeds
 
@@ -95,6 +96,11 @@ class StrategyHooks:
     def method(self, model: Any, name: str) -> Iterator[None]:
         strategy = strategy_of(model)
         is_short = name.endswith("on_batch")
+        if (
+            name in ("fit", "train_on_batch")
+            and strategy.placement.variables.kind != "tpu"
+        ):
+            check_table_optimizers(model)
         with (
             context.entered(strategy),
             contextlib.nullcontext() if is_short else patching.installed_while("scope"),

@@ -248,8 +248,16 @@ def test_values_move_and_late_updates_are_refused(tmp_path) -> None:
     assert names == {"ps-0", "ps-1"}
 
 
-@pytest.mark.parametrize("is_after", [False, True])
-@pytest.mark.parametrize("count", [3, 1])
+@pytest.mark.parametrize(
+    ("count", "is_after"),
+    [
+        (3, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in ((3, True), (1, False), (1, True))
+        ),
+    ],
+)
 @pytest.mark.usefixtures("without_updates")
 def test_a_server_that_dies_at_any_request_loses_nothing(
     tmp_path, count, is_after

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 
 def sublayers(layer: Any) -> list[Any]:
     """A layer and all layers in it (`Layer._flatten_layers`)."""
     return list(layer._flatten_layers())
+
+
+def embedding_tables(layer: Any) -> list[Any]:
+    """The `TableConfig`s of a `keras_rs.layers.DistributedEmbedding`.
+
+    keras_rs 0.4: `DistributedEmbedding._feature_configs`, a structure of
+    `FeatureConfig`s; `get_config` has them without the objects.
+    """
+    features = keras.tree.flatten(layer._feature_configs)
+    return [feature.table for feature in features]
 
 
 def layer_settings(layer: Any) -> Any:

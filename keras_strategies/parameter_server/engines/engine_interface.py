@@ -10,6 +10,7 @@ the framework.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ from keras_strategies.keras_compat.variables.creation import (
     set_variable_shape,
 )
 from keras_strategies.keras_compat.variables.values import raw_value
+
+#: Number of elements up to which a variable without a value has its shape.
+_SMALL_SIZE = 16
 
 #: A step: callable of a batch that may use variables, apply optimizers and look up
 #: rows; returns values for the coordinator.
@@ -185,7 +189,10 @@ class ParameterServerEngine(abc.ABC):
         self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
     ) -> Any:
         """Creates a variable of a worker, without a value."""
-        empty = np.zeros([min(n, 1) for n in shape], "float32")
+        # Keras reads the seeds of metrics when it traces a step, before values are
+        # pulled.
+        is_small = math.prod(shape) <= _SMALL_SIZE
+        empty = np.zeros(shape if is_small else [min(n, 1) for n in shape], "float32")
         made = make_variable(path, trainable, dtype, empty)
         set_variable_shape(made, OpenShape(shape))
         return made

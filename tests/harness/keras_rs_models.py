@@ -1,0 +1,101 @@
+"""A ranking model of keras_rs: tables, features that share one, a loss and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import keras_rs
+import numpy as np
+
+BATCH = 8
+LIST = 4
+
+
+def ranking_data(rows: int = 30) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Ids of users and of the lists that they saw; relevance, -1 for no item.
+
+    Ids are different in each batch: Keras's optimizers on TensorFlow square each of
+    several gradients of one row.
+
+    Args:
+        rows: int.
+
+    Returns:
+        Inputs, int32 `(rows, 3)`, `(rows, 2)` and `(rows,)`, and relevance, float32
+        `(rows, LIST)`.
+    """
+    random = np.random.default_rng(0)
+    batches = -(-rows // BATCH)
+    movies = [random.permutation(40).reshape(BATCH, 5) for _ in range(batches)]
+    users = [random.permutation(60)[:BATCH] for _ in range(batches)]
+    seen = np.concatenate(movies)[:rows].astype("int32")
+    x = {
+        "watched": seen[:, :3],
+        "liked": seen[:, 3:],
+        "user": np.concatenate(users)[:rows].astype("int32"),
+    }
+    return x, random.integers(-1, 4, (rows, LIST)).astype("float32")
+
+
+def features(**options: Any) -> dict[str, Any]:
+    """Three features, two of one table.
+
+    Args:
+        options: of the tables.
+    """
+    layers = keras_rs.layers
+    movies = layers.TableConfig(
+        "movies", 40, 4, combiner="mean", initializer=_uniform(1), **options
+    )
+    users = layers.TableConfig("users", 60, 6, initializer=_uniform(2), **options)
+    return {
+        "watched": layers.FeatureConfig("watched", movies, (BATCH, 3), (BATCH, 4)),
+        "liked": layers.FeatureConfig("liked", movies, (BATCH, 2), (BATCH, 4)),
+        "user": layers.FeatureConfig("user", users, (BATCH,), (BATCH, 6)),
+    }
+
+
+def _uniform(seed: int) -> Any:
+    return keras.initializers.RandomUniform(-0.5, 0.5, seed=seed)
+
+
+class Ranking(keras.Model):
+    """Scores of the items of a list.
+
+    Args:
+        options: of the tables.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__()
+        self.embeddings = keras_rs.layers.DistributedEmbedding(features(**options))
+        self.cross = keras_rs.layers.FeatureCross(kernel_initializer=_uniform(3))
+        self.scores = keras.layers.Dense(LIST, kernel_initializer=_uniform(4))
+
+    def call(self, inputs: dict[str, Any]) -> Any:
+        found = self.embeddings(inputs)
+        together = keras.ops.concatenate([found[name] for name in sorted(found)], -1)
+        return self.scores(self.cross(together))
+
+
+def ranking_model(optimizer: Any, loss: Any = None, table_optimizer: Any = None) -> Any:
+    """A compiled model.
+
+    Args:
+        optimizer: the optimizer of `compile`.
+        loss: a loss of keras_rs; None for `PairwiseHingeLoss`.
+        table_optimizer: the optimizer of the tables; None for none.
+    """
+    model = Ranking(**({"optimizer": table_optimizer} if table_optimizer else {}))
+    metrics = keras_rs.metrics
+    model.compile(
+        optimizer,
+        loss or keras_rs.losses.PairwiseHingeLoss(),
+        metrics=[
+            metrics.NDCG(k=3, name="ndcg"),
+            metrics.MeanReciprocalRank(name="mrr"),
+            metrics.PrecisionAtK(k=2, name="precision"),
+        ],
+    )
+    return model
