@@ -540,7 +540,9 @@ def table(results: dict[str, Any]) -> str:
             f"{found['steps']} | {found['difference']:.0e} |"
         )
     for name, seconds in results.get("restarts", {}).items():
-        lines.append(f"| `{name}` | {len(seconds)} | {_times(seconds)} | | | | |")
+        lines.append(
+            f"| restart, `{name}` | {len(seconds)} | {_times(seconds)} | | | | |"
+        )
     return "\n".join(lines)
 
 
