@@ -3,8 +3,11 @@
 Importing it imports the standard library only.
 """
 
+from keras_strategies import cluster
 from keras_strategies.cluster import *
-from keras_strategies.cluster import __all__
+from keras_strategies.processes.ray.resolver import RayClusterResolver
+
+__all__ = [*cluster.__all__, "RayClusterResolver"]
 
 
 def __dir__() -> list[str]:

@@ -29,6 +29,9 @@ DEVICES_PER_WORKER = "KS_DEVICES_PER_WORKER"
 #: for `--elastic`.
 ELASTIC = "KS_ELASTIC"
 
+#: Random name of a run, which all of its workers have; set by Ray's resolver.
+RUN_ID = "KS_RUN_ID"
+
 #: Shared secret of the tasks of a cluster with parameter servers.
 SECRET = "KS_CLUSTER_SECRET"
 

@@ -197,7 +197,7 @@ class ClusterCoordinator:
         Raises:
             ValueError: if the strategy does not start the processes.
         """
-        if not self._cluster.is_local:
+        if not self._cluster.starts_processes:
             raise InvalidArgumentError(
                 "The processes of this cluster are not started by the strategy. Start "
                 "another one with `ks.Server(...).join()` and a new task index."

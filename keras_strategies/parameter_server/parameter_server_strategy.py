@@ -28,6 +28,7 @@ from keras_strategies.parameter_server.coordinator.remote_functions import (
     RemoteFunctions,
 )
 from keras_strategies.parameter_server.engines import parameter_server_engine
+from keras_strategies.parameter_server.ray_processes import start_on_ray
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
@@ -36,6 +37,7 @@ from keras_strategies.parameter_server.variables.variable_registry import (
 )
 from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
 from keras_strategies.parameter_server.wire.variable_description import server_device
+from keras_strategies.processes.ray.resolver import RayClusterResolver
 from keras_strategies.reports.worker_status import TrainingStatus
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import Feature, require
@@ -364,6 +366,8 @@ def _cluster(resolver: ClusterResolver, options: ClusterOptions) -> ProcessClust
     """The cluster of a resolver: local processes, or those of `ks.Server`."""
     if isinstance(resolver, LocalClusterResolver):
         return ProcessCluster(options)
+    if isinstance(resolver, RayClusterResolver) and resolver.is_driver:
+        return start_on_ray(resolver, options)
     if resolver.task_type != "chief":
         raise InvalidArgumentError(
             "Only the coordinator, the task 'chief', creates a "

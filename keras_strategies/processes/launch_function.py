@@ -92,7 +92,8 @@ def launch(
         (directory / CALL).write_bytes(cloudpickle.dumps(call))
         _run(cluster, directory, timeout_seconds)
         return [
-            CallOutcome.read(result_file(directory, i)).value for i in range(workers)
+            CallOutcome.of(result_file(directory, i).read_bytes()).value
+            for i in range(workers)
         ]
 
 
@@ -133,13 +134,9 @@ def _names(tasks: set[LocalTask]) -> str:
 def _check(event: Ended, directory: Path) -> None:
     """Raises the error that ended a worker, unless it has returned."""
     file = result_file(directory, event.task.index)
-    outcome = CallOutcome.read(file) if file.exists() else None
-    if outcome is not None and outcome.traceback:
-        error = outcome.error() or WorkerError(
-            f"{event.task} raised an error that cannot be sent to this process."
-        )
-        error.add_note(f"Raised in {event.task}:\n{outcome.traceback}")
-        raise error
+    outcome = CallOutcome.of(file.read_bytes()) if file.exists() else None
+    if outcome is not None:
+        outcome.raise_error(str(event.task))
     if event.code or outcome is None:
         when = "before" if outcome is None else "after"
         raise WorkerError(

@@ -43,18 +43,25 @@ class CallOutcome:
         """The exception; None if it cannot be unpickled here."""
         return unpickle_exception(self.pickled_error)
 
-    def write(self, file: Path) -> None:
-        """Writes the outcome atomically."""
-        import cloudpickle
-
-        part = file.with_suffix(".part")
-        part.write_bytes(cloudpickle.dumps(self))
-        os.replace(part, file)
-
     @classmethod
-    def read(cls, file: Path) -> CallOutcome:
-        found: CallOutcome = pickle.loads(file.read_bytes())
+    def of(cls, pickled: bytes) -> CallOutcome:
+        """The outcome that `outcome_of` has pickled."""
+        found: CallOutcome = pickle.loads(pickled)
         return found
+
+    def raise_error(self, place: str) -> None:
+        """Raises the exception, if there is one, with its traceback as a note.
+
+        Args:
+            place: str, such as `"worker 1"`.
+        """
+        if not self.traceback:
+            return
+        error = self.error() or WorkerError(
+            f"{place} raised an error that cannot be sent to this process."
+        )
+        error.add_note(f"Raised in {place}:\n{self.traceback}")
+        raise error
 
     @classmethod
     def of_error(cls, error: BaseException) -> CallOutcome:
@@ -64,14 +71,19 @@ class CallOutcome:
         return cls(pickled_error=pickle_exception(error), traceback=text)
 
 
-def main(directory: str, index: int) -> None:
-    """Runs the call as worker `index`; exits with 1 if it raised."""
-    file = result_file(Path(directory), index)
+def outcome_of(pickled: bytes) -> tuple[bytes, bool]:
+    """Runs a pickled call; its pickled outcome, and whether it has returned.
+
+    Args:
+        pickled: bytes, of a function, its arguments and its keyword arguments.
+    """
+    import cloudpickle
+
     try:
-        function, args, kwargs = pickle.loads((Path(directory) / CALL).read_bytes())
+        function, args, kwargs = pickle.loads(pickled)
         value = function(*args, **kwargs)
         try:
-            CallOutcome(value).write(file)
+            return cloudpickle.dumps(CallOutcome(value)), True
         except Exception as error:
             raise WorkerError(
                 f"The function returned a {type(value).__name__}, which cannot be sent "
@@ -79,5 +91,15 @@ def main(directory: str, index: int) -> None:
             ) from error
     except BaseException as error:
         traceback.print_exc()
-        CallOutcome.of_error(error).write(file)
+        return cloudpickle.dumps(CallOutcome.of_error(error)), False
+
+
+def main(directory: str, index: int) -> None:
+    """Runs the call as worker `index`; exits with 1 if it raised."""
+    outcome, has_returned = outcome_of((Path(directory) / CALL).read_bytes())
+    file = result_file(Path(directory), index)
+    part = file.with_suffix(".part")
+    part.write_bytes(outcome)
+    os.replace(part, file)
+    if not has_returned:
         sys.exit(1)

@@ -16,7 +16,7 @@ from keras_strategies.cluster import (
     LocalClusterResolver,
     SimpleClusterResolver,
 )
-from keras_strategies.cluster.environment import ELASTIC
+from keras_strategies.cluster.environment import ELASTIC, RUN_ID
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Membership
@@ -33,6 +33,7 @@ from keras_strategies.collectives.cross_device_ops import (
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
+from keras_strategies.processes.ray.resolver import RayClusterResolver
 from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
@@ -183,6 +184,12 @@ def join_workers(
             "starts itself. Start workers of MultiWorkerMirroredStrategy with "
             "`keras-strategies launch --workers N script.py` or ks.launch."
         )
+    if isinstance(resolver, RayClusterResolver) and resolver.is_driver:
+        raise ClusterError(
+            "RayClusterResolver starts the workers of MultiWorkerMirroredStrategy with "
+            "its method `run`: make the strategy in a function `train`, and call "
+            "`resolver.run(train)`."
+        )
     spec = resolver.cluster_spec()
     resolver.check_task()
     if resolver.task_type == "evaluator" or resolver.num_workers == 1:
@@ -268,6 +275,9 @@ def _is_port_shared(resolver: ClusterResolver) -> bool:
 
 def _job(addresses: list[str], resolver: ClusterResolver) -> str:
     """An identifier of the run from the environment, if any."""
+    if os.environ.get(RUN_ID):
+        # Elastic workers may have other addresses later.
+        return os.environ[RUN_ID]
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
     found = [os.environ.get(name, "") for name in names]
     count = str(resolver.num_workers)

@@ -33,6 +33,7 @@ ONCE = (
     # Bytes on their way, and processes that meet: no backend has a part in it.
     "tests/parameter_server/test_local_cluster.py",
     "tests/parameter_server/test_server.py",
+    "tests/ray_engine/test_smoke.py",
 )
 
 GROUP_SECONDS = 45.0

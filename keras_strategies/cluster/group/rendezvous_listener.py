@@ -70,13 +70,15 @@ class RendezvousListener:
         on_end: Callable[[int], None],
         on_newcomer: Callable[[], None],
     ):
-        self.addresses = settings.addresses
+        # Of workers that are replaced elsewhere, those of the latest processes.
+        self.addresses = list(settings.addresses)
         self.index = settings.index
         self.limits = settings.limits
         self.job = settings.job_id
         self.uid = f"{os.getpid()}-{secrets.token_hex(8)}"
         same = json.loads(json.dumps(settings.same))
-        self.info = {"same": same, "pid": os.getpid()}
+        own = self.addresses[self.index]
+        self.info = {"same": same, "pid": os.getpid(), "address": own}
         self._on_end = on_end
         self._on_newcomer = on_newcomer
         self.changed = threading.Condition()
@@ -316,6 +318,8 @@ class RendezvousListener:
             self.phase = RUNNING
             self.generation = facts["generation"]
             members = facts["members"]
+            for each in members:
+                self.addresses[each["index"]] = each["address"]
             self.previous = {each["index"]: each["uid"] for each in members}
             self.chief = members[0]["index"]
             self.leads = False

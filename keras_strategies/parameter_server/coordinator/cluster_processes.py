@@ -1,9 +1,9 @@
-"""Processes of a local cluster: start, kill and reports of their ends."""
+"""Processes of a cluster: start, kill and reports of their ends."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
-import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,11 +32,33 @@ class ProcessCall:
     arguments: dict[str, Any]
 
 
-class ClusterProcesses:
+class TaskProcesses(abc.ABC):
+    """Processes of workers and parameter servers, which end with this object.
+
+    `start` is called by one thread, and they end with it.
+    """
+
+    @abc.abstractmethod
+    def start(self, task: LocalTask) -> None:
+        """Starts a process; its kind is `"worker"` or `"ps"`."""
+
+    @abc.abstractmethod
+    def kill(self, task: LocalTask) -> None:
+        """Kills a process, also if it is stopped."""
+
+    @abc.abstractmethod
+    def ended(self) -> Iterator[tuple[LocalTask, str]]:
+        """The processes that have ended since the last call, and the reasons."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends all processes and waits for them."""
+
+
+class ClusterProcesses(TaskProcesses):
     """Workers and parameter servers on this machine.
 
-    They end with this object, and also if this process is killed. `start` is called by
-    one thread, and they end with it.
+    They also end if this process is killed.
 
     Args:
         call_of: callable of a task that returns its `ProcessCall`.
@@ -57,35 +79,36 @@ class ClusterProcesses:
         )
 
     def start(self, task: LocalTask) -> None:
-        """Starts a process; its kind is `"worker"` or `"ps"`."""
         call = self._call_of(task)
         arguments = {"entry": call.entry, "arguments": call.arguments}
         command = function_command(_ENTRY, arguments)
         self._launcher.start(task, command, self._environment)
 
     def kill(self, task: LocalTask) -> None:
-        """Kills a process, also if it is stopped."""
         self._launcher.kill(task)
 
     def ended(self) -> Iterator[tuple[LocalTask, str]]:
-        """The processes that have ended since the last call, and the reasons."""
         while (event := self._launcher.next_event(0.0)) is not None:
             if isinstance(event, Ended):
                 is_error = event.code > 0 and event.last_error
                 yield event.task, event.last_error if is_error else f"it {event.how}"
 
     def close(self) -> None:
-        """Ends all processes and waits for them."""
         self._open.close()
 
 
-def environment(threads: int) -> dict[str, str]:
-    """Environment variables of a cluster's processes."""
+def environment(threads: int, outer: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of a cluster's processes.
+
+    Args:
+        threads: int, threads of each process.
+        outer: the environment around, which is extended.
+    """
     import keras
 
     found = {
         **QUIET,
-        **os.environ,
+        **outer,
         "KERAS_BACKEND": keras.backend.backend(),
         # No mapping of memory for the large arrays of each step.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),

@@ -17,6 +17,7 @@ from keras_strategies.errors import SnapshotError
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
     ClusterProcesses,
     ProcessCall,
+    TaskProcesses,
     environment,
 )
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
@@ -60,6 +61,8 @@ class ProcessCluster:
         control: str, the coordinator's address; None for a local cluster.
         addresses: list of str, the servers'; None for a local cluster.
         keys: `Keys` where addresses are not local.
+        start_processes: called with `ProcessCluster.process_call`; returns the
+            processes on other machines. None if they are started elsewhere.
     """
 
     def __init__(
@@ -68,14 +71,17 @@ class ProcessCluster:
         control: str | None = None,
         addresses: list[str] | None = None,
         keys: Keys | None = None,
+        start_processes: Callable[[Callable[[LocalTask], ProcessCall]], TaskProcesses]
+        | None = None,
     ):
         self.options = options
         self._is_closed = False
         self._close_lock = threading.Lock()
         self._folder = _private_folder()
         folder = Path(self._folder.name)
-        #: Whether this process starts the other ones.
-        self.is_local = is_local = control is None
+        is_local = control is None
+        self._is_local = is_local
+        self._keys = keys
         self._addresses = ServerAddresses(
             addresses or [self._address(i) for i in range(options.servers)]
         )
@@ -89,10 +95,19 @@ class ProcessCluster:
         #: str, the name of the coordinator among the servers.
         self.name = secrets.token_hex(8)
         self._service = Service(control or f"ipc://{folder}/control", keys)
-        self._processes: ClusterProcesses | None = None
+        self._processes: TaskProcesses | None = None
         if is_local:
             threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
-            self._processes = ClusterProcesses(self._call, environment(threads))
+            self._processes = ClusterProcesses(
+                self.process_call, environment(threads, os.environ)
+            )
+        elif start_processes is not None:
+            try:
+                self._processes = start_processes(self.process_call)
+            except BaseException:
+                self._service.close()
+                self._folder.cleanup()
+                raise
         self.local = CoordinatorVariables()
         self.scheduler = Scheduler(
             self._service,
@@ -104,7 +119,7 @@ class ProcessCluster:
             options.pull_ahead,
             options.silence_seconds,
             # A server that was started elsewhere reports whether it was restored.
-            can_restore=self._snapshots is not None or not is_local,
+            can_restore=self._snapshots is not None or self._processes is None,
             name=self.name,
             addresses=self._addresses,
             on_snapshot_error=options.on_snapshot_error,
@@ -137,8 +152,8 @@ class ProcessCluster:
             warn_user(f"{error.text} Training continues without snapshots.")
 
     def _address(self, server: int) -> str:
-        """The address of a server on this machine."""
-        return f"ipc://{self._folder.name}/ps-{server}"
+        """Where a server listens; `""` for a free port of another machine."""
+        return "" if not self._is_local else f"ipc://{self._folder.name}/ps-{server}"
 
     @property
     def starts_processes(self) -> bool:
@@ -169,19 +184,19 @@ class ProcessCluster:
         """Sends each worker the placement of variables before its next task."""
         self.scheduler.place(self._addresses, shards)
 
-    def _call(self, task: LocalTask) -> ProcessCall:
-        """The function that a process of this machine calls."""
+    def process_call(self, task: LocalTask) -> ProcessCall:
+        """The function that a process of a task calls."""
         common: dict[str, Any] = {
             "index": task.index,
             "incarnation": task.incarnation,
             "control": self._service.address,
-            "keys": None,
+            "keys": self._keys,
         }
         entry: Callable[..., None]
         if task.job == "ps":
             entry = run_server
             common |= {
-                "address": self._addresses[task.index],
+                "address": self._address(task.index),
                 "snapshots": self._snapshots,
                 "interval": self.options.snapshot_seconds,
             }

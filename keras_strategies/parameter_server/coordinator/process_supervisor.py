@@ -10,7 +10,7 @@ from typing import Any
 from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ServerLostError, WorkerError
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
-    ClusterProcesses,
+    TaskProcesses,
 )
 from keras_strategies.parameter_server.coordinator.cluster_state import (
     ServerState,
@@ -48,7 +48,7 @@ class ProcessSupervisor:
         self,
         workers: int,
         servers: int,
-        processes: ClusterProcesses | None,
+        processes: TaskProcesses | None,
         silence: float,
         can_restore: bool,
         name: str,

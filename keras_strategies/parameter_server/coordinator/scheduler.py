@@ -17,7 +17,7 @@ from keras_strategies.errors import (
     WorkerError,
 )
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
-    ClusterProcesses,
+    TaskProcesses,
 )
 from keras_strategies.parameter_server.coordinator.cluster_state import (
     QueuedTask,
@@ -75,7 +75,7 @@ class Scheduler:
         service: Service,
         workers: int,
         servers: int,
-        processes: ClusterProcesses | None,
+        processes: TaskProcesses | None,
         local: CoordinatorVariables,
         max_staleness: int | None,
         pulls_ahead: bool,
