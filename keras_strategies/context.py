@@ -184,6 +184,22 @@ class ReplicaContext:
         """Concatenates batch statistics of all replicas along axis 0."""
         return self.all_gather(value, axis=0)
 
+    def with_gradient(
+        self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
+    ) -> Any:
+        """Calls a function of a tensor that has its own gradient.
+
+        Args:
+            fn: returns a tuple of tensors, and the gradient of the argument as a
+                function of theirs. Engines on which operations of the gradient cost
+                little leave it to the framework, so `fn` must be differentiable.
+            tensor: the argument.
+
+        Returns:
+            The tuple of tensors.
+        """
+        return self._collectives.with_gradient(fn, tensor)
+
     def merge_call(
         self,
         merge_fn: Callable[..., Any],

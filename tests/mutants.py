@@ -129,6 +129,36 @@ MUTANTS = [
         {"tensorflow": f"{EXACTNESS}[size_3-mirrored_2]"},
     ),
     Mutant(
+        "statistics_of_copies_not_received",
+        "engines/tensorflow/data_parallel/graph_copies.py",
+        "                    copy.set(before, after)\n        return results",
+        "                    pass\n        return results",
+        {
+            "tensorflow": "tests/backends/test_tensorflow_copies.py"
+            " -k copies_exchange_statistics"
+        },
+    ),
+    Mutant(
+        "gradient_of_batch_statistics_local",
+        "training/batch_norm.py",
+        "replica.all_reduce(ReduceOp.SUM, ops.stack([of_mean, of_variance]))",
+        "ops.stack([of_mean, of_variance])",
+        {
+            "tensorflow": "tests/backends/test_tensorflow_copies.py"
+            " -k copies_exchange_statistics"
+        },
+    ),
+    Mutant(
+        "assigned_values_not_checked",
+        "runtime/row_checks/layer_checks.py",
+        "    return not any(_differing_updates(probe, [found, found], tolerance))",
+        "    return True",
+        {
+            "torch": "tests/test_rows_that_depend_on_each_other.py"
+            " -k assigned_rows_are_noticed"
+        },
+    ),
+    Mutant(
         "clipped_before_the_sum",
         "training/model_hooks.py",
         "        replica.strategy.drivers.run.apply_gradients(",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_strategies.context import ReplicaContext
+from keras_strategies.types import ReduceOp
 
 
 def replica_moments(
@@ -30,26 +33,65 @@ def replica_moments(
     Returns:
         Two tensors of shape `(channels,)`, equal on all replicas; differentiable.
     """
-    axes = [i for i in range(len(inputs.shape)) if i != layer.axis % len(inputs.shape)]
+    channel = layer.axis % len(inputs.shape)
+    axes = [i for i in range(len(inputs.shape)) if i != channel]
     if mask is None:
-        weights = ops.ones_like(inputs)
-        tiny = 0.0
-    else:
-        weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
-        weights = ops.broadcast_to(weights, ops.shape(inputs))
-        inputs = ops.where(ops.cast(weights, "bool"), inputs, 0)
-        # Keras adds it to the count of a masked batch, on one device too.
-        tiny = keras.config.epsilon()
-    count = ops.sum(weights, axes, keepdims=True)
-    mean = ops.sum(inputs, axes, keepdims=True) / ops.maximum(count, 1.0)
-    spread = ops.sum(weights * ops.square(inputs - mean), axes, keepdims=True)
+        return replica.with_gradient(
+            lambda inputs: _moments(replica, inputs, axes), inputs
+        )
+    weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
+    weights = ops.broadcast_to(weights, ops.shape(inputs))
+    inputs = ops.where(ops.cast(weights, "bool"), inputs, 0)
+    count = ops.sum(weights, axes)
+    mean = ops.sum(inputs, axes) / ops.maximum(count, 1.0)
+    deviations = inputs - _along(mean, inputs, axes)
+    spread = ops.sum(weights * ops.square(deviations), axes)
+    # Keras adds it to the count of a masked batch, on one device too.
+    tiny = keras.config.epsilon()
+    mean, variance, _ = _combined(replica, count, mean, spread, tiny)
+    return mean, variance
 
-    flat = [ops.reshape(value, (1, -1)) for value in (count, mean, spread)]
-    every = replica.gather_batch_statistics(ops.stack(flat, axis=1))
-    counts, means, spreads = every[:, 0], every[:, 1], every[:, 2]
 
+def _moments(
+    replica: ReplicaContext, inputs: Any, axes: list[int]
+) -> tuple[tuple[Any, Any], Callable[[Any, Any], Any]]:
+    """Mean and variance without a mask, and their gradient."""
+    shape = ops.shape(inputs)
+    # Tensors last: in a program for any number of rows, one multiplication.
+    positions = math.prod(sorted((shape[i] for i in axes), key=ops.is_tensor))
+    total = ops.sum(inputs, axes)
+    count = ops.full_like(total, positions)
+    mean = total / ops.maximum(count, 1.0)
+    spread = ops.sum(ops.square(inputs - _along(mean, inputs, axes)), axes)
+    mean, variance, total = _combined(replica, count, mean, spread)
+
+    def gradient(of_mean: Any, of_variance: Any) -> Any:
+        both = replica.all_reduce(ReduceOp.SUM, ops.stack([of_mean, of_variance]))
+        of_mean, of_variance = ops.unstack(both / total)
+        deviations = inputs - _along(mean, inputs, axes)
+        slope = _along(2.0 * of_variance, inputs, axes)
+        return _along(of_mean, inputs, axes) + slope * deviations
+
+    return (mean, variance), gradient
+
+
+def _combined(
+    replica: ReplicaContext, count: Any, mean: Any, spread: Any, tiny: float = 0.0
+) -> tuple[Any, Any, Any]:
+    """Mean, variance and count of all replicas, from those of each one."""
+    own = ops.stack([count, mean, spread])
+    every = replica.gather_batch_statistics(ops.expand_dims(own, 0))
+    counts, means, spreads = ops.unstack(every, axis=1)
     total = ops.sum(counts, 0) + tiny
     global_mean = ops.sum(counts * means, 0) / total
     between = counts * ops.square(means - global_mean)
-    variance = ops.sum(spreads + between, 0) / total
-    return global_mean, variance
+    return global_mean, ops.sum(spreads + between, 0) / total, total
+
+
+def _along(values: Any, inputs: Any, axes: list[int]) -> Any:
+    """Values of the channels in a shape that broadcasts to that of the inputs."""
+    if axes == list(range(len(axes))):
+        return values
+    return ops.reshape(
+        values, [1 if i in axes else -1 for i in range(len(inputs.shape))]
+    )

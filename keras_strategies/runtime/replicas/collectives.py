@@ -44,6 +44,19 @@ class ReplicaCollectives(abc.ABC):
             The component of this replica (`call_merged`).
         """
 
+    def with_gradient(
+        self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
+    ) -> Any:
+        """Calls a function of a tensor that has its own gradient.
+
+        Args:
+            fn: returns a tuple of tensors, and the gradient of the argument as a
+                function of theirs. It is not used here: the framework has another.
+            tensor: the argument.
+        """
+        results, _ = fn(tensor)
+        return results
+
 
 def call_merged(
     merge: Callable[..., Any], arguments: Sequence[MergeArguments]

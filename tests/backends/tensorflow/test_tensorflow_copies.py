@@ -38,6 +38,31 @@ class Counted(layers.Layer):
         return self.then(ops.tanh(x @ self.kernel))
 
 
+class Normalized(Counted):
+    """Normalizes batches twice: replicas exchange statistics, and their gradients.
+
+    Args:
+        between: function of tensors that is called between the normalizations.
+        then: function of tensors that is called after them.
+    """
+
+    def __init__(self, between=None, then=None, **arguments):
+        super().__init__(then, **arguments)
+        self.between = between or (lambda x: x)
+
+    def build(self, shape):
+        self.norms = [layers.BatchNormalization() for _ in range(2)]
+        for norm in self.norms:
+            norm.build((*shape[:-1], 3))
+        super().build(shape)
+
+    def call(self, x, training=None):
+        self.traces += not tf.executing_eagerly()
+        x = self.between(self.norms[0](x @ self.kernel, training=training))
+        self.calls.assign_add(1.0)
+        return self.then(self.norms[1](ops.tanh(x), training=training))
+
+
 def scaled_gradient(x):
     """A custom gradient that refers to a tensor of its own call."""
     factor = ops.exp(x)
@@ -118,6 +143,57 @@ def test_four_replicas_with_uneven_rows(rows):
     found = trained(four(), scaled_gradient, rows, batch_size=8)
     one = trained(ks.OneDeviceStrategy("cpu:0"), scaled_gradient, rows, batch_size=8)
     assert_same(found, one)
+
+
+def distinct(x):
+    """Reads which replica it is on, so that each replica is traced."""
+    return x + 0.0 * replica_id(x)
+
+
+def centered(x):
+    """Subtracts the mean of all replicas' rows, by a collective of the user's."""
+    replica = ks.get_replica_context()
+    every = x if replica is None else replica.all_gather(x, axis=0)
+    return ops.square(x - ops.mean(every, axis=0))
+
+
+def normalized(strategy, between, then, eager=False):
+    """Weights and traces after two steps on 11 rows."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(11, 4)).astype("float32")
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layer = Normalized(between, then)
+        model = keras.Sequential([keras.Input((4,)), layer])
+        model.compile(keras.optimizers.SGD(0.5), "mse", run_eagerly=eager)
+    layer.traces = 0
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :3])).batch(11).repeat(2)
+    model.fit(data, epochs=1, verbose=0)
+    return model.get_weights(), layer.traces
+
+
+ONLY_NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("between", "then", "count", "traces"),
+    [
+        (scaled_gradient, centered, 2, 1),
+        # The second replica is traced after what it has exchanged as a copy.
+        (None, in_a_program, 2, 2),
+        pytest.param(in_a_program, scaled_gradient, 2, 2, marks=ONLY_NIGHTLY),
+        pytest.param(distinct, scaled_gradient, 2, 2, marks=ONLY_NIGHTLY),
+        pytest.param(scaled_gradient, None, 4, 1, marks=ONLY_NIGHTLY),
+        pytest.param(scaled_gradient, in_a_program, 4, 4, marks=ONLY_NIGHTLY),
+    ],
+)
+def test_copies_exchange_statistics(between, then, count, traces):
+    strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+    found = normalized(strategy, between, then)
+    one = normalized(ks.OneDeviceStrategy("cpu:0"), between, then, eager=True)
+    for own, expected in zip(found[0], one[0], strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=2e-6)
+    assert found[1] == traces
 
 
 class Outputs(layers.Layer):

@@ -3,6 +3,9 @@
 Replicas run the same Python code on slices of the same shape, so that the operations
 of all but the first differ only in their inputs. Tracing them again costs as much as
 the first time; TensorFlow's importer of graphs adds a copy in a fraction of that.
+
+At a collective, the first replica's operations up to there are copied for all others,
+whose values the collective combines as it does those of traced replicas.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
 from keras_strategies import context
+from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
+    Combine,
     LockstepCollectives,
 )
 from keras_strategies.errors import ReplicaMismatchError
@@ -26,7 +31,7 @@ from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaS
 
 
 class TracedOperations:
-    """The operations that are added to the current graph until `end` is called."""
+    """The operations that are added to the current graph, in segments."""
 
     def __init__(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
@@ -38,26 +43,35 @@ class TracedOperations:
         self._ranges.append((self._start, start))
         self._start = self.graph.num_operations()
 
-    def end(self) -> None:
-        """Called when the last operation has been added."""
+    def segment(self) -> list[Any]:
+        """The operations since the trace or the last segment began."""
         self.skip(self.graph.num_operations())
         every = self.graph.get_operations()
+        ranges, self._ranges = self._ranges, []
         # Placeholders are what the graph captures; all copies use the same.
-        self.all = [
+        return [
             operation
-            for start, end in self._ranges
+            for start, end in ranges
             for operation in every[start:end]
             if operation.type != "Placeholder"
         ]
 
-    def can_be_copied(self) -> bool:
-        """Whether a copy computes what tracing again would compute.
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the operations that are added in the context."""
+        start = self.graph.num_operations()
+        yield
+        self.skip(start)
 
-        Not so with state: random numbers by a seed in the operation, variables that
-        are not Keras's, Python functions.
-        """
-        kinds = {operation.type: operation for operation in self.all}
-        return not any(map(_cannot_be_copied, kinds.values()))
+
+def _can_be_copied(operations: Sequence[Any]) -> bool:
+    """Whether a copy computes what tracing again would compute.
+
+    Not so with state: random numbers by a seed in the operation, variables that are not
+    Keras's, Python functions.
+    """
+    kinds = {operation.type: operation for operation in operations}
+    return not any(map(_cannot_be_copied, kinds.values()))
 
 
 def _cannot_be_copied(operation: Any) -> bool:
@@ -91,14 +105,17 @@ class GraphCopy:
             return tf.IndexedSlices(*map(self.of, parts))
         return self._copies.get(id(value), (value, value))[1]
 
-    def add(self, traced: TracedOperations) -> None:
-        """Copies operations in the current graph, on the current device."""
-        names = {operation.name for operation in traced.all}
-        captured = self._captured(traced.graph)
+    def add(self, operations: Sequence[Any]) -> None:
+        """Copies operations of the current graph, on the current device."""
+        if not operations:
+            return
+        graph = tf.compat.v1.get_default_graph()
+        names = {operation.name for operation in operations}
+        captured = self._captured(graph)
         definition = graph_pb2.GraphDef()
-        definition.versions.CopyFrom(traced.graph.graph_def_versions)
+        definition.versions.CopyFrom(graph.graph_def_versions)
         inputs: dict[str, Any] = {}
-        for operation in traced.all:
+        for operation in operations:
             node = definition.node.add()
             node.CopyFrom(operation.node_def)
             node.attr.pop("_class", None)
@@ -113,10 +130,10 @@ class GraphCopy:
         copied = tf.graph_util.import_graph_def(
             definition,
             inputs,
-            [operation.name for operation in traced.all],
+            [operation.name for operation in operations],
             name="copy",
         )
-        for operation, copy in zip(traced.all, copied, strict=True):
+        for operation, copy in zip(operations, copied, strict=True):
             for before, after in zip(operation.outputs, copy.outputs, strict=True):
                 after.set_shape(before.shape)
                 self.set(before, after)
@@ -157,10 +174,14 @@ class ReplicaOfAny(context.ReplicaContext):
 class ForwardTrace:
     """One replica's call of the layer, in the graph."""
 
+    replica: ReplicaOfAny
     replica_id: int
     operations: TracedOperations
-    # Variables with what TensorFlow has for them, and the values that were read.
+    # Variables with what TensorFlow has for them, and the values that were read, since
+    # the last segment.
     reads: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    # The operations after the last collective.
+    rest: list[Any] = field(default_factory=list)
     result: Any = None
     can_be_copied: bool = False
 
@@ -187,20 +208,23 @@ class ReplicaTraces:
         self._read = read
         self._collectives = collectives
         self._forward: dict[int, ForwardTrace] = {}
-        self._backward: dict[int, tuple[TracedOperations, list[Any]]] = {}
+        self._backward: dict[int, tuple[TracedOperations, list[Any], list[Any]]] = {}
         self._copies: dict[int, tuple[int, GraphCopy]] = {}
-        self._given: Sequence[Sequence[Any]] = ()
+        self._is_backward = False
+        collectives.copied_exchange = self.exchange
 
     @contextlib.contextmanager
     def tracing(self, replica: ReplicaOfAny, replica_id: int) -> Iterator[ForwardTrace]:
         """Entered in a graph around a replica's call, whose result is set in it."""
-        trace = self._forward[replica_id] = ForwardTrace(replica_id, TracedOperations())
+        trace = ForwardTrace(replica, replica_id, TracedOperations())
+        self._forward[replica_id] = trace
+        self._copies.pop(replica_id, None)
         yield trace
-        trace.operations.end()
+        trace.rest = trace.operations.segment()
         trace.can_be_copied = (
             not replica.is_distinct
-            and not self._collectives.was_used
-            and trace.operations.can_be_copied()
+            and not self._collectives.was_used_by(replica_id)
+            and _can_be_copied(trace.rest)
             and all(_is_simple(leaf) for leaf in trace.result.leaves)
         )
 
@@ -209,50 +233,112 @@ class ReplicaTraces:
         trace = self._forward.get(replica_id)
         if trace is None:
             return self._read(replica_id, variable, raw)
-        start = trace.operations.graph.num_operations()
-        local = self._read(replica_id, variable, raw)
-        trace.operations.skip(start)
+        with trace.operations.paused():
+            local = self._read(replica_id, variable, raw)
         trace.reads.append((variable, raw, local))
         return local
 
     def template(self, replica_id: int) -> ForwardTrace | None:
         """The trace of another replica that holds for this one, too."""
-        own = [_kind(tensor) for tensor in self._slices[replica_id]]
         for trace in self._forward.values():
-            if trace.can_be_copied and own == [
-                _kind(tensor) for tensor in self._slices[trace.replica_id]
-            ]:
+            if trace.can_be_copied and self._are_alike(trace.replica_id, replica_id):
                 return trace
         return None
 
+    def _are_alike(self, one: int, other: int) -> bool:
+        kinds = [[_kind(part) for part in self._slices[i]] for i in (one, other)]
+        return kinds[0] == kinds[1]
+
     def copied_forward(self, trace: ForwardTrace, replica_id: int) -> ReplicaResult:
         """Results and updates of a replica's call, copied from another replica's."""
-        copy = GraphCopy(self._devices[trace.replica_id])
-        self._copies[replica_id] = trace.replica_id, copy
-        pairs = zip(
-            self._slices[trace.replica_id], self._slices[replica_id], strict=True
-        )
-        for before, after in pairs:
-            copy.set(before, after)
+        copy = self._add_forward(trace, trace.rest, replica_id)
+        return _copied_result(trace.result, copy)
+
+    def _add_forward(
+        self, trace: ForwardTrace, operations: Sequence[Any], replica_id: int
+    ) -> GraphCopy:
+        """Copies the next operations of a replica's call for another replica."""
+        template = trace.replica_id
+        if replica_id not in self._copies:
+            copy = GraphCopy(self._devices[template])
+            self._copies[replica_id] = template, copy
+            pairs = zip(self._slices[template], self._slices[replica_id], strict=True)
+            for before, after in pairs:
+                copy.set(before, after)
+        _, copy = self._copies[replica_id]
         for variable, raw, local in trace.reads:
             copy.set(local, self._read(replica_id, variable, raw))
-        copy.add(trace.operations)
-        return _copied_result(trace.result, copy)
+        copy.add(operations)
+        return copy
+
+    # Collectives.
+
+    def exchange(self, values: Sequence[Any], combine: Combine) -> list[Any] | None:
+        """The results of a collective, in which copies take the others' parts.
+
+        Args:
+            values: what replica 0 exchanges.
+            combine: makes the results of all replicas of what they exchange.
+
+        Returns:
+            The result of each replica; None where another one is no copy.
+        """
+        if tf.executing_eagerly():
+            return None
+        forward = self._forward[0]
+        operations = self._backward[0][0] if self._is_backward else forward.operations
+        segment = operations.segment()
+        if not self._can_follow(forward, segment):
+            return None
+        every: list[Any] = [values]
+        with compat.without_recording(), operations.paused():
+            for i in range(1, len(self._slices)):
+                with tf.device(self._devices[i]):
+                    if self._is_backward:
+                        _, copy = self._copies[i]
+                        copy.add(segment)
+                    else:
+                        copy = self._add_forward(forward, segment, i)
+                every.append([copy.of(value) for value in values])
+            results = list(combine(every))
+        forward.reads.clear()
+        for i, (_, copy) in self._copies.items():
+            parts = tf.nest.flatten(results[0]), tf.nest.flatten(results[i])
+            for before, after in zip(*parts, strict=True):
+                if isinstance(before, tf.Tensor):
+                    copy.set(before, after)
+        return results
+
+    def _can_follow(self, forward: ForwardTrace, segment: Sequence[Any]) -> bool:
+        """Whether all other replicas are copies of replica 0 up to here."""
+        if self._is_backward:
+            templates = [template for template, _ in self._copies.values()]
+            return templates == [0] * (len(self._slices) - 1)
+        return (
+            not forward.replica.is_distinct
+            and all(self._are_alike(0, i) for i in range(len(self._slices)))
+            and _can_be_copied(segment)
+        )
+
+    # Gradients.
 
     def set_given(self, given: Sequence[Sequence[Any]]) -> None:
         """Declares the gradients, by output, that the replicas are given."""
-        self._given = given
+        self._is_backward = True
         self._backward.clear()
+        for replica_id, (template, copy) in self._copies.items():
+            for parts in given:
+                copy.set(parts[template], parts[replica_id])
 
     def backward(self, replica_id: int, task: Callable[[], list[Any]]) -> list[Any]:
         """The gradients of a replica, traced or copied as its call was."""
         if tf.executing_eagerly():
             return task()
         if replica_id not in self._copies:
-            operations = TracedOperations()
-            gradients = task()
-            operations.end()
-            self._backward[replica_id] = operations, gradients
+            operations, gradients, rest = TracedOperations(), [], []
+            self._backward[replica_id] = operations, gradients, rest
+            gradients += task()
+            rest += operations.segment()
             return gradients
         template, copy = self._copies[replica_id]
         if template not in self._backward:
@@ -260,10 +346,8 @@ class ReplicaTraces:
                 "A collective was called in the gradient of a layer, and none in its "
                 "call. Call a collective in the layer's `call`, too."
             )
-        operations, gradients = self._backward[template]
-        for parts in self._given:
-            copy.set(parts[template], parts[replica_id])
-        copy.add(operations)
+        _, gradients, rest = self._backward[template]
+        copy.add(rest)
         return [copy.of(gradient) for gradient in gradients]
 
 

@@ -11,6 +11,7 @@ It is used for this alone: Keras never sees a `tf.distribute` strategy.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,6 +34,12 @@ from keras_strategies.runtime.replicas.collectives import (
 )
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
+
+#: Makes the results of all replicas from their values, in their order.
+Combine = Callable[[list[Any]], Sequence[Any]]
+#: Makes the results of all replicas from the values of replica 0 and a `Combine`; None
+#: if the others are no copies of it.
+CopiedExchange = Callable[[Sequence[Any], Combine], list[Any] | None]
 
 
 class NestedCollectiveError(ReplicaError):
@@ -137,25 +144,43 @@ class LockstepCollectives(ReplicaCollectives):
         self._arrived: list[Any] = [None] * len(devices)
         self._results: list[Any] = [None] * len(devices)
         self._graph: Any = None
-        #: Whether a collective was called since `begin`.
-        self.was_used = False
+        #: Called in collectives of replica 0.
+        self.copied_exchange: CopiedExchange | None = None
+        self.begin()
 
     def begin(self) -> None:
         """Notes where the replicas run: forward, backward, or in another graph."""
         self._graph = _current_graph()
-        self.was_used = False
+        # Kinds and results of collectives that replica 0 has made for all.
+        self._copied: list[tuple[str, list[Any]]] = []
+        self._calls = [0] * len(self._devices)
+
+    def was_used_by(self, replica_id: int) -> bool:
+        """Whether a replica has called a collective since `begin`.
+
+        Not so if it has made the results for all.
+        """
+        made = len(self._copied) if replica_id == 0 else 0
+        return self._calls[replica_id] > made
 
     def exchange(
         self,
         replica_id: int,
         kind: str,
         value: Any,
-        combine: Callable[[list[Any]], Sequence[Any]],
+        combine: Combine,
+        is_of_tensors: bool = True,
     ) -> Any:
-        """Exchanges values with the other replicas; `combine` makes all results.
+        """Exchanges values with the other replicas.
 
-        `combine` is called once, in the thread that runs the replicas, with what
-        all of them left, in their order.
+        Args:
+            replica_id: int, the number of the calling replica.
+            kind: str, the collective, for messages.
+            value: what this replica exchanges.
+            combine: called once, with the values of all replicas in their order, in the
+                thread that runs the replicas, or in that of replica 0 if the others are
+                copies.
+            is_of_tensors: bool, whether the value is a list of tensors.
         """
         if _current_graph() is not self._graph:
             raise NestedCollectiveError(
@@ -163,23 +188,38 @@ class LockstepCollectives(ReplicaCollectives):
                 "the function that the replicas run. TensorFlow supports no "
                 "collectives of replicas there. Call it outside."
             )
-        self.was_used = True
+        call = self._calls[replica_id]
+        self._calls[replica_id] += 1
+        if call < len(self._copied):
+            # Of a replica that is traced although others were copies until here.
+            expected, results = self._copied[call]
+            _check_kinds([expected, kind])
+            return results[replica_id]
+        if (
+            replica_id == 0
+            and is_of_tensors
+            and call == len(self._copied)
+            and self.reduction is None
+            and self.copied_exchange is not None
+        ):
+            own = functools.partial(self._combined, combine)
+            found = self.copied_exchange(value, own)
+            if found is not None:
+                self._copied.append((kind, found))
+                return found[0]
         self._arrived[replica_id] = (kind, value)
 
         def exchange(_: Any) -> None:
-            kinds = [kind for kind, _ in self._arrived]
-            if len(set(kinds)) > 1:
-                raise ReplicaMismatchError(
-                    f"Replicas called different collectives: {', '.join(kinds)}, in "
-                    "the order of replicas. All replicas must make the same "
-                    "collective calls in the same order."
-                )
-            with tf.device(self._lead):
-                self._results = list(combine([value for _, value in self._arrived]))
+            _check_kinds([kind for kind, _ in self._arrived])
+            self._results = self._combined(combine, [v for _, v in self._arrived])
 
         tf.distribute.get_replica_context().merge_call(exchange)
         result, self._results[replica_id] = self._results[replica_id], None
         return result
+
+    def _combined(self, combine: Combine, values: list[Any]) -> list[Any]:
+        with tf.device(self._lead):
+            return list(combine(values))
 
     def _here(self, replica_id: int, tensor: Any) -> Any:
         # Nothing before this belongs to the gradient: collectives define their own.
@@ -248,6 +288,11 @@ class LockstepCollectives(ReplicaCollectives):
 
         return list(gathered(*tensors))
 
+    def with_gradient(
+        self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
+    ) -> Any:
+        return custom_gradient(fn)(tensor)
+
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
@@ -255,7 +300,16 @@ class LockstepCollectives(ReplicaCollectives):
             with self._merging():
                 return call_merged(merge, arguments)
 
-        return self.exchange(replica, "merge_call", arguments, merged)
+        return self.exchange(replica, "merge_call", arguments, merged, False)
+
+
+def _check_kinds(kinds: Sequence[str]) -> None:
+    if len(set(kinds)) > 1:
+        raise ReplicaMismatchError(
+            f"Replicas called different collectives: {', '.join(kinds)}, in the order "
+            "of replicas. All replicas must make the same collective calls in the same "
+            "order."
+        )
 
 
 def _current_graph() -> Any:
