@@ -134,7 +134,7 @@ MUTANTS = [
         "                    copy.set(before, after)\n        return results",
         "                    pass\n        return results",
         {
-            "tensorflow": "tests/backends/test_tensorflow_copies.py"
+            "tensorflow": "tests/backends/tensorflow/test_tensorflow_copies.py"
             " -k copies_exchange_statistics"
         },
     ),
@@ -144,7 +144,7 @@ MUTANTS = [
         "replica.all_reduce(ReduceOp.SUM, ops.stack([of_mean, of_variance]))",
         "ops.stack([of_mean, of_variance])",
         {
-            "tensorflow": "tests/backends/test_tensorflow_copies.py"
+            "tensorflow": "tests/backends/tensorflow/test_tensorflow_copies.py"
             " -k copies_exchange_statistics"
         },
     ),
