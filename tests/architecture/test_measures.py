@@ -39,7 +39,8 @@ BOUNDS = {
     # Elastic custom loops: 420. Steps that run unsplit on JAX: 270.
     # Parameter servers that join and leave: 750.
     # Resolvers of Keras and MPI, Kubernetes, and checks of ports: 230.
-    "lines of code": 30_975,
+    # Copies of TensorFlow replicas that exchange statistics: 130.
+    "lines of code": 31_105,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,
