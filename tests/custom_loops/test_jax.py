@@ -16,6 +16,8 @@ if keras.backend.backend() != "jax":
 
 import jax
 
+from keras_strategies.engines.jax.function import program_sharding
+
 ROWS = np.arange(10, dtype="float32")
 
 
@@ -145,3 +147,34 @@ def test_central_storage_has_its_variables_on_one_device_after_a_loop():
         step(per_replica(np.ones((2, 4)), np.ones((2, 4))))
     for variable in (*model.variables, *optimizer.variables):
         assert variable.value.devices() == {jax.devices("cpu")[0]}
+
+
+def test_state_that_is_only_read_is_moved_once(monkeypatch):
+    moved = []
+    put = program_sharding.put_all
+
+    def recording(arrays, sharding):
+        moved.extend(arrays)
+        return put(arrays, sharding)
+
+    monkeypatch.setattr(program_sharding, "put_all", recording)
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    with strategy.scope():
+        rate = keras.Variable(2.0, trainable=False)
+        total = keras.Variable(0.0)
+
+    @ks.function
+    def step(x):
+        strategy.run(lambda part: total.assign_add(rate * part), args=(x,))
+
+    x = jax.device_put(np.float32(1.0), jax.devices("cpu")[0])
+    step(x)
+    moved.clear()
+    for _ in range(3):
+        step(x)
+    assert moved == []
+    rate.assign(3.0)
+    step(x)
+    step(x)
+    assert [float(array) for array in moved] == [3.0]
+    assert float(total) == 4 * 2 + 2 * 3

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,8 @@ class CompiledProgram:
         self._refs: dict[Any, StateRef] = {}
         self._donated: list[StateRef] = []
         self._kept: list[StateRef] = []
+        # By index in `_kept`, an array and itself on the device of the program.
+        self._moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._new: list[StateRef] = []
         # The variables among the outputs, whose shardings `jax.jit` needs in advance.
         self._expected: list[Any] = []
@@ -138,6 +141,7 @@ class CompiledProgram:
         refs = self._refs.items()
         self._donated = [ref for key, ref in refs if key in program.written]
         self._kept = [ref for key, ref in refs if key not in program.written]
+        self._moved = {}
         self.sharding = sharding = self._choose_sharding(program)
         self._expected = _variables(program.written.values())
         self._jitted = None
@@ -202,7 +206,7 @@ class CompiledProgram:
         sharding = self.sharding
         plain = sharding.place_inputs(plain)
         joined = [sharding.join(own) for own in parts]
-        kept = self._state(self._kept)
+        kept = self._kept_state()
         # As in `CompiledStep`: no interrupt between the call and the list.
         done: list[Results] = []
         try:
@@ -228,6 +232,34 @@ class CompiledProgram:
         if self._workers is None:
             return contextlib.nullcontext()
         return self._workers.exchange()
+
+    def _kept_state(self) -> list[Any]:
+        """The state that the program only reads.
+
+        On one device an array without a placement is moved once, and not in each call:
+        a learning rate is never the result of a program, which would have placed it.
+        """
+        arrays = [ref.get() for ref in self._kept]
+        if not self.sharding.is_single:
+            return self._placed(self._kept, arrays)
+        for i, (original, moved) in list(self._moved.items()):
+            if original() is arrays[i]:
+                arrays[i] = moved
+        placed = self._placed(self._kept, arrays)
+        for i, (before, after) in enumerate(zip(arrays, placed, strict=True)):
+            if after is not before:
+                self._moved[i] = (self._forgetting(i, before), after)
+        return placed
+
+    def _forgetting(self, index: int, array: Any) -> weakref.ref[Any]:
+        """A reference to an array, at whose end its moved array is dropped."""
+        cache = self._moved
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            if cache.get(index, (None,))[0] is reference:
+                del cache[index]
+
+        return weakref.ref(array, forget)
 
     def _state(self, refs: list[StateRef]) -> list[Any]:
         return self._placed(refs, [ref.get() for ref in refs])

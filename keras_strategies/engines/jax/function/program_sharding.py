@@ -43,6 +43,11 @@ class ProgramSharding:
             devices = split.mesh.devices
             self._rows = [list(row) for row in devices.reshape(len(devices), -1)]
 
+    @property
+    def is_single(self) -> bool:
+        """Whether all arrays are on one device."""
+        return self.replicated is not None and len(self.replicated.device_set) == 1
+
     def place_state(self, variables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         """The arrays of variables with the shardings of a program's inputs."""
         if self.sharding_of is None:
@@ -71,9 +76,13 @@ class ProgramSharding:
         replicated = self.replicated
         if replicated is None:
             return list(arrays)
-        return self._moved(
-            arrays, lambda array: array.sharding == replicated and array.committed
-        )
+
+        def is_there(array: jax.Array) -> bool:
+            # Results of programs have the object itself.
+            own = array.sharding
+            return (own is replicated or own == replicated) and array.committed
+
+        return self._moved(arrays, is_there)
 
     def place_inputs(self, arrays: Sequence[Any]) -> list[Any]:
         """The arguments of a program, replicated.
@@ -85,7 +94,7 @@ class ProgramSharding:
         replicated = self.replicated
         if replicated is None:
             return list(arrays)
-        if len(replicated.device_set) > 1:
+        if not self.is_single:
             return self.place(arrays)
         return self._moved(
             arrays,
