@@ -87,6 +87,31 @@ def test_too_few_workers_are_an_error_after_a_wait(cluster):
 
 
 @by_day_on_torch
+def test_a_new_worker_in_another_fit_is_refused(cluster):
+    elastic = cluster(workers=2, kills=[Kill(1, 3)], waits={"5": 1}, fits=2)
+    elastic.await_kill(1)
+    elastic.start(1, is_new=True)
+    code, _ = elastic.processes.pop(1).wait(TIMEOUT)
+    assert code == 1
+    assert_like_one_device(elastic)
+    assert "in call 2 of `fit`, and this one, which has joined, in call 1" in (
+        elastic.text()
+    )
+
+
+@pytest.mark.nightly
+def test_several_steps_in_one_execution(cluster):
+    elastic = cluster(
+        kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1}, per_execution=2
+    )
+    elastic.await_kill(2)
+    elastic.await_kill(0)
+    elastic.start(2, is_new=True)
+    found = assert_like_one_device(elastic)
+    assert found[1]["trained"] == 6 * STEPS_PER_EPOCH // 2
+
+
+@by_day_on_torch
 def test_training_resumes_after_too_few_were_left(cluster):
     elastic = cluster(
         kills=[Kill(0, 3), Kill(2, 7)], min_workers=2, fails=5.0, every_steps=100

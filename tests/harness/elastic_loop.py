@@ -23,10 +23,11 @@ from harness.elastic_training import (
     BATCH_SIZE,
     ROWS,
     Settings,
+    await_newcomer,
     data,
     kills_of,
 )
-from harness.processes import TIMEOUT, wait_until
+from harness.processes import TIMEOUT
 
 STEPS = 16
 
@@ -66,7 +67,7 @@ def main() -> None:
         if any(kill.step == now and kill.place == name for kill in mine):
             os.kill(os.getpid(), signal.SIGKILL)
         if name == "begin" and index >= 0 and not is_new and str(now) in settings.waits:
-            await_newcomer(now)
+            await_newcomer(strategy, folder, now)
 
     class Gate(keras.layers.Layer):
         def call(self, x: Any, training: bool = False) -> Any:
@@ -74,15 +75,8 @@ def main() -> None:
                 place("layer")
             return x
 
-    def await_newcomer(now: int) -> None:
-        """Waits until a new worker waits at the chief."""
-        waiting = folder / f"waiting{now}"
-        if strategy.workers.is_chief and not waiting.exists():
-            listener = strategy.workers.elastic.membership._listener
-            wait_until(lambda: listener.joining > 0, "a worker joins")
-            waiting.touch()
-        wait_until(waiting.exists, "a worker joins")
-
+    if is_new:
+        (folder / f"new{index}-{os.getpid()}").touch()
     keras.utils.set_random_seed(11)
     with strategy.scope():
         model = keras.Sequential(

@@ -55,11 +55,13 @@ class Settings:
         workers: int.
         epochs: int.
         kills: workers that kill themselves; those that are started later do not.
-        waits: steps at which workers wait until so many new ones are about to join.
+        waits: steps at which workers wait until a new one is about to join.
         min_workers: int.
         source: str, the kind of input: "arrays" or "generator".
         fails: int, seconds to wait for `min_workers`.
         every_steps: int, steps between two snapshots of `Resume`; 0 without.
+        per_execution: int, `steps_per_execution` of the workers.
+        fits: int, the calls of `fit`; the last one is that of the kills.
     """
 
     folder: str
@@ -71,6 +73,8 @@ class Settings:
     source: str = "arrays"
     fails: float = TIMEOUT
     every_steps: int = 0
+    per_execution: int = 1
+    fits: int = 1
     addresses: list[str] = field(default_factory=list)
 
 
@@ -170,6 +174,22 @@ def _generator(arrays: Any) -> Any:
             yield tuple(array[start : start + BATCH_SIZE] for array in arrays)
 
 
+def await_newcomer(strategy: Any, folder: Path, step: int) -> None:
+    """Waits until a new worker waits at the chief, or has joined."""
+    waiting, workers = folder / f"waiting{step}", strategy.workers
+
+    def is_there() -> bool:
+        membership = workers.elastic.membership
+        members = {member.index for member in membership.generation.members}
+        new = {int(path.name[3:].split("-")[0]) for path in folder.glob("new*")}
+        return membership._listener.joining > 0 or bool(new & members)
+
+    if workers.is_chief:
+        wait_until(is_there, "a worker joins")
+        waiting.touch()
+    wait_until(waiting.exists, "a worker joins")
+
+
 def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:
     """The kills of one worker, as far as its steps are eager."""
     kills = [Kill(**each) for each in settings.kills if each["index"] == index]
@@ -227,7 +247,10 @@ def main() -> None:
         )
         auc = keras.metrics.AUC(num_thresholds=20, name="auc")
         model.compile(
-            keras.optimizers.Adam(0.03), "binary_crossentropy", weighted_metrics=[auc]
+            keras.optimizers.Adam(0.03),
+            "binary_crossentropy",
+            weighted_metrics=[auc],
+            steps_per_execution=settings.per_execution if index >= 0 else 1,
         )
     trained = 0
 
@@ -240,13 +263,8 @@ def main() -> None:
             nonlocal step
             step = step // STEPS_PER_EPOCH * STEPS_PER_EPOCH + batch + 1
             die("begin")
-            count = settings.waits.get(str(step))
-            if count is not None and index >= 0 and not is_new:
-                wait_until(
-                    lambda: len(list(folder.glob("new*"))) >= count, "workers join"
-                )
-                # Until the new worker waits at the chief.
-                time.sleep(1.0)
+            if str(step) in settings.waits and index >= 0 and not is_new:
+                await_newcomer(strategy, folder, step)
 
         def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
             if not is_eager:
@@ -274,6 +292,8 @@ def main() -> None:
         }
     if is_new:
         (folder / f"new{index}-{os.getpid()}").touch()
+    for _ in range(settings.fits - 1):
+        model.fit(x, y, batch_size=BATCH_SIZE, verbose=0)
     callbacks = [
         Steps(),
         keras.callbacks.CSVLogger(folder / ("one.csv" if index < 0 else "log.csv")),

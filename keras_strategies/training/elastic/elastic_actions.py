@@ -67,6 +67,7 @@ class ElasticActions(ElasticLoop):
         self._is_inside = False
         self._is_new = False
         self._fit: Fit | None = None
+        self._fits = 0
         #: The calls of custom loops.
         self.loop = LoopSteps(self)
         # Held while waits are ended, which must not reach the next generation.
@@ -267,6 +268,7 @@ class ElasticActions(ElasticLoop):
         assert self._fit is not None
         can_begin_again = self._fit.can_begin_again
         self._fit, self._done, self._is_clean = None, 0, True
+        self._fits -= 1
         self._membership.begin_alone()
         self._replace()
         if not can_begin_again:
@@ -327,6 +329,7 @@ class ElasticActions(ElasticLoop):
             "model": None if model is None else _driver_of(model).values(model),
             "synced": None if model is None else are_synced(strategy_of(model), model),
             "fit": None if self._fit is None else self._fit.capture(),
+            "fits": self._fits,
             "loop": None if self._fit is not None else self.loop.capture(),
         }
 
@@ -370,11 +373,15 @@ class ElasticActions(ElasticLoop):
             On a new worker, what `Fit.capture` returned on a worker that trains.
         """
         self._fit = fit
+        self._fits += 1
         if self.has_joined:
             return None
         state = self._join()[1]
         if state["fit"] is None:
             raise _other_phase("a custom loop", "`fit`")
+        if state["fits"] != self._fits:
+            theirs = f"call {state['fits']} of `fit`"
+            raise _other_phase(theirs, f"call {self._fits}")
         return state
 
     def join_loop(self) -> Change:
