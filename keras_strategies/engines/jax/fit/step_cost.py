@@ -130,8 +130,10 @@ def _inner_traces(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 def _flops(equation: JaxprEqn) -> int:
     """FLOPs of a matrix product or a convolution; 0 of other operations."""
-    shapes = [tuple(var.aval.shape) for var in equation.invars]
-    results = math.prod(equation.outvars[0].aval.shape) if equation.outvars else 0
+    # Tokens have none.
+    shapes = [tuple(getattr(var.aval, "shape", ())) for var in equation.invars]
+    outputs = [getattr(var.aval, "shape", ()) for var in equation.outvars]
+    results = math.prod(outputs[0]) if outputs else 0
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         return 2 * results * math.prod(shapes[0][axis] for axis in contracted)
