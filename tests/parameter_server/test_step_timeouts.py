@@ -12,6 +12,7 @@ from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
     TaskResult,
@@ -55,10 +56,11 @@ def scheduler_of(messages, processes, **options):
         silence=1000.0,
         can_restore=False,
         name="me",
+        addresses=ServerAddresses(["ipc://ps"]),
         **options,
     )
     scheduler.define(FunctionDefinition(0, "call", b"", 0, (), "function 'step'"))
-    messages.put(b"ps", "server", (0, 0, 60, False, ""))
+    messages.put(b"ps", "server", (0, 0, 60, False, "", "ipc://ps"))
     messages.put(b"w0", "worker", (0, 0, 50))
     scheduler.wait_ready(clusters.SECONDS)
     return scheduler
@@ -108,7 +110,7 @@ def test_processes_of_other_launchers_are_told_to_end() -> None:
     messages = Messages()
     scheduler = scheduler_of(messages, None, step_timeout=0.3)
     try:
-        messages.put(b"beats", "heartbeat", (0, 0))
+        messages.put(b"beats", "heartbeat", (0, 0, None))
         scheduler.schedule(0, b"", 0, lambda *found: None, ())
         clusters.wait_until(lambda: (b"beats", "end") in messages.sent, "it is told")
         messages.put(b"w1", "worker", (0, 0, 51))
