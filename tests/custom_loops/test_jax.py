@@ -15,6 +15,7 @@ if keras.backend.backend() != "jax":
     pytest.skip("JAX only", allow_module_level=True)
 
 import jax
+from harness.strategies import STRATEGIES
 
 from keras_strategies.engines.jax.function import program_sharding
 
@@ -149,7 +150,8 @@ def test_central_storage_has_its_variables_on_one_device_after_a_loop():
         assert variable.value.devices() == {jax.devices("cpu")[0]}
 
 
-def test_state_that_is_only_read_is_moved_once(monkeypatch):
+@pytest.mark.parametrize("name", ["one_device", "mirrored_2"])
+def test_state_that_is_only_read_is_moved_once(name, monkeypatch):
     moved = []
     put = program_sharding.put_all
 
@@ -158,23 +160,18 @@ def test_state_that_is_only_read_is_moved_once(monkeypatch):
         return put(arrays, sharding)
 
     monkeypatch.setattr(program_sharding, "put_all", recording)
-    strategy = ks.OneDeviceStrategy("cpu:0")
+    strategy = STRATEGIES[name].make()
     with strategy.scope():
         rate = keras.Variable(2.0, trainable=False)
-        total = keras.Variable(0.0)
 
     @ks.function
-    def step(x):
-        strategy.run(lambda part: total.assign_add(rate * part), args=(x,))
+    def twice():
+        return strategy.reduce("mean", strategy.run(lambda: 2.0 * rate))
 
-    x = jax.device_put(np.float32(1.0), jax.devices("cpu")[0])
-    step(x)
+    assert float(twice()) == 4.0
     moved.clear()
-    for _ in range(3):
-        step(x)
+    assert [float(twice()) for _ in range(3)] == [4.0] * 3
     assert moved == []
     rate.assign(3.0)
-    step(x)
-    step(x)
+    assert [float(twice()) for _ in range(3)] == [6.0] * 3
     assert [float(array) for array in moved] == [3.0]
-    assert float(total) == 4 * 2 + 2 * 3

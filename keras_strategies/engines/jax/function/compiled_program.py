@@ -236,18 +236,17 @@ class CompiledProgram:
     def _kept_state(self) -> list[Any]:
         """The state that the program only reads.
 
-        On one device an array without a placement is moved once, and not in each call:
-        a learning rate is never the result of a program, which would have placed it.
+        An array that is on the devices without the program's sharding is moved once,
+        and not in each call: a learning rate is never the result of a program, which
+        would have placed it. No device has two copies of it then.
         """
         arrays = [ref.get() for ref in self._kept]
-        if not self.sharding.is_single:
-            return self._placed(self._kept, arrays)
         for i, (original, moved) in list(self._moved.items()):
             if original() is arrays[i]:
                 arrays[i] = moved
-        placed = self._placed(self._kept, arrays)
+        placed = self._placed(self._kept, list(arrays))
         for i, (before, after) in enumerate(zip(arrays, placed, strict=True)):
-            if after is not before:
+            if after is not before and self.sharding.is_on_devices(before):
                 self._moved[i] = (self._forgetting(i, before), after)
         return placed
 

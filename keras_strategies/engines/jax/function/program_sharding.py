@@ -43,10 +43,10 @@ class ProgramSharding:
             devices = split.mesh.devices
             self._rows = [list(row) for row in devices.reshape(len(devices), -1)]
 
-    @property
-    def is_single(self) -> bool:
-        """Whether all arrays are on one device."""
-        return self.replicated is not None and len(self.replicated.device_set) == 1
+    def is_on_devices(self, array: jax.Array) -> bool:
+        """Whether an array is on the devices of the program, with any sharding."""
+        own = array.sharding.device_set
+        return self.replicated is not None and own == self.replicated.device_set
 
     def place_state(self, variables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         """The arrays of variables with the shardings of a program's inputs."""
@@ -94,7 +94,7 @@ class ProgramSharding:
         replicated = self.replicated
         if replicated is None:
             return list(arrays)
-        if not self.is_single:
+        if len(replicated.device_set) > 1:
             return self.place(arrays)
         return self._moved(
             arrays,
