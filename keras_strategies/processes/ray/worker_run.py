@@ -114,7 +114,7 @@ class _Run:
             self._start(task)
         while len(self._addresses) < len(tasks):
             self._handle_address(self._next())
-        for task in tasks:
+        for task in list(self._current.values()):
             self._call(task)
         # Replacements that have not started when the others are done are not needed.
         while self._running or not self._outcomes:
