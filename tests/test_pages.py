@@ -59,9 +59,9 @@ def test_code_of_a_page_runs(page: str) -> None:
 
 def test_the_pages_that_should_run_do() -> None:
     guides = {page for page in PAGES if page.startswith("docs/guides/")}
-    # These start processes; tests/test_examples.py and tests/cluster/test_kubernetes.py
-    # run their scripts.
-    starting = ("multi-worker", "parameter-servers", "kubernetes")
+    # These start processes; tests/test_examples.py and tests of clusters run their
+    # scripts.
+    starting = ("multi-worker", "parameter-servers", "kubernetes", "ray")
     guides -= {f"docs/guides/{name}.md" for name in starting}
     assert {"README.md", *guides} <= set(RUNNING)
 
