@@ -105,11 +105,15 @@ def table(name: str) -> str:
     import model_parallel
     import multi_worker
     import parameter_server as ps
+    import resume
     import steps_per_execution
 
     file, _, what = name.partition(", ")
     if file == "parameter servers":
         return part("parameter_server", what, ps.TABLES[what])
+    if file == "resume":
+        tables = {"pauses": resume.pauses_table, "kills": resume.kills_table}
+        return part("resume", what, tables[what])
     if file == "model parallelism":
         tables = {
             "times": model_parallel.times_table,

@@ -19,37 +19,54 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
+
+from measuring import RESULTS, Results
+from page import write_page
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 HERE = Path(__file__).parent
-STRATEGIES = ("none", "mirrored", "central", "workers")
+STRATEGIES = ("none", "mirrored", "central", "workers", "three workers")
 SECONDS = 60
+#: Seconds between the first step of a process and its end.
+SPAN = 1.5
+#: Of weights, losses and metrics at the end.
+TOLERANCE = 1e-4
 
 
-def kills(count: int, seed: int) -> str:
-    """Kills a training so many times; a row of the table."""
+def kills(count: int, seed: int) -> dict[str, Any]:
+    """Kills a training so many times, and compares its end with another one's."""
     sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
     from harness.forker import Forker
     from harness.resumed_training import Resumed, assert_same_end
 
     rng = random.Random(seed)
-    epochs = 10 * count
-    done = 0
+    epochs = 5 * count
+    done: Counter[str] = Counter()
     with Forker() as forker, tempfile.TemporaryDirectory() as folder:
         expected = Resumed(forker, Path(folder) / "whole", epochs=epochs)
         whole = expected.finished("none")
         killed = Resumed(forker, Path(folder) / "killed", epochs=epochs)
         begun = time.monotonic()
-        for _ in range(count):
-            done += killed.killed_at_any_moment(
-                rng.choice(STRATEGIES), rng.random() / 4
-            )
+        while sum(done.values()) < count:
+            strategy = rng.choice(STRATEGIES)
+            # Until the next process, so that all of them train.
+            if not killed.killed_at_any_moment(strategy, SPAN * rng.random()):
+                break
+            done[strategy] += 1
         found = killed.finished("mirrored")
-        assert_same_end(found, whole, 1e-4)
-    seconds = time.monotonic() - begun
-    epochs_run = len(whole.history["loss"])
-    return f"{done} kills in {epochs_run} epochs, {seconds:.0f} s: equal to 1e-4"
+        assert found.trained < whole.trained, "no snapshot was written in time"
+        assert_same_end(found, whole, TOLERANCE)
+    return {
+        "kills": dict(done),
+        "seconds": time.monotonic() - begun,
+        "epochs": len(whole.history["loss"]),
+        "steps": whole.trained,
+        "steps before the last kill": whole.trained - found.trained,
+        "tolerance": TOLERANCE,
+    }
 
 
 def pauses(megabytes: int, count: int) -> list[float]:
@@ -70,26 +87,50 @@ def pauses(megabytes: int, count: int) -> list[float]:
     return list(resume.pauses)
 
 
+def pauses_table(results: dict[str, list[float]]) -> str:
+    """Pauses by the size of the state, as a Markdown table."""
+    lines = [
+        "| state | median pause | longest pause | share of the time |",
+        "|---|---|---|---|",
+    ]
+    for size, found in results.items():
+        middle, longest = statistics.median(found), max(found)
+        share = middle / max(SECONDS, 100 * longest)
+        lines.append(
+            f"| {size} MB | {1e3 * middle:.1f} ms | {1e3 * longest:.1f} ms | "
+            f"{100 * share:.3f} % |"
+        )
+    return "\n".join(lines)
+
+
+def kills_table(found: dict[str, Any]) -> str:
+    """Kills of one training by strategy, as a Markdown table."""
+    names = {"none": "without a strategy"}
+    rows = [f"| {names.get(k, k)} | {count} |" for k, count in found["kills"].items()]
+    total = sum(found["kills"].values())
+    return "\n".join(
+        ["| killed under | kills |", "|---|---|", *rows, f"| all | {total} |"]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--megabytes", default="1,10,100")
     parser.add_argument("--snapshots", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    print("| state | median pause | longest pause | share of the time |")
-    print("|---|---|---|---|")
-    for size in (int(each) for each in options.megabytes.split(",") if each):
-        found = pauses(size, options.snapshots)
-        middle, longest = statistics.median(found), max(found)
-        share = middle / max(SECONDS, 100 * longest)
-        print(
-            f"| {size} MB | {1e3 * middle:.1f} ms | {1e3 * longest:.1f} ms | "
-            f"{100 * share:.3f} % |",
-            flush=True,
-        )
+    known = Results(options.output / "resume.json")
+    sizes = [int(each) for each in options.megabytes.split(",") if each]
+    if sizes:
+        found = {str(size): pauses(size, options.snapshots) for size in sizes}
+        known.put("pauses", found)
+        print(pauses_table(found), flush=True)
     if options.kills:
-        print(kills(options.kills, options.seed))
+        known.put("kills", kills(options.kills, options.seed))
+        print(kills_table(known.values["kills"]))
+    write_page(options.output)
 
 
 if __name__ == "__main__":

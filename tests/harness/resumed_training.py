@@ -26,6 +26,8 @@ BATCH_SIZE = 8
 #: The last batch has 5 rows.
 ROWS = 37
 STEPS = EPOCHS * -(-ROWS // BATCH_SIZE)
+#: Processes of a strategy.
+WORKERS = {"workers": 2, "three workers": 3}
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Resumed:
     def finished(self, strategy: str) -> Left:
         """Trains to the end."""
         for process in self._start(strategy, 0):
-            code, _ = process.wait(120)
+            code, _ = process.wait(120 + self._epochs)
             assert code == 0, process.text()
         found = json.loads((self._folder / "results.json").read_text())
         with np.load(self._folder / "results.npz") as file:
@@ -113,7 +115,7 @@ class Resumed:
     def _start(self, strategy: str, after: int) -> list[Forked]:
         from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
-        workers = 2 if strategy == "workers" else 1
+        workers = WORKERS.get(strategy, 1)
         addresses = free_addresses(workers)
         started = []
         run = len(list(self._folder.glob("*.log"))) + 1
@@ -168,7 +170,7 @@ def _strategy(name: str) -> Any:
         return ks.MirroredStrategy(devices, always_split=True)
     if name == "central":
         return ks.CentralStorageStrategy(devices[1:], "cpu:0", always_split=True)
-    if name == "workers":
+    if name in WORKERS:
         options = ks.CommunicationOptions(timeout_seconds=30)
         return ks.MultiWorkerMirroredStrategy(communication_options=options)
     if name == "model_parallel":
@@ -192,7 +194,7 @@ def main() -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
     killed_at, dropout = int(sys.argv[3]), float(sys.argv[4])
     epochs = int(sys.argv[5])
-    if name != "workers":
+    if name not in WORKERS:
         ks.set_virtual_cpu_devices(3)
     strategy = _strategy(name)
     is_chief = strategy is None or not (
