@@ -63,6 +63,11 @@ class Kill(keras.callbacks.Callback):
         if batch == 2 and not self.killed:
             self.killed = node_of(self._strategy, self._task)
             self._nodes.kill(self.killed)
+            # Some milliseconds later the remaining steps would be done.
+            job, index = self._task.split()
+            scheduler = self._strategy.cluster.scheduler
+            tasks = scheduler.workers if job == "worker" else scheduler.servers
+            clusters.wait_until(lambda: tasks[int(index)].deaths > 0, "it is noticed")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +80,7 @@ def test_a_node_is_killed_during_fit(ray_nodes, task: str, tmp_path: Path):
         before = model.get_weights()
         kill = Kill(nodes, strategy, task)
         weights, losses = ray_training.fit(model, [kill])
+        clusters.wait_until_whole(strategy)
         assert node_of(strategy, task) != kill.killed
         status = ks.ClusterCoordinator(strategy).status()
         (row,) = [row for row in status.rows if row[0] == task]
