@@ -8,7 +8,8 @@ import pytest
 
 import keras_strategies as ks
 
-pytestmark = pytest.mark.multiprocess
+# The processes of Ray take most of a minute of a core.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 
 def test_workers_have_places_results_and_errors(ray_nodes):

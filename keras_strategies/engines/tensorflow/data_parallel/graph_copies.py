@@ -335,7 +335,9 @@ class ReplicaTraces:
         if tf.executing_eagerly():
             return task()
         if replica_id not in self._copies:
-            operations, gradients, rest = TracedOperations(), [], []
+            operations = TracedOperations()
+            gradients: list[Any] = []
+            rest: list[Any] = []
             self._backward[replica_id] = operations, gradients, rest
             gradients += task()
             rest += operations.segment()
