@@ -233,6 +233,7 @@ class Soak:
         self._folder = folder
         self._hosts = hosts
         self._rng = random.Random(options.seed)
+        self._kinds = options.kinds.split(",")
         self._interval = [float(each) for each in options.interval.split(",")]
         self.addresses = free_addresses(WORKERS)
         paths = []
@@ -325,10 +326,10 @@ class Soak:
 
     def _event(self) -> None:
         ready = self._ready()
-        kinds = ["kill", "kill", "stop"]
+        kinds = [kind for kind in self._kinds if kind != "cut"]
         if len(ready) == WORKERS and self._hosts is not None:
             # Of two workers, only that with the first one would continue.
-            kinds += ["cut", "cut"]
+            kinds = self._kinds
         kind, victim = self._rng.choice(kinds), self._rng.choice(ready)
         process = self.processes[victim]
         generation = self.steps(victim)[-1][1]
@@ -376,7 +377,7 @@ class Soak:
         now = time.monotonic()
         print(f"now {now}, away {self._away}", file=sys.stderr)
         for index, process in self.processes.items():
-            steps, text = self.steps(index)[-2:], process.text()[-2000:]
+            steps, text = self.steps(index)[-2:], process.text()[-4000:]
             print(
                 f"worker {index}: {steps}, {process.ended()}\n{text}", file=sys.stderr
             )
@@ -551,6 +552,7 @@ def main() -> None:
     parser.add_argument("--backends", default=",".join(BACKENDS))
     parser.add_argument("--events", type=int, default=60, help="over all backends")
     parser.add_argument("--interval", default="5,15", help="seconds between events")
+    parser.add_argument("--kinds", default="kill,kill,stop,cut,cut")
     parser.add_argument("--part", choices=("all", "soak", "restarts"), default="all")
     parser.add_argument("--restarts", type=int, default=3, help="kills of each way")
     parser.add_argument("--timeout", type=float, default=1.0)
@@ -588,7 +590,7 @@ def _measure_soak(options: argparse.Namespace, known: Results) -> None:
         events = str(-(-options.events // len(backends)))
         command = [sys.executable, __file__, "--measure", backend, "--events", events]
         command += ["--interval", options.interval, "--seed", str(options.seed)]
-        command += ["--timeout", str(options.timeout)]
+        command += ["--timeout", str(options.timeout), "--kinds", options.kinds]
         process = subprocess.run(
             command,
             env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},

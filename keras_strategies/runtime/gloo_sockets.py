@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,14 +22,6 @@ if TYPE_CHECKING:
 _Address = tuple[str, int]
 # Seconds between two searches for connections of a group that is being made.
 _INTERVAL = 0.05
-
-
-@dataclass(frozen=True)
-class _Before:
-    """The sockets of this process before a group is made."""
-
-    listeners: frozenset[_Address]
-    connections: frozenset[tuple[_Address, _Address | None]]
 
 
 class GlooSockets:
@@ -48,12 +39,19 @@ class GlooSockets:
 
     def __init__(self) -> None:
         self._addresses: set[_Address] = set()
-        self._before: _Before | None = None
+        # Listeners before the next group is made.
+        self._before: frozenset[_Address] | None = None
+        # Connections before it; None while none is made.
+        self._known: frozenset[tuple[_Address, _Address | None]] | None = None
 
     def add(self, host: str, port: int) -> None:
         """Adds the connections of a listener, such as that of a store of addresses."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self._addresses |= {_address(each[4]) for each in found}
+
+    def expect(self) -> None:
+        """Counts listeners from now on as the next group's, which may be made later."""
+        self._before = frozenset(_listeners())
 
     @contextlib.contextmanager
     def making(self, group: WorkerGroup) -> Iterator[None]:
@@ -62,16 +60,17 @@ class GlooSockets:
         Raises:
             WorkerError: if a worker is lost.
         """
-        before = self._before = _Before(
-            frozenset(_listeners()), frozenset(map(_ends, _connections()))
-        )
+        if self._before is None:
+            self.expect()
+        self._known = frozenset(map(_ends, _connections()))
         try:
             # A worker that was lost earlier will end no wait.
             group.check()
             yield
         finally:
-            self._before = None
-        own = sorted(_listeners() - before.listeners)
+            self._known = None
+            before, self._before = self._before or frozenset(), None
+        own = sorted(_listeners() - before)
         found = group.gather_values("the addresses of Gloo", own)
         self._addresses |= {(host, port) for each in found for host, port in each}
 
@@ -83,7 +82,7 @@ class GlooSockets:
         Returns:
             int, the number of connections.
         """
-        if self._before is not None:
+        if self._known is not None:
             threading.Thread(target=self._end_making, daemon=True).start()
         count = 0
         for each in _connections():
@@ -94,11 +93,11 @@ class GlooSockets:
         return count
 
     def _end_making(self) -> None:
-        while (before := self._before) is not None:
+        while (known := self._known) is not None:
             for each in _connections():
                 ends = _ends(each)
                 # Not those that the process has accepted at its other listeners.
-                if ends in before.connections or ends[0] in before.listeners:
+                if ends in known or ends[0] in (self._before or ()):
                     continue
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)

@@ -47,6 +47,21 @@ def test_connections_of_new_listeners_end() -> None:
             each.close()
 
 
+def test_a_listener_may_be_older_than_its_group() -> None:
+    sockets = GlooSockets()
+    sockets.expect()
+    listener = socket.create_server(("127.0.0.1", 0))
+    with sockets.making(Alone()):  # type: ignore[arg-type]
+        pass
+    ended = connected(listener)
+    try:
+        assert sockets.shutdown() == 2
+        assert ended[0].recv(1) == b""
+    finally:
+        for each in (*ended, listener):
+            each.close()
+
+
 def test_without_connections_nothing_ends() -> None:
     assert GlooSockets().shutdown() == 0
 

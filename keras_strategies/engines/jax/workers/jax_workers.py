@@ -59,6 +59,7 @@ class _Runtime:
         front: in front of the chief's service.
         relay: behind this worker's client.
         sockets: the connections of collectives between CPUs of elastic workers.
+        are_connected: whether the devices of elastic workers are connected.
         renewals: called when devices have been replaced.
         copies: the values of variables while devices are replaced.
     """
@@ -67,6 +68,7 @@ class _Runtime:
     front: Relay | None = None
     relay: Relay | None = None
     sockets: GlooSockets | None = None
+    are_connected: bool = False
     renewals: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
     copies: HostCopies | None = None
 
@@ -115,18 +117,22 @@ class JaxWorkers(Workers):
                 )
             compat.use_host_for_collectives(group.own_host)
             group.barrier("the start of JAX's service")
+            # Whatever uses JAX first makes its devices, and with them a listener.
+            sockets = self._runtime.sockets = GlooSockets()
+            sockets.expect()
         finally:
             # All workers are connected.
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _start_devices(self, group: WorkerGroup) -> None:
-        """Makes the devices and the connections between them.
+        """Connects the devices of all workers.
 
         XLA would make connections in the first step, after its compilation. Here, the
         loss of a worker meanwhile ends the wait for it.
         """
-        sockets = GlooSockets()
+        sockets = self._runtime.sockets
+        assert sockets is not None
 
         def end_waits(loss: LostWorker) -> None:
             sockets.shutdown()
@@ -134,7 +140,7 @@ class JaxWorkers(Workers):
         group.on_loss(end_waits)
         with _lost_meanwhile(group), sockets.making(group):
             _connect_devices(group)
-        self._runtime.sockets = sockets
+        self._runtime.are_connected = True
 
     def _start_service(self, group: WorkerGroup, path: str) -> int:
         """Starts JAX's service; returns its port for workers."""
@@ -181,6 +187,7 @@ class JaxWorkers(Workers):
             self.exit_watchdog.replace(group)
             compat.abandon_runtime(runtime.front, runtime.relay)
             runtime.front = runtime.relay = runtime.sockets = None
+            runtime.are_connected = False
             with _lost_meanwhile(group):
                 self._start(group)
             self._start_devices(group)
@@ -237,7 +244,7 @@ class JaxWorkers(Workers):
             ValueError: for devices of different kinds.
         """
         with self.exchange():
-            if self.elastic is not None and self._runtime.sockets is None:
+            if self.elastic is not None and not self._runtime.are_connected:
                 self._start_devices(self.group)
             every = self.group.gather_values("the devices", [str(d) for d in own])
             named = [[parse_device(name) for name in names] for names in every]
