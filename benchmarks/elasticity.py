@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import random
 import signal
@@ -117,6 +118,7 @@ def reporter(folder: Path, strategy: Any) -> Any:
 def train(folder: Path, mode: str) -> None:
     """One worker of a training, "elastic" or "restart"."""
     settings = json.loads((folder / "settings.json").read_text())
+    logging.basicConfig(format="%(asctime)s %(message)s")
     if settings["hosts"]:
         from harness import hosts
 
