@@ -33,6 +33,7 @@ from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.errors import BackendInUseError, ClusterError, GatherError
+from keras_strategies.runtime.engine_sockets import EngineSockets
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import (
@@ -98,6 +99,7 @@ class _Runtime:
         group: the workers that it is connected with; None before the start.
         port: int, where this worker's server listens.
         generation: int, the number of the group, equal on its workers; part of keys.
+        sockets: the connections with the servers of this group and of former ones.
         shapes: the table of shapes that have keys.
         keys: instance keys by kind, dtype and shape.
     """
@@ -105,6 +107,7 @@ class _Runtime:
     group: WorkerGroup | None = None
     port: int = 0
     generation: int = 0
+    sockets: EngineSockets = field(default_factory=EngineSockets)
     shapes: Any = None
     keys: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
@@ -154,7 +157,13 @@ class TensorFlowWorkers(Workers):
         runtime, group = self._runtime, self.group
         if not runtime.port:
             runtime.port = _free_port(group.own_host)
-        runtime.generation = _start(group, runtime.port, runtime.generation)
+        # A worker that was cut off returns with the same address, and TCP would wait
+        # longer with each retransmission. New connections are made after the exchange
+        # of addresses, when all workers have ended these.
+        runtime.sockets.shutdown()
+        runtime.generation = _start(
+            group, runtime.port, runtime.generation, runtime.sockets
+        )
         runtime.group = group
         runtime.shapes = None
         runtime.keys.clear()
@@ -410,13 +419,16 @@ def _task(group: WorkerGroup, rank: int) -> str:
     return f"/job:worker/replica:0/task:{_number(group, rank)}"
 
 
-def _start(group: WorkerGroup, port: int, previous: int) -> int:
+def _start(
+    group: WorkerGroup, port: int, previous: int, sockets: EngineSockets
+) -> int:
     """Starts this worker's server, or connects it with those of another group.
 
     Args:
         group: the workers.
         port: int, where the server listens.
         previous: int, the generation that the server has been started for; 0 for none.
+        sockets: gets the addresses of all servers.
 
     Returns:
         int, the generation.
@@ -425,6 +437,9 @@ def _start(group: WorkerGroup, port: int, previous: int) -> int:
     named = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     found = group.gather_values("TensorFlow's servers", [named, previous])
     tasks = {_number(group, rank): each for rank, (each, _) in enumerate(found)}
+    for each in tasks.values():
+        address, _, number = each.rpartition(":")
+        sockets.add(address.strip("[]"), int(number))
     generation = 1 + max(each for _, each in found)
     server = tensorflow_server_pb2.ServerDef(
         cluster=tf.train.ClusterSpec({"worker": tasks}).as_cluster_def(),

@@ -16,7 +16,7 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.torch.compat import create_gloo_group, set_timeout
 from keras_strategies.errors import ClusterError, WorkerError
-from keras_strategies.runtime.gloo_sockets import GlooSockets
+from keras_strategies.runtime.engine_sockets import EngineSockets
 from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import (
     CommunicationImplementation,
@@ -55,7 +55,7 @@ class TorchWorkers(Workers):
         group.clock.sees_waits = True
         self._timeout = datetime.timedelta(seconds=group.patience)
         self._groups: dict[str, Any] = {}
-        self._sockets = GlooSockets()
+        self._sockets = EngineSockets()
         self._store = _store(group, self._timeout, self._sockets)
         #: Called before each collective of an elastic group.
         self.on_exchange: Callable[[], None] | None = None
@@ -114,7 +114,7 @@ class TorchWorkers(Workers):
         with self._aborting:
             # Copies of this object for other strategies have the same ones.
             self._groups.clear()
-            self._groups, self._sockets = {}, GlooSockets()
+            self._groups, self._sockets = {}, EngineSockets()
         try:
             self._store = _store(group, self._timeout, self._sockets)
         except RuntimeError as error:
@@ -286,7 +286,7 @@ class Pack:
 
 
 def _store(
-    group: WorkerGroup, timeout: datetime.timedelta, sockets: GlooSockets
+    group: WorkerGroup, timeout: datetime.timedelta, sockets: EngineSockets
 ) -> Any:
     """Store for the addresses of process groups, in the chief's process."""
     store = None

@@ -32,7 +32,7 @@ from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.engines.jax.workers.host_copies import HostCopies
 from keras_strategies.errors import BackendInUseError, ClusterError, WorkerError
-from keras_strategies.runtime.gloo_sockets import GlooSockets
+from keras_strategies.runtime.engine_sockets import EngineSockets
 from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -67,7 +67,7 @@ class _Runtime:
     group: WorkerGroup
     front: Relay | None = None
     relay: Relay | None = None
-    sockets: GlooSockets | None = None
+    sockets: EngineSockets | None = None
     are_connected: bool = False
     renewals: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
     copies: HostCopies | None = None
@@ -118,7 +118,7 @@ class JaxWorkers(Workers):
             compat.use_host_for_collectives(group.own_host)
             group.barrier("the start of JAX's service")
             # Whatever uses JAX first makes its devices, and with them a listener.
-            sockets = self._runtime.sockets = GlooSockets()
+            sockets = self._runtime.sockets = EngineSockets()
             sockets.expect()
         finally:
             # All workers are connected.

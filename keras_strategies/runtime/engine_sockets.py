@@ -1,9 +1,9 @@
-"""Connections of Gloo in this process, and the end of waits in them.
+"""Connections of engines in this process, and the end of waits in them.
 
 Only the neighbours of a lost worker in the ring notice that its process has ended, and
 none notices that it has stopped. `shutdown` of the process's own sockets ends every
-wait, in C++ too, with an error. Gloo does not name its sockets: they are those at the
-addresses of its listeners, which are new when a group has been made.
+wait, in C++ too, with an error. Engines do not name their sockets: they are those at
+the addresses of their listeners. Gloo's are new when a group has been made.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _Address = tuple[str, int]
 _INTERVAL = 0.05
 
 
-class GlooSockets:
-    """The connections of one group of processes over Gloo.
+class EngineSockets:
+    """The connections of an engine between the workers of a group.
 
     On systems without `/proc` there are none to be found.
 
     Example:
 
-    >>> sockets = GlooSockets()
+    >>> sockets = EngineSockets()
     >>> with sockets.making(group):
     ...     engine = create_gloo_group(...)
     >>> sockets.shutdown()  # On another thread, while the engine waits.
@@ -113,7 +113,8 @@ def _ends(connection: socket.socket) -> tuple[_Address, _Address | None]:
 
 
 def _address(name: Any) -> _Address:
-    return str(name[0]), int(name[1])
+    # gRPC has connections to "::ffff:127.0.0.1".
+    return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
 def _peer(connection: socket.socket) -> _Address:

@@ -1,4 +1,4 @@
-"""Waits in connections of Gloo end, and no others."""
+"""Waits in connections of engines end, and no others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keras_strategies.runtime.gloo_sockets import GlooSockets
+from keras_strategies.runtime.engine_sockets import EngineSockets
 
 pytestmark = pytest.mark.skipif(
     not os.path.isdir("/proc/self/fd"), reason="sockets are found in /proc"
@@ -33,7 +33,7 @@ def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
 
 def test_connections_of_new_listeners_end() -> None:
     other = socket.create_server(("127.0.0.1", 0))
-    sockets = GlooSockets()
+    sockets = EngineSockets()
     with sockets.making(Alone()):  # type: ignore[arg-type]
         made = socket.create_server(("127.0.0.1", 0))
     ended, left = connected(made), connected(other)
@@ -48,7 +48,7 @@ def test_connections_of_new_listeners_end() -> None:
 
 
 def test_a_listener_may_be_older_than_its_group() -> None:
-    sockets = GlooSockets()
+    sockets = EngineSockets()
     sockets.expect()
     listener = socket.create_server(("127.0.0.1", 0))
     with sockets.making(Alone()):  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def test_a_listener_may_be_older_than_its_group() -> None:
 
 
 def test_without_connections_nothing_ends() -> None:
-    assert GlooSockets().shutdown() == 0
+    assert EngineSockets().shutdown() == 0
 
 
 def test_the_creation_of_a_group_ends() -> None:
@@ -71,7 +71,7 @@ def test_the_creation_of_a_group_ends() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     silent = socket.create_server(("127.0.0.1", 0))
     earlier = connected(listener)
-    sockets = GlooSockets()
+    sockets = EngineSockets()
 
     class Lost(Exception):
         pass
@@ -93,11 +93,14 @@ def test_the_creation_of_a_group_ends() -> None:
             each.close()
 
 
-def test_added_addresses_end() -> None:
+# gRPC connects to IPv4 addresses by sockets of IPv6.
+@pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
+def test_added_addresses_end(host: str) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    store = connected(listener)
-    sockets = GlooSockets()
-    sockets.add("localhost", listener.getsockname()[1])
+    port = listener.getsockname()[1]
+    store = socket.create_connection((host, port), timeout=60), listener.accept()[0]
+    sockets = EngineSockets()
+    sockets.add("localhost", port)
     try:
         assert sockets.shutdown() == 2
         assert store[0].recv(1) == b""
