@@ -29,7 +29,7 @@ from keras_strategies.training.elastic.chief_callbacks import (
     ChiefCallbacks,
 )
 from keras_strategies.training.elastic.elastic_actions import ElasticActions
-from keras_strategies.training.elastic.elastic_fit import ElasticFit
+from keras_strategies.training.elastic.elastic_fit import DecisionTimes, ElasticFit
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 from keras_strategies.training.saving.preemption import PreemptionCallback
 from keras_strategies.training.seeds import sync_random_numbers
@@ -117,8 +117,9 @@ def arguments(
         return changed
     mine = _callbacks_of_worker(workers, _listed(callbacks))
     verbose = given.get("verbose", "auto")
+    decisions = _ChiefDecisions(strategy, mine)
     if name == "fit":
-        mine.append(_ChiefDecisions(strategy, mine))
+        mine.append(decisions)
     if workers.is_chief or workers.elastic is not None:
         bar = WorkerProgress(lambda: workers.group.count, lambda: workers.group.count)
         mine = with_progress(mine, verbose, bar)
@@ -126,7 +127,7 @@ def arguments(
         following = ChiefCallbacks(mine, verbose, lambda: workers.is_chief)
         if name == "fit":
             assert isinstance(workers.elastic, ElasticActions)
-            mine.append(ElasticFit(workers.elastic, following))
+            mine.append(ElasticFit(workers.elastic, following, decisions.times))
     changed["callbacks"] = mine
     return changed
 
@@ -211,23 +212,18 @@ class _ChiefDecisions(keras.callbacks.Callback):
         self._strategy = strategy
         assert strategy.workers is not None
         self._workers = strategy.workers
-        names = ("on_train_batch_end", "on_batch_end")
-        self._each_batch = any(
-            getattr(type(other), name) is not getattr(keras.callbacks.Callback, name)
-            for other in others
-            for name in names
-            if _may_decide(other)
-        )
+        self.times = DecisionTimes(any(map(_acts_on_batches, others)))
 
     def on_train_begin(self, logs: Any = None) -> None:
         elastic = self._workers.elastic
         if elastic is not None and elastic.is_new:
             # The others have begun before.
             return
-        # The chief may have restored a backup.
-        own = initial_epoch(self.model)
-        epoch = self._workers.gather_values("the first epoch", own)[0]
-        set_initial_epoch(self.model, epoch)
+        # The chief may have restored a backup, and a worker alone have a callback.
+        own = [initial_epoch(self.model), self.times.each_batch]
+        found = self._workers.gather_values("the first epoch", own)
+        self.times.each_batch = any(acts for _, acts in found)
+        set_initial_epoch(self.model, found[0][0])
         sync = functools.partial(sync_model, self._strategy, self.model, True)
         if elastic is None:
             sync()
@@ -236,7 +232,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
         self._decide("the beginning of training")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._each_batch:
+        if self.times.each_batch:
             self._decide(f"the end of batch {batch}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -285,9 +281,16 @@ def _check_elastic(callbacks: Any) -> None:
             )
 
 
-def _may_decide(callback: Any) -> bool:
-    """Whether it may be one of the user's, that stops or changes the rate."""
-    return not type(callback).__module__.startswith("keras.")
+def _acts_on_batches(callback: Any) -> bool:
+    """Whether it may stop training, or change the rate, at the end of a batch.
+
+    Of Keras's own callbacks only `LambdaCallback` does, with functions of the user.
+    """
+    names = ("on_train_batch_end", "on_batch_end")
+    if type(callback).__module__.startswith("keras."):
+        return any(name in vars(callback) for name in names)
+    base = keras.callbacks.Callback
+    return any(getattr(type(callback), n) is not getattr(base, n) for n in names)
 
 
 def _learning_rate(model: Any) -> float | None:

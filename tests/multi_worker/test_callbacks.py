@@ -190,6 +190,37 @@ def test_the_chief_can_stop_within_an_epoch(cluster):
     assert cluster(program) == [[0, 1, 2]] * 2
 
 
+def test_a_worker_alone_may_have_a_callback_of_batches(cluster):
+    """On either worker; what it decides on another than the chief does not count."""
+
+    def program(strategy, owner):
+        index, seen = strategy.workers.group.index, []
+
+        def end(batch, logs):
+            seen.append(batch)
+            if batch == 2:
+                strategy_model.stop_training = True
+
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                end(batch, logs)
+
+        strategy_model = make_model(strategy)
+        kinds = [Stop(), keras.callbacks.LambdaCallback(on_train_batch_end=end)]
+        callbacks = [kinds[owner]] if index == owner else []
+        history = strategy_model.fit(
+            *rows(), batch_size=2, epochs=2, verbose=0, callbacks=callbacks
+        )
+        return seen, len(history.epoch), weights(strategy_model)
+
+    (seen, epochs, chief), (_, others_epochs, other) = cluster(program, 0)
+    assert (seen, epochs, others_epochs) == ([0, 1, 2], 1, 1)
+    assert_same(chief, other, 0.0, "worker 1")
+    (_, epochs, chief), (seen, others_epochs, other) = cluster(program, 1)
+    assert (seen, epochs, others_epochs) == ([*range(11)] * 2, 2, 2)
+    assert_same(chief, other, 0.0, "worker 1")
+
+
 def test_callbacks_may_evaluate_and_predict_on_every_worker(cluster):
     def program(strategy):
         found = []

@@ -23,6 +23,17 @@ from keras_strategies.training.resume.input_position import InputPosition, Point
 from keras_strategies.training.resume.resume_callback import Resume
 
 
+@dataclasses.dataclass
+class DecisionTimes:
+    """When the chief decides for all workers, besides at the ends of epochs.
+
+    Args:
+        each_batch: bool, whether at the end of each batch too.
+    """
+
+    each_batch: bool
+
+
 class ElasticFit(fit_position.OrderedCallback):
     """Position and callbacks of a `fit` of elastic workers.
 
@@ -32,10 +43,17 @@ class ElasticFit(fit_position.OrderedCallback):
     Args:
         actions: the actions of this worker.
         chief_callbacks: those that follow the chief.
+        decisions: `DecisionTimes` of the workers.
     """
 
-    def __init__(self, actions: ElasticActions, chief_callbacks: ChiefCallbacks):
+    def __init__(
+        self,
+        actions: ElasticActions,
+        chief_callbacks: ChiefCallbacks,
+        decisions: DecisionTimes,
+    ):
         super().__init__()
+        self._decisions = decisions
         self._actions = actions
         self._chief_callbacks = chief_callbacks
         self._others: list[Any] = []
@@ -107,6 +125,7 @@ class ElasticFit(fit_position.OrderedCallback):
         assert self._state is not None
         restore_model(self.model, self._state["model"])
         set_synced(strategy_of(self.model), self.model, self._state["synced"])
+        self._decisions.each_batch = self._state["fit"]["each_batch"]
         states = self._state["fit"]["callbacks"]
         restore_callbacks(self._others, states, is_chief=False)
 
@@ -123,6 +142,7 @@ class ElasticFit(fit_position.OrderedCallback):
         return {
             "point": dataclasses.asdict(self._position.in_epoch(self._epoch)),
             "callbacks": callback_states(self._others),
+            "each_batch": self._decisions.each_batch,
         }
 
     def save(self) -> str:
