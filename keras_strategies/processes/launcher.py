@@ -22,6 +22,7 @@ from keras_strategies.processes.process_group import (
     GUARD,
     KILL_SECONDS,
     ProcessGroup,
+    RunningGroup,
 )
 
 # What a task has printed has come through the pipe when the task has ended, unless
@@ -109,10 +110,10 @@ class ProcessLauncher:
         self._events = events
         self._grace = grace_seconds
         self._streams = (out or sys.stdout, err or sys.stderr)
-        self._running: dict[LocalTask, ProcessGroup] = {}
+        self._running: dict[LocalTask, RunningGroup] = {}
         # Ended tasks with child processes that still run.
-        self._left: dict[LocalTask, ProcessGroup] = {}
-        self._groups: set[ProcessGroup] = set()
+        self._left: dict[LocalTask, RunningGroup] = {}
+        self._groups: set[RunningGroup] = set()
         self._threads: dict[LocalTask, list[threading.Thread]] = {}
         self._last_errors: dict[LocalTask, str] = {}
         self._guard: ProcessGroup
@@ -136,15 +137,29 @@ class ProcessLauncher:
             self._guard.close(KILL_SECONDS)
 
     def start(
-        self, task: LocalTask, command: Sequence[str], environment: Mapping[str, str]
+        self,
+        task: LocalTask,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Starts one task in a new process group.
 
         It must be called by a thread that lives as long as the tasks are to.
         """
         process = ProcessGroup(
-            command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=pass_fds,
         )
+        self.watch(task, process, environment)
+
+    def watch(
+        self, task: LocalTask, process: RunningGroup, environment: Mapping[str, str]
+    ) -> None:
+        """Copies the output of a task that runs, and reports its end."""
         self._running[task] = process
         self._groups.add(process)
         self._notify_guard(f"+{process.pid}")
@@ -177,7 +192,7 @@ class ProcessLauncher:
         name = f"launch {task}"
         return threading.Thread(target=run, args=args, name=name, daemon=True)
 
-    def _wait(self, task: LocalTask, process: ProcessGroup) -> None:
+    def _wait(self, task: LocalTask, process: RunningGroup) -> None:
         code = process.wait()
         assert code is not None
         for thread in self._threads[task]:

@@ -38,11 +38,16 @@ def watch(lines: Iterable[str]) -> None:
             continue
 
 
-def run(parent: int, command: list[str]) -> None:
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Lets the kernel send a signal to this process when its parent ends, on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # The parent ended before the call of `prctl`.
         sys.exit(1)
+
+
+def run(parent: int, command: list[str]) -> None:
+    end_with_parent(parent)
     os.execvp(command[0], command)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import signal
 import subprocess
@@ -18,7 +19,43 @@ GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.
 KILL_SECONDS = 10.0
 
 
-class ProcessGroup:
+class RunningGroup(abc.ABC):
+    """A process that leads a group, and the other members of the group."""
+
+    #: int, the number of the process and of the group.
+    pid: int
+    stdout: IO[Any] | None
+    stderr: IO[Any] | None
+
+    @property
+    def exists(self) -> bool:
+        """Whether the group has a member, which may be a child of its leader."""
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    def send(self, number: int) -> None:
+        """Sends a signal to all members."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    @abc.abstractmethod
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Waits for the end of the leader.
+
+        Args:
+            seconds: float; None to wait as long as it takes.
+
+        Returns:
+            int, its exit code, or minus the number of a signal; None if it runs on.
+        """
+
+
+class ProcessGroup(RunningGroup):
     """A process that leads a group and a session of its own, without a terminal.
 
     Args:
@@ -60,31 +97,7 @@ class ProcessGroup:
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
         self.stderr = self._process.stderr
 
-    @property
-    def exists(self) -> bool:
-        """Whether the group has a member, which may be a child of its leader."""
-        try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
-
-    def send(self, number: int) -> None:
-        """Sends a signal to all members."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
     def wait(self, seconds: float | None = None) -> int | None:
-        """Waits for the end of the leader.
-
-        Args:
-            seconds: float; None to wait as long as it takes.
-
-        Returns:
-            int, its exit code, or minus the number of a signal; None if it runs on.
-        """
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

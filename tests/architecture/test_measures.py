@@ -28,7 +28,8 @@ BOUNDS = {
     "attributes replaced for a time": 24,
     "StatelessScope subclasses": 1,
     "communicators": 2,
-    "modules that start processes": 2,
+    # Processes from a command, forks of a local cluster, and the tests' forks.
+    "modules that start processes": 3,
     "duplicate public class names": 2,
     # Elastic groups of workers: 2,100.
     # Snapshots of `fit`: 880.

@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_strategies.cluster.environment import QUIET
+from keras_strategies.processes.forks.fork_launcher import ForkLauncher, are_forks_safe
 from keras_strategies.processes.function_command import function_command
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
 from keras_strategies.processes.local_cluster import LocalTask
 
 _ENTRY = "keras_strategies.processes.keras_import:call_with_keras"
+#: What processes import besides Keras.
+_MODULES = (
+    "keras_strategies.parameter_server.server.server_process",
+    "keras_strategies.parameter_server.worker.worker_process",
+)
 # Processes have nothing to save when the cluster ends.
 _GRACE_SECONDS = 1.0
 
@@ -58,7 +64,8 @@ class TaskProcesses(abc.ABC):
 class ClusterProcesses(TaskProcesses):
     """Workers and parameter servers on this machine.
 
-    They also end if this process is killed.
+    They also end if this process is killed. Where it is safe, they are forked from a
+    process that has imported Keras, so that the import is made once.
 
     Args:
         call_of: callable of a task that returns its `ProcessCall`.
@@ -77,21 +84,37 @@ class ClusterProcesses(TaskProcesses):
         self._launcher = self._open.enter_context(
             ProcessLauncher(events, _GRACE_SECONDS)
         )
+        self._forks: ForkLauncher | None = None
+        if are_forks_safe(environment):
+            self._forks = ForkLauncher(self._launcher, environment, _MODULES)
+            self._open.callback(self._forks.close)
 
     def start(self, task: LocalTask) -> None:
         call = self._call_of(task)
+        if self._forks is not None:
+            self._forks.start(task, call.entry, call.arguments)
+            return
         arguments = {"entry": call.entry, "arguments": call.arguments}
         command = function_command(_ENTRY, arguments)
         self._launcher.start(task, command, self._environment)
 
     def kill(self, task: LocalTask) -> None:
-        self._launcher.kill(task)
+        if self._forks is not None:
+            self._forks.kill(task)
+        else:
+            self._launcher.kill(task)
 
     def ended(self) -> Iterator[tuple[LocalTask, str]]:
+        if self._forks is not None:
+            yield from self._forks.update()
         while (event := self._launcher.next_event(0.0)) is not None:
             if isinstance(event, Ended):
                 is_error = event.code > 0 and event.last_error
-                yield event.task, event.last_error if is_error else f"it {event.how}"
+                reason = event.last_error if is_error else f"it {event.how}"
+                if self._forks is not None and self._forks.owns(event.task):
+                    yield from self._forks.server_ended(reason)
+                else:
+                    yield event.task, reason
 
     def close(self) -> None:
         self._open.close()
