@@ -1,8 +1,9 @@
 """`Model.fit`: ours against plain Keras, and two replicas against each backend's peer.
 
 One run measures everything that it compares. For each backend a process pinned to one
-core trains plain Keras and our OneDeviceStrategy in turn, and a process with two cores
-trains our MirroredStrategy on two CPU replicas and the peer in turn:
+core trains plain Keras and our OneDeviceStrategy in turn. Another, with one device and
+two cores, trains plain Keras, which is what a user of a CPU otherwise does. A process
+with two cores trains our MirroredStrategy on two CPU replicas and the peer in turn:
 
 - JAX: `keras.distribution.DataParallel`;
 - Torch: `DistributedDataParallel` written by hand, two processes, a core each, and
@@ -196,12 +197,21 @@ def torch_peer(kind: str, workload: Workload) -> None:
         torch.distributed.destroy_process_group()
 
 
-def work(backend: str, cores: int, name: str, rounds: int) -> None:
+def one_device_two_cores(workload: Workload) -> Contestants:
+    return {"plain, 2 cores": keras_contestant(workload, no_scope)}
+
+
+def work(backend: str, cores: int, name: str, rounds: int, devices: int) -> None:
     """Measures on one or two cores and prints a line of JSON."""
-    use_cores(backend, cores)
+    use_cores(backend, cores, devices)
     workload = WORKLOADS[name]
-    pair = one_core(workload) if cores == 1 else two_cores(workload, backend)
-    print(json.dumps(measure(pair, rounds)))
+    if cores == 1:
+        contestants = one_core(workload)
+    elif devices == 1:
+        contestants = one_device_two_cores(workload)
+    else:
+        contestants = two_cores(workload, backend)
+    print(json.dumps(measure(contestants, rounds)))
 
 
 # --- In the process that a person starts --------------------------------------
@@ -211,8 +221,9 @@ def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     lines = [
         "| backend | model | plain Keras, 1 core | OneDevice | overhead "
-        "| Mirrored, 2 cores | speed-up | peer | ours / peer |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| Mirrored, 2 cores | speed-up | plain Keras, 1 device on 2 cores "
+        "| its speed-up | peer | ours / peer |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for backend, models in results.items():
         for name, ms in models.items():
@@ -225,14 +236,22 @@ def table(results: dict[str, Any]) -> str:
                     f"{overhead:+.1f} %",
                     f"{ms['mirrored']:.1f} ms",
                     f"{ms['plain'] / ms['mirrored']:.2f}x",
+                    *_on_both_cores(ms),
                 ]
-                cells = [backend, name, *(ours if i == 0 else [""] * 5)]
+                cells = [backend, name, *(ours if i == 0 else [""] * len(ours))]
                 cells += [f"{peer}, {value:.1f} ms", f"{value / ms['mirrored']:.2f}"]
                 lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-OURS = ("plain", "one_device", "mirrored")
+def _on_both_cores(ms: dict[str, float]) -> list[str]:
+    """Time and speed-up of one device that has both cores."""
+    if (both := ms.get("plain, 2 cores")) is None:
+        return ["not measured", ""]
+    return [f"{both:.1f} ms", f"{ms['plain'] / both:.2f}x"]
+
+
+OURS = ("plain", "one_device", "plain, 2 cores", "mirrored")
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -274,7 +293,13 @@ def main() -> None:
         torch_peer(options.ddp, WORKLOADS[options.model])
         return
     if options.worker:
-        work(options.worker, options.cores, options.model, options.rounds)
+        work(
+            options.worker,
+            options.cores,
+            options.model,
+            options.rounds,
+            options.devices or options.cores,
+        )
         return
     results = Results(options.output / "fit.json")
     for backend in options.backends:
@@ -282,6 +307,7 @@ def main() -> None:
         # A process for each model: tf.distribute confuses the collectives of two.
         found = {
             name: run_worker(__file__, backend, 1, name, options.rounds)
+            | run_worker(__file__, backend, 2, name, options.rounds, devices=1)
             | run_worker(__file__, backend, 2, name, options.rounds)
             for name in options.models
         }

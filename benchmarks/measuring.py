@@ -58,14 +58,21 @@ def epoch_timer() -> Any:
     return Timer()
 
 
-def use_cores(backend: str, cores: int) -> None:
-    """Lets this process use so many cores, one for each virtual CPU device."""
+def use_cores(backend: str, cores: int, devices: int | None = None) -> None:
+    """Lets this process use so many cores, shared by its virtual CPU devices.
+
+    Args:
+        backend: str.
+        cores: int.
+        devices: int; by default each device has a core.
+    """
+    devices = devices or cores
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:cores]))
     if backend == "tensorflow":
         import tensorflow as tf
 
-        # One core for each replica's kernels.
-        tf.config.threading.set_intra_op_parallelism_threads(1)
+        # The cores of each replica's kernels.
+        tf.config.threading.set_intra_op_parallelism_threads(cores // devices)
         tf.config.threading.set_inter_op_parallelism_threads(cores)
     if backend == "torch":
         import torch
@@ -73,7 +80,7 @@ def use_cores(backend: str, cores: int) -> None:
         torch.set_num_threads(cores)
     import keras_strategies as ks
 
-    ks.set_virtual_cpu_devices(cores)
+    ks.set_virtual_cpu_devices(devices)
 
 
 def options_parser(
@@ -98,6 +105,7 @@ def options_parser(
     if has_workers:
         parser.add_argument("--worker", help=argparse.SUPPRESS)
         parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
+        parser.add_argument("--devices", type=int, help=argparse.SUPPRESS)
         parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -137,10 +145,17 @@ def run_script(
 
 
 def run_worker(
-    script: str, backend: str, cores: int, name: str, rounds: int
+    script: str,
+    backend: str,
+    cores: int,
+    name: str,
+    rounds: int,
+    devices: int | None = None,
 ) -> dict[str, float]:
     """Runs a script as `script --worker backend ...`, which prints JSON at its end."""
     arguments = ["--worker", backend, "--cores", str(cores), "--model", name]
+    if devices is not None:
+        arguments += ["--devices", str(devices)]
     # Idle threads of one contestant are not to spin while another is measured.
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
     arguments += ["--rounds", str(rounds)]

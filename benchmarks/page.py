@@ -102,10 +102,12 @@ def table(name: str) -> str:
     import first_step
     import fit
     import loops
+    import memory
     import model_parallel
     import multi_worker
     import parameter_server as ps
     import resume
+    import start
     import steps_per_execution
 
     file, _, what = name.partition(", ")
@@ -125,6 +127,8 @@ def table(name: str) -> str:
         "fit": fit,
         "loops": loops,
         "faults": faults,
+        "memory": memory,
+        "start": start,
         "first step": first_step,
         "steps per execution": steps_per_execution,
     }

@@ -226,24 +226,39 @@ def serve() -> None:
     ).join()
 
 
+@contextlib.contextmanager
+def tensorflow_strategy(workers: int = 2, servers: int = 1) -> Iterator[Any]:
+    """TensorFlow's strategy with a cluster of its own."""
+    with tensorflow_cluster(workers, servers):
+        import tensorflow as tf
+
+        tf.config.threading.set_inter_op_parallelism_threads(_INTER_OP_THREADS)
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        yield tf.distribute.ParameterServerStrategy(resolver)
+
+
+def tensorflow_input(workload: Workload) -> Callable[..., Any]:
+    """A function that makes the dataset of a worker."""
+    x, y = workload.data()
+
+    def dataset(context: Any = None) -> Any:
+        import tensorflow as tf
+
+        rows = tf.data.Dataset.from_tensor_slices((x, y))
+        rows = rows.batch(workload.batch, drop_remainder=True).repeat()
+        return rows.prefetch(2)
+
+    return dataset
+
+
 def tensorflow(
     workload: Workload, workers: int = 2, servers: int = 1
 ) -> dict[str, float]:
     """Steps per second of `tf_keras`'s `fit`, and of a `ClusterCoordinator`'s loop."""
-    with tensorflow_cluster(workers, servers):
-        import tensorflow as tf
+    with tensorflow_strategy(workers, servers) as strategy:
         import tf_keras
 
-        tf.config.threading.set_inter_op_parallelism_threads(_INTER_OP_THREADS)
-        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        strategy = tf.distribute.ParameterServerStrategy(resolver)
-        x, y = workload.data()
-
-        def dataset(context: Any = None) -> Any:
-            rows = tf.data.Dataset.from_tensor_slices((x, y))
-            rows = rows.batch(workload.batch, drop_remainder=True).repeat()
-            return rows.prefetch(2)
-
+        dataset = tensorflow_input(workload)
         found = {}
         for steps_per_execution in STEPS_PER_EXECUTION:
             with strategy.scope():
