@@ -43,7 +43,8 @@ BOUNDS = {
     # Copies of TensorFlow replicas that exchange statistics: 130.
     # Connections of JAX devices that exist before their mesh: 5. Those of TensorFlow that
     # end with their generation: 9.
-    "lines of code": 31_709,
+    # Forks of local clusters of parameter servers: 265.
+    "lines of code": 31_974,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

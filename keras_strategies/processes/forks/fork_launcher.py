@@ -40,7 +40,7 @@ class ForkedGroup(RunningGroup):
     """
 
     def __init__(self, stdout: IO[bytes], stderr: IO[bytes], status: int):
-        self.stdout, self.stderr = stdout, stderr
+        self.stdout, self.stderr = self._pipes = stdout, stderr
         self._status = status
         self._code: int | None = None
 
@@ -69,8 +69,8 @@ class ForkedGroup(RunningGroup):
 
     def close(self) -> None:
         """Discards a process that never started."""
-        self.stdout.close()
-        self.stderr.close()
+        for pipe in self._pipes:
+            pipe.close()
         os.close(self._status)
 
 
