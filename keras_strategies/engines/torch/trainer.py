@@ -30,9 +30,13 @@ from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.runtime.workers import Workers
+from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
+
+# Models whose `jit_compile=True` a warning has named.
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TorchTrainer(FitDriver):
@@ -74,6 +78,8 @@ class TorchTrainer(FitDriver):
         if getattr(model, name) is not None and not force:
             return
         function = keras_function(model, kind, make, force)
+        if self._call is not None:
+            warn_of_jit_compile(model)
         setattr(model, name, self._repeated(model, kind, self._routed(function)))
 
     def _repeated(
@@ -147,6 +153,20 @@ def keras_function(
     make(force)
     function: Callable[..., Any] = getattr(model, f"{kind}_function")
     return function
+
+
+def warn_of_jit_compile(model: Any) -> None:
+    """Warns once that replicas call the layers of a compiled model eagerly."""
+    if not model.jit_compile or model in _warned:
+        return
+    _warned.add(model)
+    warn_user(
+        f"Model {model.name!r} was compiled with `jit_compile=True`. `torch.compile` "
+        "does not follow a step to its replicas, so layer calls, forward and backward, "
+        "run eagerly; only the code around them, such as the optimizer, is compiled. "
+        "Results are the same. Omit `jit_compile=True` to save the time of compiling, "
+        "or use ks.OneDeviceStrategy to compile layer calls too."
+    )
 
 
 def check_steps(data: Any, workers: Workers | None) -> None:
