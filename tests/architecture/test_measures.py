@@ -44,7 +44,8 @@ BOUNDS = {
     # Connections of JAX devices that exist before their mesh: 5. Those of TensorFlow that
     # end with their generation: 9.
     # Forks of local clusters of parameter servers: 265.
-    "lines of code": 31_974,
+    # What `torch.compile` leaves out on replicas is named: 15.
+    "lines of code": 31_989,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,
