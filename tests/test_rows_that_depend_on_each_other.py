@@ -445,7 +445,8 @@ def test_gradients_of_gradients_are_exact(options: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = train(case, mirrored(**OPTIONS[options]))
-    # The gradients of the first bias cancel: rounding of sums of the order of one is left.
+    # The gradients of the first bias cancel: rounding of sums of the order of one
+    # is left.
     assert_same(expected, found, 1e-4, f"MirroredStrategy ({options})")
     said = [w for w in caught if "is differentiated itself" in str(w.message)]
     assert len(said) == (0 if BACKEND == "torch" and options == "default" else 1)

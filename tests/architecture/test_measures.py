@@ -41,8 +41,8 @@ BOUNDS = {
     # Parameter servers that join and leave: 750.
     # Resolvers of Keras and MPI, Kubernetes, and checks of ports: 230.
     # Copies of TensorFlow replicas that exchange statistics: 130.
-    # Connections of JAX devices that exist before their mesh: 5. Those of TensorFlow that
-    # end with their generation: 9.
+    # Connections of JAX devices that exist before their mesh: 5.
+    # Connections of TensorFlow that end with their generation: 9.
     # Forks of local clusters of parameter servers: 265.
     # What `torch.compile` leaves out on replicas is named: 15.
     "lines of code": 31_989,
