@@ -419,9 +419,7 @@ def _task(group: WorkerGroup, rank: int) -> str:
     return f"/job:worker/replica:0/task:{_number(group, rank)}"
 
 
-def _start(
-    group: WorkerGroup, port: int, previous: int, sockets: EngineSockets
-) -> int:
+def _start(group: WorkerGroup, port: int, previous: int, sockets: EngineSockets) -> int:
     """Starts this worker's server, or connects it with those of another group.
 
     Args:
