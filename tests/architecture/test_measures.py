@@ -45,7 +45,8 @@ BOUNDS = {
     # Connections of TensorFlow that end with their generation: 9.
     # Forks of local clusters of parameter servers: 265.
     # What `torch.compile` leaves out on replicas is named: 15.
-    "lines of code": 31_989,
+    # Results of JAX's programs on parameter servers as buffers: 10.
+    "lines of code": 32_000,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,
