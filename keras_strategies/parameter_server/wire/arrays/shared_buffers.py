@@ -70,6 +70,7 @@ class _Region:
         mapped = mmap.mmap(self.descriptor, size)
         self.memory = memoryview(mapped)
         self.bytes = np.frombuffer(mapped, np.uint8)
+        self._start = _address(self.bytes)
         #: The message that refers to it.
         self.number = -1
         #: Bytes used by arrays of this message.
@@ -85,7 +86,7 @@ class _Region:
 
     def place_of(self, array: memoryview) -> int | None:
         """Offset of an array in this region; None for other arrays."""
-        start = _address(np.frombuffer(array, np.uint8)) - _address(self.bytes)
+        start = _address(np.frombuffer(array, np.uint8)) - self._start
         return start if 0 <= start < self.size else None
 
     def close(self) -> None:
@@ -138,16 +139,21 @@ class SharedBufferWriter:
             self.begin(number)
         region, self._begun = self._begun, None
         assert region is not None
-        others = (a.nbytes for a in arrays if region.place_of(a) is None)
+        found = [region.place_of(array) for array in arrays]
+        others = (
+            array.nbytes
+            for array, place in zip(arrays, found, strict=True)
+            if place is None
+        )
         if region.used + sum(map(_padded, others)) > region.size:
             # All arrays are written to a larger region.
             size = sum(_padded(array.nbytes) for array in arrays)
             region.close()
             region = self._regions[-1] = _Region(_room(size))
             region.number = number
+            found = [None] * len(arrays)
         places = []
-        for array in arrays:
-            place = region.place_of(array)
+        for array, place in zip(arrays, found, strict=True):
             if place is None:
                 place = region.used
                 region.memory[place : place + array.nbytes] = array
