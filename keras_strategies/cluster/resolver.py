@@ -44,6 +44,7 @@ class ClusterResolver(abc.ABC):
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment: str = ""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class ClusterResolver(abc.ABC):
     @property
     def environment(self) -> str:
         """str, where the cluster runs: `""` for no place in particular."""
-        return ""
+        return self._environment
 
     def master(
         self,

@@ -46,6 +46,8 @@ class LocalClusterResolver(ClusterResolver):
     >>> resolver = ks.cluster_resolver.LocalClusterResolver(workers=4, ps=2)
     """
 
+    _environment = "local"
+
     def __init__(self, workers: int = 2, ps: int = 1):
         if workers < 1 or ps < 0:
             raise ClusterError(
@@ -61,7 +63,3 @@ class LocalClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
-
-    @property
-    def environment(self) -> str:
-        return "local"

@@ -51,10 +51,6 @@ class SimpleClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
 
-    @property
-    def environment(self) -> str:
-        return self._environment
-
     def num_accelerators(
         self,
         task_type: str | None = None,

@@ -54,6 +54,8 @@ class RayClusterResolver(ClusterResolver):
     >>> histories = resolver.run(train)
     """
 
+    _environment = ENGINE
+
     def __init__(
         self,
         address: str | None = None,
@@ -148,10 +150,6 @@ class RayClusterResolver(ClusterResolver):
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
         raise ContextError("Ray chooses the task of each process.")
-
-    @property
-    def environment(self) -> str:
-        return ENGINE
 
     def num_accelerators(
         self,

@@ -39,6 +39,8 @@ class KerasDistributionClusterResolver(ClusterResolver):
     >>> resolver = ks.cluster_resolver.KerasDistributionClusterResolver()
     """
 
+    _environment = "keras"
+
     def __init__(self, rpc_layer: str | None = None):
         found = {name: os.environ.get(name, "") for name in ALL}
         missing = [name for name in ALL if not found[name]]
@@ -68,7 +70,3 @@ class KerasDistributionClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
-
-    @property
-    def environment(self) -> str:
-        return "keras"

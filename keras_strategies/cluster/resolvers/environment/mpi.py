@@ -100,6 +100,8 @@ class MPIClusterResolver(ClusterResolver):
     >>> resolver = ks.cluster_resolver.MPIClusterResolver()
     """
 
+    _environment = "mpi"
+
     def __init__(self, port: int = 29500, rpc_layer: str | None = None):
         process = process_number()
         if process is None:
@@ -116,10 +118,6 @@ class MPIClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
-
-    @property
-    def environment(self) -> str:
-        return "mpi"
 
 
 def _first_host(process: ProcessNumber) -> str:

@@ -77,10 +77,6 @@ class SageMakerClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
 
-    @property
-    def environment(self) -> str:
-        return self._environment
-
     def num_accelerators(
         self,
         task_type: str | None = None,

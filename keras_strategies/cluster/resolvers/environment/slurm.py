@@ -144,6 +144,8 @@ class SlurmClusterResolver(ClusterResolver):
     ...     jobs={"ps": 1, "worker": 3})
     """
 
+    _environment = "slurm"
+
     def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
@@ -264,10 +266,6 @@ class SlurmClusterResolver(ClusterResolver):
                 for job, count in self._jobs.items()
             }
         )
-
-    @property
-    def environment(self) -> str:
-        return "slurm"
 
     def num_accelerators(
         self,

@@ -70,10 +70,6 @@ class TFConfigClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
 
-    @property
-    def environment(self) -> str:
-        return self._environment
-
     def _read(self) -> dict[str, Any]:
         if not self._text.strip():
             return {}

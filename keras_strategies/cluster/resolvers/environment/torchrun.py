@@ -44,6 +44,8 @@ class TorchrunClusterResolver(ClusterResolver):
     >>> resolver = ks.cluster_resolver.TorchrunClusterResolver()
     """
 
+    _environment = "torchrun"
+
     def __init__(self, rpc_layer: str | None = None):
         missing = [name for name in NEEDED if not os.environ.get(name)]
         if missing:
@@ -72,7 +74,3 @@ class TorchrunClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         return ClusterSpec({"worker": workers_of(self._first, self._size)})
-
-    @property
-    def environment(self) -> str:
-        return "torchrun"

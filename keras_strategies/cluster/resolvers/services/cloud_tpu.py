@@ -66,6 +66,8 @@ class TPUClusterResolver(ClusterResolver):
     >>> strategy = ks.TPUStrategy(resolver)
     """
 
+    _environment = "google"
+
     def __init__(
         self,
         tpu: str | None = None,
@@ -121,10 +123,6 @@ class TPUClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
-
-    @property
-    def environment(self) -> str:
-        return "google"
 
     @property
     def accelerator_type(self) -> str:

@@ -41,6 +41,8 @@ class GCEClusterResolver(ClusterResolver):
     ...     "my-project", "us-west1-a", "trainers", 8470)
     """
 
+    _environment = "google"
+
     def __init__(
         self,
         project: str,
@@ -103,10 +105,6 @@ class GCEClusterResolver(ClusterResolver):
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
         self._task_id = task_id
-
-    @property
-    def environment(self) -> str:
-        return "google"
 
 
 def _service(credentials: Any) -> Any:

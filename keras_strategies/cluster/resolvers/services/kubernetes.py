@@ -55,6 +55,8 @@ class KubernetesClusterResolver(ClusterResolver):
     ...     {"worker": ["app=trainer"]}, namespace="ml")
     """
 
+    _environment = "kubernetes"
+
     def __init__(
         self,
         job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
@@ -139,10 +141,6 @@ class KubernetesClusterResolver(ClusterResolver):
                     "choose labels that exclude it."
                 )
         return pods
-
-    @property
-    def environment(self) -> str:
-        return "kubernetes"
 
 
 def _address(ip: str, port: int) -> str:
