@@ -12,27 +12,13 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import keras
 import pytest
 from harness.digits import use_few_digits
+from harness.examples import EXAMPLES, run_example
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def run(name: str, *arguments: str) -> str:
-    process = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
 
 
 def test_demo_trains_as_one_device_does_on_few_rows(monkeypatch, capsys) -> None:
@@ -49,7 +35,7 @@ def test_demo_trains_as_one_device_does_on_few_rows(monkeypatch, capsys) -> None
 
 @pytest.mark.nightly
 def test_demo_trains_as_one_device_does(backend_name) -> None:
-    row = json.loads(run("demo.py", "--backend", backend_name).splitlines()[-1])
+    row = json.loads(run_example("demo.py", "--backend", backend_name).splitlines()[-1])
     assert row["replicas"] == 2
     assert row["difference"] < 1e-5
     assert row["accuracy"] > 0.8
@@ -94,7 +80,7 @@ def with_tf_config(script: str, *arguments: str) -> str:
 def test_the_multi_worker_example_prints_the_same_however_it_is_started() -> None:
     script = str(EXAMPLES / "multi_worker.py")
     arguments = ("--epochs", "2")
-    one = run("multi_worker.py", *arguments)
+    one = run_example("multi_worker.py", *arguments)
     assert "1 workers, 1 replicas" in one
     [expected] = printed_by(one).values()
 
@@ -123,7 +109,9 @@ def started(command: list[str]) -> str:
 
 @pytest.mark.nightly
 def test_mnist_example_trains_without_a_network() -> None:
-    output = run("mirrored_mnist.py", "--devices", "cpu:0,cpu:1", "--epochs", "4")
+    output = run_example(
+        "mirrored_mnist.py", "--devices", "cpu:0,cpu:1", "--epochs", "4"
+    )
     accuracy = re.search(r"test accuracy: ([\d.]+)", output)
     assert accuracy is not None, output
     assert float(accuracy[1]) > 0.5
@@ -132,7 +120,7 @@ def test_mnist_example_trains_without_a_network() -> None:
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_the_recommender_finds_the_tastes_that_it_was_not_told() -> None:
-    output = run("recommender.py")
+    output = run_example("recommender.py")
     auc = re.search(r"never shown: ([\d.]+)", output)
     liked = re.search(r"users like (\d+)%", output)
     assert auc is not None and liked is not None, output

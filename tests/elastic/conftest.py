@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from harness.elastic_training import ElasticCluster, Settings
 from harness.forker import Forker
 
 
@@ -13,3 +16,23 @@ def forker() -> Iterator[Forker]:
     """Starts scripts in processes that have imported Keras already."""
     with Forker() as forker:
         yield forker
+
+
+@pytest.fixture
+def cluster(
+    forker: Forker, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., ElasticCluster]]:
+    """Starts the workers of a training, with the `SCRIPT` of the test's module."""
+    script = [each for each in [getattr(request.module, "SCRIPT", None)] if each]
+    made: list[ElasticCluster] = []
+
+    def make(**settings: Any) -> ElasticCluster:
+        given = Settings(str(tmp_path), **settings)
+        made.append(ElasticCluster(forker, given, *script))
+        for index in range(-1, made[-1].count):
+            made[-1].start(index)
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,9 +11,7 @@ from harness.elastic_training import (
     STEPS_PER_EPOCH,
     ElasticCluster,
     Kill,
-    Settings,
 )
-from harness.forker import Forker
 from harness.processes import TIMEOUT
 from harness.training import ADAM_TOLERANCE
 
@@ -25,22 +21,6 @@ pytestmark = pytest.mark.multiprocess
 def by_day_on_torch(test: Any) -> Any:
     """Elsewhere at night, since each process compiles its programs."""
     return test if keras.backend.backend() == "torch" else pytest.mark.nightly(test)
-
-
-@pytest.fixture
-def cluster(forker: Forker, tmp_path: Path) -> Iterator[Callable[..., ElasticCluster]]:
-    """Starts the workers of a training."""
-    made: list[ElasticCluster] = []
-
-    def make(**settings: Any) -> ElasticCluster:
-        made.append(ElasticCluster(forker, Settings(str(tmp_path), **settings)))
-        for index in range(-1, made[-1].count):
-            made[-1].start(index)
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:

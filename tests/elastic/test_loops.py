@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,30 +9,12 @@ import numpy as np
 import pytest
 from harness import elastic_loop
 from harness.elastic_loop import STEPS
-from harness.elastic_training import ElasticCluster, Kill, Settings
-from harness.forker import Forker
+from harness.elastic_training import ElasticCluster, Kill
 from harness.training import ADAM_TOLERANCE
 
 pytestmark = pytest.mark.multiprocess
 
 SCRIPT = str(elastic_loop.__file__)
-
-
-@pytest.fixture
-def cluster(forker: Forker, tmp_path: Path) -> Iterator[Callable[..., ElasticCluster]]:
-    """Starts the workers of a loop."""
-    made: list[ElasticCluster] = []
-
-    def make(**settings: Any) -> ElasticCluster:
-        given = Settings(str(tmp_path), **settings)
-        made.append(ElasticCluster(forker, given, SCRIPT))
-        for index in range(-1, made[-1].count):
-            made[-1].start(index)
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
