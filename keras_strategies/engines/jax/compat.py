@@ -105,6 +105,28 @@ def runtime_is_started() -> bool:
     return bool(jax.distributed.is_initialized())
 
 
+def end_runtime(index: int, count: int) -> bool:
+    """Ends the cluster of JAX's that this process belongs to, if it is of these.
+
+    JAX 0.10: `distributed.global_state`, which `jax.distributed.initialize` sets.
+
+    Args:
+        index: int, the number of this process.
+        count: int, the number of processes, which all call this.
+
+    Returns:
+        Whether it was; otherwise nothing has changed.
+    """
+    import jax
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if (state.process_id, state.num_processes) != (index, count):
+        return False
+    jax.distributed.shutdown()
+    return True
+
+
 def start_service(address: str, count: int) -> None:
     """Starts the service that processes find one another through, in the chief.
 

@@ -212,6 +212,43 @@ def test_jax_must_not_have_been_used_before(start):
     assert "Make the strategy first in the program" in logs
 
 
+_INITIALIZED = f"""{_DATA}
+    import jax
+    index = config["task"]["index"]
+    jax.distributed.initialize("ADDRESS", 2, INDEX)
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = build([])
+    history = model.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0)
+    write(me, json.dumps(history.history["loss"]))
+"""
+
+
+def test_a_trainer_may_have_started_jaxs_cluster(tmp_path, start):
+    """Ray's does on GPUs and TPUs."""
+    body = _INITIALIZED.replace("ADDRESS", free_addresses(1)[0])
+    workers = start(body.replace("INDEX", "index"))
+    for index in range(2):
+        assert workers.wait(index) == 0, workers.log(index)
+    alone: dict = {}
+    exec(textwrap.dedent(_DATA), alone)
+    history = alone["build"]([]).fit(
+        alone["x"], alone["y"], batch_size=7, epochs=2, shuffle=False, verbose=0
+    )
+    for index in range(2):
+        losses = json.loads((tmp_path / f"worker{index}").read_text())
+        assert losses == pytest.approx(history.history["loss"], rel=1e-5)
+
+
+def test_jaxs_cluster_of_other_processes_is_an_error(start):
+    body = _INITIALIZED.replace("ADDRESS", free_addresses(1)[0])
+    workers = start(body.replace("INDEX", "1 - index"))
+    for index in range(2):
+        assert workers.wait(index) == 1, workers.log(index)
+        assert "BackendInUseError: This process is in another JAX" in workers.log(index)
+        assert f"this is not process {index} of 2 there" in workers.log(index)
+
+
 def test_symbols_of_jax_that_start_a_cluster():
     import inspect
 

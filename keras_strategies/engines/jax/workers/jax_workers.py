@@ -86,7 +86,7 @@ class JaxWorkers(Workers):
 
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         super().__init__(group, options)
-        _check_unused()
+        _check_unused(group)
         self.exit_watchdog = ExitWatchdog(group)
         self._runtime = _Runtime(group)
         with self.exit_watchdog.waiting():
@@ -388,18 +388,21 @@ def _is_collective(error: BaseException) -> bool:
     return any(name in text for name in ("Gloo", "gloo", "NCCL", "nccl", "collective"))
 
 
-def _check_unused() -> None:
-    if compat.runtime_is_started():
-        raise BackendInUseError(
-            "This process is in a JAX cluster already: `jax.distributed.initialize` "
-            "was called. MultiWorkerMirroredStrategy starts JAX's cluster itself, from "
-            "TF_CONFIG or its cluster_resolver; omit that call."
-        )
+def _check_unused(group: WorkerGroup) -> None:
     if compat.devices_are_fixed():
         raise BackendInUseError(
             "MultiWorkerMirroredStrategy was made after JAX was used, when its devices "
             "are fixed without those of other workers. Make the strategy first in the "
             "program, before any array, model or other strategy."
+        )
+    # Trainers, such as Ray's on GPUs, start JAX's cluster of the same processes. Its
+    # service would end them all where one is lost.
+    if compat.runtime_is_started() and not compat.end_runtime(group.index, group.count):
+        raise BackendInUseError(
+            "This process is in another JAX cluster: `jax.distributed.initialize` was "
+            f"called, and this is not process {group.index} of {group.count} there. "
+            "MultiWorkerMirroredStrategy starts JAX's cluster itself, from TF_CONFIG "
+            "or its cluster_resolver; omit that call."
         )
 
 
