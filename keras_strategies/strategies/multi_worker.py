@@ -34,6 +34,7 @@ from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
 from keras_strategies.processes.ray.resolver import RayClusterResolver
+from keras_strategies.processes.ray.train_context import is_train_worker
 from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
@@ -155,10 +156,14 @@ def find_workers(
         ValueError: for arguments of other types, and as `MultiWorkerMirroredStrategy`.
     """
     options = CommunicationOptions.parse(communication_options, "communication_options")
-    if cluster_resolver is None:
-        resolver = cluster.find_cluster()
-    else:
+    resolver: ClusterResolver | None
+    if cluster_resolver is not None:
         resolver = as_resolver(cluster_resolver, "cluster_resolver")
+    elif is_train_worker():
+        # Before the environment variables, which are those of the trainer's engine.
+        resolver = RayClusterResolver()
+    else:
+        resolver = cluster.find_cluster()
     if resolver is None:
         return None, None
     workers = join_workers(resolver, engine, options, elastic)

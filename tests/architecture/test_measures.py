@@ -36,7 +36,7 @@ BOUNDS = {
     # Times of steps, slow workers and their status: 260.
     # Parameter servers, timeout of steps: 60; release of variables: 150.
     # Optimizers of the tables of keras_rs: 60.
-    # Ray as an engine for clusters: 900.
+    # Ray as an engine for clusters: 900. Clusters of its trainers: 10.
     # Elastic custom loops: 420. Steps that run unsplit on JAX: 270.
     # Parameter servers that join and leave: 750.
     # Resolvers of Keras and MPI, Kubernetes, and checks of ports: 230.

@@ -1,14 +1,18 @@
-"""Ray clusters of several nodes on this machine."""
+"""Ray clusters of several nodes on this machine, one for the tests of a module."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import keras_strategies as ks
 
 _BYTES = 80 << 20
 #: Lost nodes are noticed in seconds; no processes are started in advance.
@@ -23,13 +27,13 @@ _SETTINGS = {
 
 
 class RayNodes:
-    """A Ray cluster of a head without CPUs, and of nodes.
+    """A Ray cluster of a head without CPUs, and of equal nodes.
 
     Args:
-        nodes: dicts of the nodes' arguments.
+        node: dict, Ray's arguments of a node.
     """
 
-    def __init__(self, *nodes: dict[str, Any]):
+    def __init__(self, node: dict[str, Any]):
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster(
@@ -41,20 +45,32 @@ class RayNodes:
                 "_system_config": _SETTINGS,
             },
         )
+        self._node = node
         self.nodes: list[Any] = []
-        for node in nodes:
-            self.add(**node)
-        self._threads: list[threading.Thread] = []
-        self._is_closed = threading.Event()
 
     @property
     def address(self) -> str:
         return self._cluster.address
 
-    def add(self, **arguments: Any) -> None:
-        self.nodes.append(
-            self._cluster.add_node(object_store_memory=_BYTES, **arguments)
-        )
+    def fill(self, count: int) -> None:
+        """Adds nodes up to a number."""
+        while len(self.nodes) < count:
+            self.add()
+
+    def add(self) -> None:
+        node = self._cluster.add_node(object_store_memory=_BYTES, **self._node)
+        self.nodes.append(node)
+
+    @contextlib.contextmanager
+    def added(self) -> Iterator[None]:
+        """Another node, which is removed in the end."""
+        self.add()
+        added = self.nodes[-1]
+        try:
+            yield
+        finally:
+            if added in self.nodes:
+                self.kill(added.node_id)
 
     def kill(self, node_id: str) -> None:
         """Kills a node with all of its processes."""
@@ -62,42 +78,56 @@ class RayNodes:
         self.nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
-    def kill_when_named(self, file: Path) -> None:
+    @contextlib.contextmanager
+    def killed_when_named(self, file: Path) -> Iterator[None]:
         """Kills the node that a file names, as soon as there is one; in a thread."""
+        is_over = threading.Event()
 
         def wait() -> None:
-            while not self._is_closed.wait(0.1):
+            while not is_over.wait(0.1):
                 if file.exists():
                     self.kill(file.read_text())
                     return
 
-        self._threads.append(threading.Thread(target=wait))
-        self._threads[-1].start()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def close(self) -> None:
         import ray
 
-        self._is_closed.set()
-        for thread in self._threads:
-            thread.join()
         ray.shutdown()
         self._cluster.shutdown()
 
 
-@pytest.fixture
-def ray_nodes() -> Iterator[Callable[..., RayNodes]]:
-    """Starts a Ray cluster with a node for each dict."""
-    before = dict(os.environ)
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest) -> Iterator[RayNodes]:
+    """A cluster to which this process is connected, of the module's `NODE`s."""
+    before, interrupt = dict(os.environ), signal.getsignal(signal.SIGINT)
     pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    made: list[RayNodes] = []
+    nodes = RayNodes(request.module.NODE)
+    try:
+        ks.cluster_resolver.RayClusterResolver(nodes.address).connect()
+        yield nodes
+    finally:
+        nodes.close()
+        os.environ.clear()
+        os.environ.update(before)
+        signal.signal(signal.SIGINT, interrupt)
 
-    def start(*nodes: dict[str, Any]) -> RayNodes:
-        made.append(RayNodes(*nodes))
-        return made[-1]
 
-    yield start
-    for each in made:
-        each.close()
-    os.environ.clear()
-    os.environ.update(before)
+@pytest.fixture
+def ray_nodes(request: pytest.FixtureRequest, cluster: RayNodes) -> RayNodes:
+    """The cluster, with as many nodes as the module's `NODES`."""
+    cluster.fill(request.module.NODES)
+    return cluster
+
+
+@pytest.fixture(autouse=True)
+def leak_police(ray_nodes: RayNodes, leak_police: None) -> None:
+    """After the start of nodes, which later tests use, too."""

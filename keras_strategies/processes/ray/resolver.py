@@ -106,20 +106,18 @@ class RayClusterResolver(ClusterResolver):
     @property
     def _inner(self) -> ClusterResolver | None:
         """The resolver of this worker; None in the driver."""
+        if is_train_worker():
+            # A `TensorflowTrainer` sets TF_CONFIG, too.
+            return TrainWorker()
         if os.environ.get(tf_config.VARIABLE):
             own = tf_config.TFConfigClusterResolver()
             return own if own.environment == ENGINE else None
-        return TrainWorker() if is_train_worker() else None
+        return None
 
     @property
     def is_driver(self) -> bool:
         """bool, whether this process starts the tasks."""
         return self._inner is None
-
-    @property
-    def is_train(self) -> bool:
-        """bool, whether this process is a worker of Ray Train."""
-        return isinstance(self._inner, TrainWorker)
 
     def cluster_spec(self) -> ClusterSpec:
         """The tasks; in the driver with names in place of addresses."""

@@ -16,25 +16,23 @@ from keras_strategies.processes.ray.connection import node_address
 class TrainWorker(ClusterResolver):
     """The workers of a trainer of Ray Train, such as `TorchTrainer`.
 
-    The first worker's address is one of its node with a free port, which the others
-    receive from it: all workers make the resolver. They appear under their rank, as
-    under `torchrun`, since engines need only the first address.
+    They appear under their rank, as under `torchrun`, since engines need only the
+    address of the first one.
     """
 
     def __init__(self) -> None:
-        rank, self._first, self._size = _cluster()
-        super().__init__("worker", rank)
+        context = _context()
+        self._size = int(context.get_world_size())
+        super().__init__("worker", int(context.get_world_rank()))
 
     def cluster_spec(self) -> ClusterSpec:
         others = [f"rank-{rank}" for rank in range(1, self._size)]
-        return ClusterSpec({"worker": [self._first, *others]})
+        return ClusterSpec({"worker": [_first_address(), *others]})
 
 
 def is_train_worker() -> bool:
     """Whether this process is a worker of Ray Train, which has imported it then."""
-    if "ray.train" not in sys.modules:
-        return False
-    return _context() is not None
+    return "ray.train" in sys.modules and _context() is not None
 
 
 def _context() -> Any:
@@ -47,13 +45,14 @@ def _context() -> Any:
 
 
 @functools.cache
-def _cluster() -> tuple[int, str, int]:
-    """The rank, the first worker's address and the number of workers; called by all."""
-    context = _context()
-    rank = int(context.get_world_rank())
+def _first_address() -> str:
+    """The first worker's node with a free port, which the others receive from it.
+
+    Trainers have addresses of their own, in `MASTER_ADDR` or `TF_CONFIG`: Torch's store
+    listens at the former.
+    """
     with socket.socket() as server:
         server.bind(("", 0))
         own = node_address(server.getsockname()[1])
     collective = importlib.import_module("ray.train.collective")
-    first = collective.broadcast_from_rank_zero(own)
-    return rank, str(first), int(context.get_world_size())
+    return str(collective.broadcast_from_rank_zero(own))
