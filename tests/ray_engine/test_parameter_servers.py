@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,23 +19,18 @@ import keras_strategies as ks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
-NODE = {"num_cpus": 1}
+NODES, NODE = 3, {"num_cpus": 1}
+
 full_on_torch = pytest.mark.skipif(
     keras.backend.backend() != "torch", reason="one backend in full"
 )
 
 
 @contextmanager
-def training(
-    nodes: Any, workers: int = 1, ps: int = 1, **options: Any
-) -> Iterator[Any]:
-    """A strategy on a Ray cluster, and a model."""
+def training(workers: int = 1, **options: Any) -> Iterator[Any]:
+    """A strategy with a server and workers, of which one has to be there; a model."""
     resolver = ks.cluster_resolver.RayClusterResolver(
-        nodes.address,
-        workers,
-        ps=1,
-        min_workers=1,
-        resources_per_worker={"CPU": 1} | options.pop("more", {}),
+        workers=workers, ps=1, min_workers=1
     )
     with ks.ParameterServerStrategy(resolver, silence_seconds=10, **options) as made:
         with made.scope():
@@ -74,64 +70,57 @@ class Kill(keras.callbacks.Callback):
     "task", ["worker 0", pytest.param("ps 0", marks=full_on_torch)]
 )
 def test_a_node_is_killed_during_fit(ray_nodes, task: str, tmp_path: Path):
-    nodes = ray_nodes(NODE, NODE, NODE)
     options = {"snapshot_seconds": 0.2, "snapshot_folder": str(tmp_path)}
-    with training(nodes, max_staleness=0, **options) as (strategy, model):
+    with training(max_staleness=0, **options) as (strategy, model):
         before = model.get_weights()
-        kill = Kill(nodes, strategy, task)
+        kill = Kill(ray_nodes, strategy, task)
         weights, losses = ray_training.fit(model, [kill])
         clusters.wait_until_whole(strategy)
         assert node_of(strategy, task) != kill.killed
         status = ks.ClusterCoordinator(strategy).status()
         (row,) = [row for row in status.rows if row[0] == task]
-        assert row[1] == "alive" and row[6] == "1"
+        # Another process may be placed on the node before Ray knows that it is lost.
+        assert row[1] == "alive" and row[6] in ("1", "2")
         steps = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
-    total = ray_training.EPOCHS * ray_training.ROWS // ray_training.BATCH
     if task == "worker 0":
         # Nothing is lost, and no step counts twice.
-        assert steps == total
+        assert steps == ray_training.STEPS
         expected, expected_losses = ray_training.on_one_device()
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
         for own, other in zip(weights, expected, strict=True):
             np.testing.assert_allclose(own, other, ADAM_TOLERANCE, ADAM_TOLERANCE)
     else:
-        assert total - 3 <= steps <= total
+        # Updates since the last snapshot are lost, and no step counts twice.
+        assert ray_training.STEPS - 3 <= steps <= ray_training.STEPS
         assert all(
             (own != other).any() for own, other in zip(weights, before, strict=True)
         )
 
 
+def number_of_worker() -> int | None:
+    time.sleep(0.05)
+    return ks.get_current_worker_index()
+
+
 @full_on_torch
 def test_a_worker_joins_when_the_cluster_grows(ray_nodes):
-    # A worker that computes on a GPU is one on a node that has one, by name.
-    nodes = ray_nodes(NODE, {"num_cpus": 1, "num_gpus": 1})
-    with training(nodes, workers=2, more={"GPU": 1}) as (strategy, model):
+    # A server and two workers have room.
+    with training(workers=3) as (strategy, model):
         coordinator = ks.ClusterCoordinator(strategy)
-        assert coordinator.status().workers_alive == 1
-        nodes.add(num_cpus=1, num_gpus=1)
-        clusters.wait_until(
-            lambda: coordinator.status().workers_alive == 2, "a worker has joined"
-        )
-        ray_training.fit(model, [])
 
-        def visible() -> tuple[int | None, str]:
-            import os
+        def has(count: int) -> None:
+            clusters.wait_until(
+                lambda: coordinator.status().workers_alive == count,
+                f"{count} workers are alive",
+            )
 
-            return ks.get_current_worker_index(), os.environ["CUDA_VISIBLE_DEVICES"]
-
-        found = {coordinator.schedule(visible).fetch() for _ in range(20)}
-        assert {gpu for _, gpu in found} == {"0"}
-        assert node_of(strategy, "worker 0") != node_of(strategy, "worker 1")
-
-
-@full_on_torch
-def test_snapshots_need_a_folder_that_is_shared():
-    resolver = ks.cluster_resolver.RayClusterResolver(ps=1)
-    with pytest.raises(ValueError, match="needs `snapshot_folder` on Ray"):
-        ks.ParameterServerStrategy(resolver, snapshot_seconds=1.0)
-
-
-@full_on_torch
-def test_a_cluster_without_servers_is_an_error():
-    with pytest.raises(ValueError, match="has no 'ps'"):
-        ks.ParameterServerStrategy(ks.cluster_resolver.RayClusterResolver())
+        has(2)
+        with ray_nodes.added():
+            has(3)
+            ray_training.fit(model, [])
+            steps = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+            assert steps == ray_training.STEPS
+            values = [coordinator.schedule(number_of_worker) for _ in range(60)]
+            assert {value.fetch() for value in values} == {0, 1, 2}
+            nodes = {node_of(strategy, f"worker {i}") for i in range(3)}
+            assert len(nodes) == 3
