@@ -179,10 +179,16 @@ class Results:
         #: What `conditions` returned; lacks what earlier versions did not record.
         self.measured: dict[str, dict[str, Any]] = known.get("measured", {})
 
-    def put(self, part: str, value: Any) -> None:
-        """Adds what has just been measured, and writes the file."""
+    def put(self, part: str, value: Any, **more: str) -> None:
+        """Adds what has just been measured, and writes the file.
+
+        Args:
+            part: str, its name.
+            value: the results.
+            more: conditions besides those of `conditions`, such as the GPU.
+        """
         self.values[part] = value
-        self.measured[part] = conditions()
+        self.measured[part] = {**conditions(), **more}
         self.path.parent.mkdir(exist_ok=True)
         text = {"measured": self.measured, "results": self.values}
         self.path.write_text(json.dumps(text, indent=2) + "\n")

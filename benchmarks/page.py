@@ -28,6 +28,8 @@ _RECORDED = ("date", "commit", "cpu", "cores", "versions")
 def whole(file: str, table: Callable[[Any], str]) -> str:
     """A table of a results file, and the conditions of each of its parts."""
     results = Results(RESULTS / f"{file}.json")
+    if not results.values:
+        return table({})
     return f"{table(results.values)}\n\n{measured(results, list(results.values))}"
 
 
@@ -52,6 +54,7 @@ def _text(found: dict[str, Any]) -> str:
     known = [
         str(found["date"]) if "date" in found else "",
         f"commit {found['commit']}" if "commit" in found else "",
+        str(found.get("gpu", "")),
         str(found.get("cpu", "")),
         f"{found['cores']} cores" if "cores" in found else "",
         ", ".join(f"{k} {v}" for k, v in found.get("versions", {}).items()),
@@ -101,6 +104,7 @@ def table(name: str) -> str:
     import faults
     import first_step
     import fit
+    import fit_gpu
     import loops
     import memory
     import model_parallel
@@ -130,6 +134,7 @@ def table(name: str) -> str:
         "memory": memory,
         "start": start,
         "first step": first_step,
+        "fit gpu": fit_gpu,
         "steps per execution": steps_per_execution,
     }
     if file in modules:

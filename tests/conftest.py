@@ -44,6 +44,16 @@ def four_cpu_devices() -> None:
     ks.set_virtual_cpu_devices(4)
 
 
+@pytest.fixture(autouse=True)
+def gpu_or_skip(request, four_cpu_devices) -> None:
+    """Skips tests marked `gpu` where the backend sees none."""
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    kinds = {device.kind for device in engines.get_engine().local_devices()}
+    if "gpu" not in kinds:
+        pytest.skip(f"needs a GPU; {keras.backend.backend()} sees none")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def trainer_of_references():
     """Started by the first test that needs a missing reference."""

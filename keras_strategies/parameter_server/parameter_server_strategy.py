@@ -36,7 +36,10 @@ from keras_strategies.parameter_server.variables.variable_registry import (
     VariableRegistry,
 )
 from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
-from keras_strategies.parameter_server.wire.variable_description import server_device
+from keras_strategies.parameter_server.wire.variable_description import (
+    server_device,
+    worker_device,
+)
 from keras_strategies.processes.ray.resolver import RayClusterResolver
 from keras_strategies.reports.worker_status import TrainingStatus
 from keras_strategies.runtime.drivers import Drivers
@@ -64,6 +67,10 @@ class ParameterServerStrategy(Strategy):
     All of Keras's optimizers can be used. Optimizers that compute with all rows of a
     variable at once, such as `Lamb`, `Muon` and `Adafactor`, need unsharded variables
     and update all rows of a table in each step.
+
+    A worker computes on the first accelerator that its process sees, and without any on
+    the CPU. Servers and the coordinator stay on the CPU: on JAX and TensorFlow
+    accelerators are hidden from this process, unless the framework is in use already.
 
     Without a resolver and without `TF_CONFIG` it starts a cluster on this machine,
     which ends with the strategy: with `close()`, at the end of a `with` block, when the
@@ -179,7 +186,8 @@ class ParameterServerStrategy(Strategy):
         self._resolver = resolver
         # Set by `ClusterCoordinator`, which exists once.
         self._coordinator: Any = None
-        super().__init__(Placement((_CPU,), _CPU, mirrored=False))
+        with parameter_server_engine().on_cpu():
+            super().__init__(Placement((_CPU,), _CPU, mirrored=False))
         patching.install("parameter servers")
         parameter_server_engine().install()
         options = ClusterOptions(
@@ -326,8 +334,8 @@ class ParameterServerExtended(StrategyExtended):
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """tuple of str, the device of each worker."""
-        workers = range(self._strategy.cluster.options.workers)
-        return tuple(f"/job:worker/replica:0/task:{i}/device:CPU:0" for i in workers)
+        workers = self._strategy.cluster.scheduler.workers.values()
+        return tuple(worker_device(w.index, w.device or "cpu:0") for w in workers)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

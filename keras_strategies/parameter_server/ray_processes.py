@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
+    SHARED_GPU,
     ProcessCall,
     TaskProcesses,
     environment,
@@ -74,9 +75,10 @@ class RayProcesses(TaskProcesses):
         tasks = [LocalTask("ps", i) for i in range(plan.ps)]
         tasks += [LocalTask("worker", i) for i in range(resolver.min_workers)]
         threads = max(1, int(plan.resources["worker"].get("CPU", 1)))
+        shared = SHARED_GPU if plan.resources["worker"].get("GPU", 0) % 1 else {}
         with contextlib.ExitStack() as stack:
             reservation = stack.enter_context(Reservation(plan, tuple(tasks)))
-            actors = TaskActors(plan, reservation, environment(threads, {}))
+            actors = TaskActors(plan, reservation, environment(threads, shared))
             self._actors = stack.enter_context(actors)
             self._open = stack.pop_all()
 

@@ -157,7 +157,7 @@ class LocalCluster:
         if each is None:
             each = len(gpus) // len(computing)
             if not each:  # Workers that have to share a GPU are left to do so.
-                return {task: {} for task in self.tasks}
+                return {t: {} if t in computing else {GPUS: ""} for t in self.tasks}
         if each * len(computing) > len(gpus):
             raise InvalidArgumentError(
                 f"{len(computing)} tasks with {each} devices each need "

@@ -47,7 +47,7 @@ class ForkedProcesses:
             __file__,
             call.entry,
             json.dumps(call.arguments),
-            **self._environment,
+            **{**self._environment, **call.environment},
         )
 
     def kill(self, task: LocalTask) -> None:

@@ -61,7 +61,7 @@ def scheduler_of(messages, processes, **options):
     )
     scheduler.define(FunctionDefinition(0, "call", b"", 0, (), "function 'step'"))
     messages.put(b"ps", "server", (0, 0, 60, False, "", "ipc://ps"))
-    messages.put(b"w0", "worker", (0, 0, 50))
+    messages.put(b"w0", "worker", (0, 0, 50, "cpu:0"))
     scheduler.wait_ready(clusters.SECONDS)
     return scheduler
 
@@ -75,7 +75,7 @@ def run_late(messages, processes, life: int) -> None:
     """A process of worker 0 that receives a task and is ended during it."""
     sender = b"w%d" % life
     if life:
-        messages.put(sender, "worker", (0, life, 50 + life))
+        messages.put(sender, "worker", (0, life, 50 + life, "cpu:0"))
     clusters.wait_until(lambda: len(tasks_sent(messages)) > life, "it has a task")
     assert tasks_sent(messages)[life] == sender
     clusters.wait_until(lambda: len(processes.killed) > life, "it is ended")
@@ -113,7 +113,7 @@ def test_processes_of_other_launchers_are_told_to_end() -> None:
         messages.put(b"beats", "heartbeat", (0, 0, None))
         scheduler.schedule(0, b"", 0, lambda *found: None, ())
         clusters.wait_until(lambda: (b"beats", "end") in messages.sent, "it is told")
-        messages.put(b"w1", "worker", (0, 0, 51))
+        messages.put(b"w1", "worker", (0, 0, 51, "cpu:0"))
         clusters.wait_until(lambda: b"w1" in tasks_sent(messages), "it has the task")
     finally:
         scheduler.close()

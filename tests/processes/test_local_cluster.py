@@ -75,6 +75,7 @@ def test_engines_are_quiet_unless_the_user_says_how_loud() -> None:
         (LocalCluster(2), "0", ["0", "0"]),
         # Servers have none, so that they do not take a worker's memory.
         (LocalCluster(1, ps=1), "0", ["0", ""]),
+        (LocalCluster(2, ps=1, chief=True), "0", ["", "0", "0", ""]),
     ],
 )
 def test_shares_of_gpus(cluster, gpus, shares) -> None:

@@ -43,7 +43,7 @@ def _logical_count(kind: str) -> int:
     # None: not configured, which makes one logical device.
     return sum(
         len(tf.config.get_logical_device_configuration(device) or [None])
-        for device in tf.config.list_physical_devices(kind.upper())
+        for device in tf.config.get_visible_devices(kind.upper())
     )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import abc
 import contextlib
 import queue
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.cluster.environment import QUIET
 from keras_strategies.processes.forks.fork_launcher import ForkLauncher, are_forks_safe
 from keras_strategies.processes.function_command import function_command
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
-from keras_strategies.processes.local_cluster import LocalTask
+from keras_strategies.processes.local_cluster import GPUS, LocalTask
 
 _ENTRY = "keras_strategies.processes.keras_import:call_with_keras"
 #: What processes import besides Keras.
@@ -21,6 +21,11 @@ _MODULES = (
     "keras_strategies.parameter_server.server.server_process",
     "keras_strategies.parameter_server.worker.worker_process",
 )
+#: For processes with a common GPU: JAX and TensorFlow take its memory as needed.
+SHARED_GPU = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+}
 # Processes have nothing to save when the cluster ends.
 _GRACE_SECONDS = 1.0
 
@@ -32,10 +37,12 @@ class ProcessCall:
     Args:
         entry: str, `"module:function"`.
         arguments: dict for the function, of numbers, strings and lists.
+        environment: dict, environment variables of this process alone.
     """
 
     entry: str
     arguments: dict[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class TaskProcesses(abc.ABC):
@@ -92,11 +99,12 @@ class ClusterProcesses(TaskProcesses):
     def start(self, task: LocalTask) -> None:
         call = self._call_of(task)
         if self._forks is not None:
+            # Without GPUs no task has an environment of its own.
             self._forks.start(task, call.entry, call.arguments)
             return
         arguments = {"entry": call.entry, "arguments": call.arguments}
         command = function_command(_ENTRY, arguments)
-        self._launcher.start(task, command, self._environment)
+        self._launcher.start(task, command, {**self._environment, **call.environment})
 
     def kill(self, task: LocalTask) -> None:
         if self._forks is not None:
@@ -118,6 +126,18 @@ class ClusterProcesses(TaskProcesses):
 
     def close(self) -> None:
         self._open.close()
+
+
+def gpu_environment(task: LocalTask, gpus: Sequence[str]) -> dict[str, str]:
+    """Environment variables that give each worker of this machine one of its GPUs.
+
+    Args:
+        task: the task; servers see no GPU.
+        gpus: list of str, the GPUs that are visible here.
+    """
+    if not gpus:
+        return {}
+    return {GPUS: gpus[task.index % len(gpus)] if task.job == "worker" else ""}
 
 
 def environment(threads: int, outer: Mapping[str, str]) -> dict[str, str]:

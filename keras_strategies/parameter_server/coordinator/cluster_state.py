@@ -41,6 +41,8 @@ class WorkerState:
     incarnation: int = 0
     sender: bytes | None = None
     pid: int = 0
+    #: The device of its steps.
+    device: str = ""
     last_heartbeat: float = 0.0
     #: The connection of its heartbeats.
     heartbeat_sender: bytes | None = None

@@ -26,8 +26,9 @@ _HEADER = (
     "staleness",
     "variables",
     "memory",
+    "device",
 )
-_NUMBERS = frozenset(_HEADER[2:])
+_NUMBERS = frozenset(_HEADER[2:-1])
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def status_of(scheduler: Scheduler, registry: VariableRegistry) -> Status:
                     f"{stale:.1f}",
                     "",
                     "",
+                    worker.device,
                 )
             )
         for server in scheduler.servers.values():
@@ -142,6 +144,7 @@ def status_of(scheduler: Scheduler, registry: VariableRegistry) -> Status:
                     "",
                     readable_bytes(held[server.index]),
                     readable_bytes(server.resident_bytes),
+                    "cpu:0",
                 )
             )
         steps = scheduler.done_steps

@@ -10,6 +10,7 @@ from typing import Any
 from keras_strategies.keras_compat.variables.hosted_variables import host_variable
 from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.variable_registry import (
     VariableRegistry,
@@ -42,7 +43,7 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
         self._training = training
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return parameter_server_engine().on_cpu()
 
     def finish_steps(self) -> None:
         self._training.finish_steps()

@@ -15,10 +15,12 @@ from typing import Any
 
 from keras_strategies.errors import SnapshotError
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
+    SHARED_GPU,
     ClusterProcesses,
     ProcessCall,
     TaskProcesses,
     environment,
+    gpu_environment,
 )
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.parameter_server.server.server_process import run_server
@@ -32,7 +34,7 @@ from keras_strategies.parameter_server.wire.server_addresses import ServerAddres
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.variable_description import ShardRange
 from keras_strategies.parameter_server.worker.worker_process import run_worker
-from keras_strategies.processes.local_cluster import LocalTask
+from keras_strategies.processes.local_cluster import LocalTask, visible_gpus
 from keras_strategies.user_warnings import warn_user
 
 
@@ -81,6 +83,7 @@ class ProcessCluster:
         folder = Path(self._folder.name)
         is_local = control is None
         self._is_local = is_local
+        self._gpus = visible_gpus(os.environ) if is_local else []
         self._keys = keys
         self._addresses = ServerAddresses(
             addresses or [self._address(i) for i in range(options.servers)]
@@ -98,8 +101,9 @@ class ProcessCluster:
         self._processes: TaskProcesses | None = None
         if is_local:
             threads = max(1, len(os.sched_getaffinity(0)) // options.workers)
+            shared = SHARED_GPU if options.workers > len(self._gpus) else {}
             self._processes = ClusterProcesses(
-                self.process_call, environment(threads, os.environ)
+                self.process_call, environment(threads, {**shared, **os.environ})
             )
         elif start_processes is not None:
             try:
@@ -206,7 +210,8 @@ class ProcessCluster:
                 "addresses": self._addresses.state[1],
                 "timeout": self.options.timeout_seconds,
             }
-        return ProcessCall(f"{entry.__module__}:{entry.__name__}", common)
+        gpus = gpu_environment(task, self._gpus)
+        return ProcessCall(f"{entry.__module__}:{entry.__name__}", common, gpus)
 
     def close(self) -> None:
         """Ends all processes; may be called repeatedly."""

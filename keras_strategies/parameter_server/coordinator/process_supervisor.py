@@ -165,8 +165,8 @@ class ProcessSupervisor:
         for task, reason in self._processes.ended():
             self._on_end(task, reason)
 
-    def _on_worker(self, sender: bytes, value: tuple[int, int, int]) -> None:
-        index, incarnation, pid = value
+    def _on_worker(self, sender: bytes, value: tuple[int, int, int, str]) -> None:
+        index, incarnation, pid, device = value
         worker = self.workers.setdefault(index, WorkerState(index))
         if self._processes is None and worker.is_alive:
             # Restarted elsewhere.
@@ -174,7 +174,7 @@ class ProcessSupervisor:
             worker.incarnation = incarnation
         if incarnation < worker.incarnation and self._processes is not None:
             return
-        worker.sender, worker.pid = sender, pid
+        worker.sender, worker.pid, worker.device = sender, pid, device
         worker.incarnation = incarnation
         worker.last_heartbeat = time.monotonic()
         worker.known = set()

@@ -10,6 +10,7 @@ the framework.
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -178,6 +179,14 @@ class ParameterServerEngine(abc.ABC):
         """Keras's step of a model, for `kind` "train", "test" or "predict"."""
         step: Body = getattr(model, f"{kind}_step")
         return step
+
+    @abc.abstractmethod
+    def on_cpu(self) -> contextlib.AbstractContextManager[Any]:
+        """Keeps a server or a coordinator on the CPU, in this thread.
+
+        Accelerators are hidden from the process for good, so that their memory is left
+        to workers, unless the framework is in use already.
+        """
 
     @abc.abstractmethod
     def program(

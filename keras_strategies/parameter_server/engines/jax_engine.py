@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from keras_strategies.engines.jax.compat import passed_on, used_inputs
+from keras_strategies.engines.jax.compat import (
+    devices_are_fixed,
+    passed_on,
+    used_inputs,
+)
+from keras_strategies.engines.jax.devices import default_device
 from keras_strategies.keras_compat.optimizers.applying import applying_through
 from keras_strategies.keras_compat.thread_state import values_scope
 from keras_strategies.keras_compat.variables.lookups import lookups_through
@@ -58,7 +64,7 @@ class JaxStepProgram(StepProgram):
             found = [leaves[place] for place in places]
         else:
             found = program(batch)
-        return list(zip(tables, map(_array, found), strict=True))
+        return list(zip(tables, _arrays(list(found)), strict=True))
 
     def _find_lookups(self, batch: Any) -> tuple[list[Any], list[int | None], Any]:
         """Traces the step with zeros for tables, and extracts the computation of ids.
@@ -160,8 +166,7 @@ class JaxStepProgram(StepProgram):
         if self._traced:
             self._meanings[key] = tuple(self._traced)  # type: ignore[assignment]
         calls, changed_variables, split = self._meanings[key]
-        arrays = jax.tree.map(_array, (outputs, gradients, changed))
-        outputs, gradients, changed = arrays
+        outputs, gradients, changed = _arrays((outputs, gradients, changed))
         return StepResult(
             split.filled(outputs),
             [
@@ -175,6 +180,13 @@ class JaxStepProgram(StepProgram):
 def _is_computed(leaf: Any) -> bool:
     """Whether a program returns a leaf: arrays and numbers, not strings."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
+
+
+def _arrays(values: Any) -> Any:
+    """A structure of NumPy arrays on the host; copies from an accelerator overlap."""
+    if default_device().platform == "cpu":
+        return jax.tree.map(_array, values)
+    return jax.device_get(values)
 
 
 def _array(value: Any) -> np.ndarray:
@@ -197,6 +209,16 @@ class JaxParameterServerEngine(ParameterServerEngine):
     """Steps and updates are jitted; arrays are passed without copies where possible."""
 
     pads_rows = True
+
+    def on_cpu(self) -> contextlib.AbstractContextManager[Any]:
+        if not devices_are_fixed():
+            jax.config.update("jax_platforms", "cpu")
+        if jax.default_backend() == "cpu":
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = jax.default_device(
+            jax.local_devices(backend="cpu")[0]
+        )
+        return context
 
     def model_body(self, model: Any, kind: str) -> Body:
         def values(variables: Any) -> list[Any]:
@@ -230,7 +252,7 @@ class JaxParameterServerEngine(ParameterServerEngine):
         return JaxStepProgram(body, variables, gradients)
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        # Jitted functions accept NumPy arrays.
+        # Jitted functions move NumPy arrays to the worker's device.
         set_raw_value(variable, value)
 
     def get_value(self, variable: Any) -> np.ndarray:
@@ -242,6 +264,6 @@ class JaxParameterServerEngine(ParameterServerEngine):
         jitted = jax.jit(update)
 
         def run(*arguments: Any) -> Any:
-            return jax.tree.map(_array, jitted(*arguments))
+            return _arrays(jitted(*arguments))
 
         return run

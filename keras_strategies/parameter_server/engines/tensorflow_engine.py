@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_strategies.engines.tensorflow.devices import local_devices
 from keras_strategies.keras_compat.optimizers.applying import applying_through
 from keras_strategies.keras_compat.variables.lookups import lookups_through
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
@@ -363,6 +365,15 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
     """Windows are variables with an open first axis; XLA compiles updates."""
 
     pads_rows = True
+
+    def on_cpu(self) -> contextlib.AbstractContextManager[Any]:
+        accelerators = [d for d in local_devices() if d.kind != "cpu"]
+        try:
+            for kind in {device.kind.upper() for device in accelerators}:
+                tf.config.set_visible_devices([], kind)
+        except RuntimeError:  # TensorFlow is in use.
+            return tf.device("/device:CPU:0")  # type: ignore[no-any-return]
+        return contextlib.nullcontext()
 
     def is_tracing(self) -> bool:
         return super().is_tracing() or not tf.executing_eagerly()

@@ -31,6 +31,12 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(writable(array))
 
 
+def on_device(array: np.ndarray) -> torch.Tensor:
+    """A tensor on the default device; on the CPU, on the memory of the array."""
+    tensor: torch.Tensor = keras.ops.convert_to_tensor(as_tensor(array))
+    return tensor
+
+
 def original_array(array: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
     """The array that shares memory with a tensor; another one if it was copied.
 

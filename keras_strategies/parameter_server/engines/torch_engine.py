@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +36,9 @@ from keras_strategies.parameter_server.engines.torch_steps import (
     set_stub,
 )
 
+# Attribute of a parameter on an accelerator: its value as it was pulled.
+_PULLED = "_keras_strategies_pulled"
+
 
 class TorchParameterServerEngine(ParameterServerEngine):
     """Tensors share the memory of arrays; updates are in place."""
@@ -45,6 +49,11 @@ class TorchParameterServerEngine(ParameterServerEngine):
 
     def install(self) -> None:
         patching.install("torch servers")
+
+    def on_cpu(self) -> contextlib.AbstractContextManager[Any]:
+        # Torch takes no memory of accelerators before a tensor is placed there.
+        context: contextlib.AbstractContextManager[Any] = keras.device("cpu")
+        return context
 
     def model_body(self, model: Any, kind: str) -> Body:
         step = super().model_body(model, kind)
@@ -74,11 +83,16 @@ class TorchParameterServerEngine(ParameterServerEngine):
         # Autograd stores the shape of a parameter with a gradient.
         if raw is not None and raw.dtype == tensor.dtype and raw.shape == tensor.shape:
             raw.data = tensor
-            return
-        set_raw_value(variable, torch.nn.Parameter(tensor, requires_grad=trains))
+        else:
+            raw = torch.nn.Parameter(tensor, requires_grad=trains)
+            set_raw_value(variable, raw)
+        if tensor.device.type != "cpu":
+            setattr(raw, _PULLED, value)
 
     def get_value(self, variable: Any) -> np.ndarray:
-        return np.asarray(as_array(raw_value(variable)))
+        raw = raw_value(variable)
+        pulled: np.ndarray | None = getattr(raw, _PULLED, None)
+        return np.asarray(as_array(raw)) if pulled is None else pulled
 
     def compile_update(
         self, update: Callable[..., Any], is_of_keras: bool

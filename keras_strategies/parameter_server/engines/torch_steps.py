@@ -31,7 +31,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     changed_in,
     regularized_scope,
 )
-from keras_strategies.parameter_server.engines.torch_arrays import as_array, as_tensor
+from keras_strategies.parameter_server.engines.torch_arrays import as_array, on_device
 from keras_strategies.parameter_server.engines.torch_graphs import (
     GraphRecorder,
     NotRecordableError,
@@ -77,7 +77,7 @@ class TorchStepProgram(StepProgram):
                 if axis != 0 or not self._is_table(x):
                     return NotImplemented
                 ids = keras.ops.convert_to_tensor(indices)
-                found.append((x, ids.detach().cpu().numpy().copy()))
+                found.append((x, as_array(ids).copy()))
                 shape = (*ids.shape, *x.shape[1:])
                 rows = keras.ops.zeros(shape, dtype=x.dtype)
                 return rows.requires_grad_(rows.is_floating_point())
@@ -132,7 +132,7 @@ class TorchStepProgram(StepProgram):
             self._recorders[key] = self._recorder(batch, present, len(positions))
         variables = [*self.variables.tables, *self.variables.others]
         inputs = [
-            *(as_tensor(where) for where in positions),
+            *(on_device(where) for where in positions),
             *(leaf for leaf in keras.tree.flatten(_tensors(batch)) if leaf is not None),
             *(raw_value(variable) for variable in variables),
         ]
@@ -229,13 +229,13 @@ class TorchStepProgram(StepProgram):
         def take(x: Any, indices: Any, axis: Any) -> Any:
             if axis != 0 or not self._is_table(x):
                 return NotImplemented
-            ids = keras.ops.convert_to_tensor(indices).detach().cpu().numpy()
+            ids = as_array(keras.ops.convert_to_tensor(indices))
             table: Any
-            (table, expected), where = next(places, ((None, np.empty(0)), None))
+            (table, expected), where = next(places, ((None, np.empty(0)), ids))
             if table is not x or not np.array_equal(ids, expected):
                 raise LookupMismatchError
             # Its gradient sums rows in one pass, unlike that of indexing.
-            return torch.nn.functional.embedding(torch.from_numpy(where), x.value)
+            return torch.nn.functional.embedding(on_device(where), x.value)
 
         variables = [*self.variables.tables, *self.variables.others]
         self._clear_gradients()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keras_strategies.errors import WorkerError
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
@@ -63,7 +64,8 @@ def run_server(
             measure=lambda: ("memory", (index, _resident_bytes())),
         )
 
-    _serve(index, address, keys, snapshots, interval, ready)
+    with parameter_server_engine().on_cpu():
+        _serve(index, address, keys, snapshots, interval, ready)
     if reasons:
         raise WorkerError(reasons[0])
 

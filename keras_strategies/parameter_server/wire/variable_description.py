@@ -70,5 +70,10 @@ def server_device(server: int) -> str:
     return _device("ps", server)
 
 
-def _device(job: str, index: int) -> str:
-    return f"/job:{job}/replica:0/task:{index}/device:CPU:0"
+def worker_device(worker: int, device: str) -> str:
+    """The device of a worker's steps, as named in `tf.distribute`."""
+    return _device("worker", worker, device)
+
+
+def _device(job: str, index: int, device: str = "cpu:0") -> str:
+    return f"/job:{job}/replica:0/task:{index}/device:{device.upper()}"

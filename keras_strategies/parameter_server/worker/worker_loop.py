@@ -57,6 +57,7 @@ class Worker:
         execution: servers, variables and engine.
         incarnation: int, number of earlier processes of this worker.
         coordinator_seconds: float, timeout for a lost coordinator.
+        device: str, the device of its steps.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Worker:
         execution: StepExecution,
         incarnation: int,
         coordinator_seconds: float = math.inf,
+        device: str = "cpu:0",
     ):
         self.index = index
         self.programs = StepPrograms(execution)
@@ -74,7 +76,7 @@ class Worker:
         self._variables = execution.variables
         self._functions = TaskFunctions(execution.variables)
         self._connection = connection
-        self._incarnation = incarnation
+        self._registration = (index, incarnation, os.getpid(), device)
         self._coordinator_seconds = coordinator_seconds
         self._reconnects = 0
         self._counted = (0, 0)
@@ -101,7 +103,7 @@ class Worker:
         Raises:
             RuntimeError: `WorkerError` if the coordinator is lost for too long.
         """
-        self._post("worker", (self.index, self._incarnation, os.getpid()))
+        self._post("worker", self._registration)
         while not self._is_stopped:
             self._receive(_CHECK_SECONDS if not self._tasks else 0.0)
             self._check_coordinator()
@@ -118,7 +120,7 @@ class Worker:
         if connection.reconnects > self._reconnects:
             # A new coordinator does not have this worker yet.
             self._reconnects = connection.reconnects
-            self._post("worker", (self.index, self._incarnation, os.getpid()))
+            self._post("worker", self._registration)
 
     def _post(self, kind: str, value: Any) -> None:
         self._connection.post((0, (kind, value)))

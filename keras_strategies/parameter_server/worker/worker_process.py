@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_strategies import context
 from keras_strategies.devices import Device
+from keras_strategies.engines import get_engine
 from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
@@ -25,18 +26,17 @@ from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.types import RunOptions
 
-_CPU = Device("cpu", 0)
-
 
 class WorkerStrategy(Strategy):
     """The current strategy in a scheduled function.
 
     Args:
         worker: the worker of this process.
+        device: `Device` of its steps.
     """
 
-    def __init__(self, worker: Worker):
-        super().__init__(Placement((_CPU,), _CPU, mirrored=False))
+    def __init__(self, worker: Worker, device: Device):
+        super().__init__(Placement((device,), device, mirrored=False))
         parameter_server_engine().install()
         self._worker = worker
         self._replica = context.ReplicaContext(self, 0, SingleReplica())
@@ -70,6 +70,13 @@ class WorkerStrategy(Strategy):
             yield self
 
 
+def _default_device(device: Device) -> contextlib.AbstractContextManager[Any]:
+    """Makes the worker's device the one of programs and tensors in this thread."""
+    if device == Device("cpu", 0):
+        return contextlib.nullcontext()  # As it is without accelerators.
+    return get_engine().on_device(device)
+
+
 def run_worker(
     index: int,
     incarnation: int,
@@ -81,6 +88,8 @@ def run_worker(
 ) -> None:
     """Runs a worker's process until the coordinator ends.
 
+    Steps run on the first accelerator that the process sees, without any on the CPU.
+
     Args:
         index: int, its number.
         incarnation: int, number of earlier processes of this worker.
@@ -91,6 +100,7 @@ def run_worker(
         coordinator_seconds: float, timeout for a lost coordinator.
     """
     engine = parameter_server_engine()
+    device = get_engine().local_devices()[0]
     variables = WorkerVariables(engine)
     found = ServerAddresses(addresses)
     servers = ServerConnections(found, keys, timeout)
@@ -101,11 +111,13 @@ def run_worker(
         StepExecution(servers, variables, engine),
         incarnation,
         coordinator_seconds,
+        str(device),
     )
-    variables.set_strategy(WorkerStrategy(worker))
+    variables.set_strategy(WorkerStrategy(worker, device))
     start_heartbeats(control, keys, index, incarnation, addresses=found)
     try:
-        worker.work()
+        with _default_device(device):
+            worker.work()
     finally:
         servers.close()
         connection.close()
