@@ -61,7 +61,6 @@ EVERYWHERE = {
         "test_a_step_of_ones_own",
         "test_a_table_of_ones_own_is_looked_up_by_rows",
     ),
-    "test_worker_devices": (),
 }
 
 
