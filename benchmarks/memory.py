@@ -207,6 +207,7 @@ def main() -> None:
     parser = options_parser(__doc__, BACKENDS, WORKLOADS)
     parser.add_argument("--worker", choices=list(WORK), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--server-models", type=names, default=list(OF_SERVERS))
     parser.add_argument("--parts", type=names, default=list(PARTS))
     options = parser.parse_args()
     if options.worker:
@@ -214,7 +215,8 @@ def main() -> None:
         return
     results = Results(options.output / "memory.json")
     for part in options.parts:
-        models = OF_SERVERS if part == "parameter servers" else options.models
+        is_servers = part == "parameter servers"
+        models = options.server_models if is_servers else options.models
         for backend in options.backends:
             for model in models:
                 rivals = contestants(part, backend)

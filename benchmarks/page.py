@@ -44,6 +44,8 @@ def measured(results: Results, parts: list[str]) -> str:
     by_text: dict[str, list[str]] = {}
     for name in parts:
         by_text.setdefault(_text(results.measured.get(name, {})), []).append(name)
+    if not by_text:
+        return "Not measured yet."
     if len(by_text) == 1:
         return f"Measured: {next(iter(by_text))}."
     lines = [f"- {'; '.join(names)}: {text}." for text, names in by_text.items()]
