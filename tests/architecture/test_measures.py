@@ -47,7 +47,8 @@ BOUNDS = {
     # What `torch.compile` leaves out on replicas is named: 15.
     # Results of JAX's programs on parameter servers as buffers: 10.
     # Parameter servers, devices of workers and the GPUs of one machine: 60.
-    "lines of code": 32_060,
+    # Sums of the gradients of lookups on Torch and TensorFlow: 25.
+    "lines of code": 32_085,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

@@ -351,6 +351,33 @@ def test_a_table_of_ones_own_is_looked_up_by_rows(synchronous) -> None:
     assert "shards on" in repr(model.weights[0])
 
 
+def test_thousands_of_lookups(synchronous) -> None:
+    """Large gradients of lookups: XLA sums them on TensorFlow, `index_add` on Torch."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((8,), dtype="int32"),
+                keras.layers.Embedding(300, 4),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.Adagrad(0.5), "mse")
+        return model
+
+    random = np.random.default_rng(3)
+    ids = random.integers(0, 300, (700, 8), dtype="int32")
+    y = random.normal(size=(700, 1)).astype("float32")
+    with synchronous.scope():
+        ours = build()
+    theirs = build()
+    for model in (ours, theirs):
+        model.fit(ids, y, batch_size=512, epochs=2, shuffle=False, verbose=0)
+    assert_alike(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -169,7 +169,7 @@ class TorchStepProgram(StepProgram):
                 if axis != 0 or not self._is_table(x):
                     return NotImplemented
                 looked_up.append((x, keras.ops.convert_to_tensor(indices)))
-                return torch.nn.functional.embedding(next(remaining), x.value)
+                return _rows(x.value, next(remaining))
 
             recorder = OptimizerCallRecorder()
             with (
@@ -234,8 +234,7 @@ class TorchStepProgram(StepProgram):
             (table, expected), where = next(places, ((None, np.empty(0)), ids))
             if table is not x or not np.array_equal(ids, expected):
                 raise LookupMismatchError
-            # Its gradient sums rows in one pass, unlike that of indexing.
-            return torch.nn.functional.embedding(on_device(where), x.value)
+            return _rows(x.value, on_device(where))
 
         variables = [*self.variables.tables, *self.variables.others]
         self._clear_gradients()
@@ -266,6 +265,18 @@ class TorchStepProgram(StepProgram):
         self._may_predict = False
         self._origins = None
         self._recorders.clear()
+
+
+def _rows(window: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The rows of a window at positions, `(*positions.shape, columns)`.
+
+    On CPUs, only the gradient of `index_select` with int64 indices sums rows without a
+    call of a kernel for each; on accelerators that of `embedding` is deterministic.
+    """
+    if window.device.type != "cpu":
+        return torch.nn.functional.embedding(positions, window)
+    rows = window.index_select(0, positions.reshape(-1).long())
+    return rows.reshape(*positions.shape, *window.shape[1:])
 
 
 def _matching_leaf(leaves: list[Any], ids: np.ndarray) -> int | None:
