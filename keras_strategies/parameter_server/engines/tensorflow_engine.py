@@ -38,6 +38,10 @@ _WITH_BUFFER = "biuf"
 _ALIGNMENT = 64
 # Attribute of a `tf.Variable`: its value in the next program.
 _PENDING_VALUE = "_keras_strategies_given"
+# XLA sums the gradients of lookups in half of the time, but compiles each shape: the
+# number of ids from which it does, and of shapes up to which.
+_XLA_IDS = 4096
+_XLA_SHAPES = 4
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
@@ -85,6 +89,8 @@ class TensorFlowStepProgram(StepProgram):
         super().__init__(body, variables, gradients)
         self._ids: dict[Any, _Lookups] = {}
         self._steps: dict[Any, _Step] = {}
+        # Numbers of ids and rows with gradients that XLA sums.
+        self._xla_shapes: set[Any] = set()
 
     def lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
         if not self.variables.tables:
@@ -153,9 +159,10 @@ class TensorFlowStepProgram(StepProgram):
         lookups: Sequence[tuple[Any, np.ndarray]],
         positions: Sequence[np.ndarray],
     ) -> StepResult:
-        key = (_key(batch), len(positions))
+        by_xla = self._sums_by_xla(positions)
+        key = (_key(batch), len(positions), by_xla)
         if key not in self._steps:
-            self._steps[key] = self._make_step(_signature(batch), positions)
+            self._steps[key] = self._make_step(_signature(batch), positions, by_xla)
         program, structure, calls, changed_variables, split = self._steps[key]
         arrays = [
             *(np.asarray(where, np.int32) for where in positions),
@@ -175,11 +182,30 @@ class TensorFlowStepProgram(StepProgram):
             list(zip(changed_variables, changed, strict=True)),
         )
 
+    def _sums_by_xla(self, positions: Sequence[np.ndarray]) -> bool:
+        """Whether XLA sums the gradients of these lookups."""
+        tables = self.variables.tables
+        count = sum(where.size for where in positions)
+        if not (self.gradients and tables) or count < _XLA_IDS:
+            return False
+        if "CPU" not in raw_value(tables[0]).device:
+            return False
+        rows = (len(_pending_value(table)) for table in tables)
+        shapes = (*(where.size for where in positions), *rows)
+        if len(self._xla_shapes) < _XLA_SHAPES:
+            self._xla_shapes.add(shapes)
+        return shapes in self._xla_shapes
+
     def _variables(self) -> list[Any]:
         return [*self.variables.tables, *self.variables.others]
 
-    def _make_step(self, signature: Any, positions: Sequence[np.ndarray]) -> _Step:
+    def _make_step(
+        self, signature: Any, positions: Sequence[np.ndarray], by_xla: bool
+    ) -> _Step:
         """Traces the step as a function of positions, values and a batch."""
+        sum_rows = tf.math.unsorted_segment_sum
+        if by_xla:
+            sum_rows = tf.function(sum_rows, autograph=False, jit_compile=True)
         count = len(positions)
         recorder = OptimizerCallRecorder()
         changed_variables: list[Any] = []
@@ -215,7 +241,9 @@ class TensorFlowStepProgram(StepProgram):
                 if after is not None:
                     changed_variables.append(variable)
                     changed.append(after)
-            gradients = [[_dense(g) for g in call.gradients] for call in recorder.calls]
+            gradients = [
+                [_dense(g, sum_rows) for g in call.gradients] for call in recorder.calls
+            ]
             split = TracedOutputs(outputs, _is_computed)
             structure = (split.tensors, gradients, changed)
             return list(keras.tree.flatten(structure))
@@ -258,13 +286,13 @@ def _is_computed(leaf: Any) -> bool:
     return tf.is_tensor(leaf) or isinstance(leaf, kinds)
 
 
-def _dense(gradient: Any) -> Any:
-    """A dense gradient, with summed rows."""
+def _dense(gradient: Any, sum_rows: Callable[..., Any]) -> Any:
+    """A dense gradient, with rows summed by a function of values, rows and number."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows = tf.cast(gradient.dense_shape[0], tf.int32)
     indices = tf.cast(gradient.indices, tf.int32)
-    return tf.math.unsorted_segment_sum(gradient.values, indices, rows)
+    return sum_rows(gradient.values, indices, rows)
 
 
 def _handle(variable: Any) -> Any:
