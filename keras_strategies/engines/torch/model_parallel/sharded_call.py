@@ -28,11 +28,7 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     start_default_group,
 )
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
-from keras_strategies.engines.torch.trainer import (
-    check_steps,
-    keras_function,
-    warn_of_jit_compile,
-)
+from keras_strategies.engines.torch.trainer import check_steps, keras_function
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
@@ -208,7 +204,6 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         if getattr(model, name) is not None and not force:
             return
         function = keras_function(model, kind, make, force)
-        warn_of_jit_compile(model)
         workers = self.placement.workers
 
         def step(data: Any) -> Any:
