@@ -7,9 +7,10 @@ import os
 import sys
 from typing import Any
 
-#: Optional imports of Keras 3.15: scikit-learn estimators, plots, sharded checkpoints.
-#: They take up to half of the time of `import keras`.
-_NOT_NEEDED = ("jax", "matplotlib", "sklearn")
+#: Optional imports of Keras 3.15: scikit-learn estimators, plots, sharded checkpoints,
+#: and data frames in `fit`, which the coordinator reads. They take up to half of the
+#: time of `import keras`, and pandas imports PyArrow, whose threads prevent forks.
+_NOT_NEEDED = ("jax", "matplotlib", "pandas", "sklearn")
 
 
 def call_with_keras(entry: str, arguments: dict[str, Any]) -> None:

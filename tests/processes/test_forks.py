@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import queue
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import keras_strategies as ks
 from keras_strategies.processes.forks.fork_launcher import ForkLauncher, are_forks_safe
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
 from keras_strategies.processes.local_cluster import LocalTask
@@ -153,6 +156,25 @@ def test_a_server_that_cannot_import_is_the_reason(tasks, capsys) -> None:
         started.start("first")
         started.wait(lambda: "first" in started.ends)
         assert started.ends["first"] == "ended with exit code 1"
+
+
+def test_optional_packages_start_no_threads() -> None:
+    """In a process as users start it: pandas imports PyArrow, which has threads."""
+    code = (
+        "from keras_strategies.processes.forks.fork_server import can_fork\n"
+        "from keras_strategies.processes.keras_import import import_keras\n"
+        "import_keras(); import importlib.util as util, sys\n"
+        "assert util.find_spec('pyarrow') and util.find_spec('pandas')\n"
+        "assert can_fork(), sorted(sys.modules)"
+    )
+    root = Path(ks.__file__).parents[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": str(root)},
+        check=True,
+        timeout=SECONDS,
+    )
 
 
 def test_visible_gpus_make_forks_unsafe() -> None:
