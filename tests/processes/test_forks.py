@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness.processes import assert_gone
 
 import keras_strategies as ks
 from keras_strategies.processes.forks.fork_launcher import ForkLauncher, are_forks_safe
@@ -140,8 +141,8 @@ def test_tasks_end_with_their_server_and_the_next_one_gets_another(tasks) -> Non
         started.start("second", waits=True)
         second = started.report("second")
         assert second["server"] != first["server"]
-        assert not psutil.pid_exists(first["pid"])
-    assert not psutil.pid_exists(second["pid"])
+        assert_gone([first["pid"]])
+    assert_gone([second["pid"]])
 
 
 def test_a_server_with_threads_starts_interpreters_instead(tasks) -> None:
