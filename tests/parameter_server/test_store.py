@@ -146,7 +146,7 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         on_snapshots=lambda problem: None,
     )
     for index in (0, 1):
-        supervisor.handle("worker", b"w%d" % index, (index, 0, 50 + index))
+        supervisor.handle("worker", b"w%d" % index, (index, 0, 50 + index, "cpu:0"))
     assert sent == [("registered", "me")] * 2
     assert supervisor.missing() == ["parameter server 0"]
     supervisor.handle("server", b"s", (0, 0, 60, False, "", "ipc://s"))
