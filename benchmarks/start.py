@@ -22,6 +22,7 @@ dense model's of `parameter_server_contestants.py`.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import importlib
 import os
@@ -312,6 +313,8 @@ def main() -> None:
     if options.worker:
         WORK[options.worker]()
         return
+    # As an installed package is, also where Python is told not to write bytecode.
+    compileall.compile_dir(Path(__file__).parents[1] / "keras_strategies", quiet=1)
     results = Results(options.output / "start.json")
     for part in options.parts:
         for backend in options.backends:
