@@ -37,7 +37,7 @@ def start():
         )
         supervisor.start_all()
         supervisor.handle("server", b"s", (0, 0, 60, False, "", "ipc://s"))
-        supervisor.handle("worker", b"w", (1, 0, 51))
+        supervisor.handle("worker", b"w", (1, 0, 51, "cpu:0"))
 
     level = _LOGGER.level
     yield run

@@ -170,7 +170,7 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
     supervisor.update_processes()
     assert processes.started == [LocalTask("worker", 1, 1)]
     # An old process's sign is not the new one's.
-    supervisor.handle("worker", b"old", (1, 0, 51))
+    supervisor.handle("worker", b"old", (1, 0, 51, "cpu:0"))
     assert not supervisor.workers[1].is_alive
     processes.ends.append((LocalTask("ps", 0), "it was killed"))
     supervisor.update_processes()
