@@ -45,8 +45,12 @@ from keras_strategies.types import (
 #: Bytes that travel together where nothing else is said.
 DEFAULT_PACK = 25 * 2**20
 
-# Seconds that a collective waits longer than the control plane, which has the cause.
+# Seconds that a collective waits longer than the control plane, which has the cause,
+# and how much longer than that of the worker before: TensorFlow 2.21 can crash where
+# two processes end a collective in the same moment (`Notification` of a freed object).
 _GRACE = 3.0
+_STAGGER = 0.3
+_LONGEST_STAGGER = 3.0
 # More devices of a worker than have groups.
 _GROUPS_OF_A_GENERATION = 1000
 # Keys from here on are given by the table of shapes.
@@ -346,7 +350,9 @@ class TensorFlowWorkers(Workers):
             "instance_key": self._key(f"{kind} {tensor.dtype.name} {number}", tensor),
             "ordering_token": [order.handle],
             "communication_hint": _HINTS[implementation],
-            "timeout_seconds": self.group.patience + _GRACE,
+            "timeout_seconds": self.group.patience
+            + _GRACE
+            + min(_STAGGER * self.group.index, _LONGEST_STAGGER),
         }
 
     def _key(self, kind: str, tensor: Any) -> Any:
