@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.forker import Forker
+from harness.forker import Forked, Forker
 from harness.kubernetes_manifests import Pod, load, pods, validate
 from harness.processes import TIMEOUT
 
@@ -39,7 +39,7 @@ import keras
 import keras_strategies as ks
 resolver = ks.cluster_resolver.find_cluster()
 if resolver.task_type == "chief":
-    with ks.ParameterServerStrategy(start_seconds=300) as strategy:
+    with ks.ParameterServerStrategy(start_seconds=90) as strategy:
         with strategy.scope():
             total = keras.Variable(0.0, name="total", trainable=False)
         coordinator = ks.ClusterCoordinator(strategy)
@@ -207,12 +207,19 @@ def run_pods(
         processes.append(forker.start(log, *command(pod), **variables))
     try:
         codes = [process.wait(TIMEOUT)[0] for process in processes]
+    except AssertionError as error:
+        # The one that waits is not the one that has failed.
+        raise AssertionError(f"{error}\n{_texts(processes)}") from error
     finally:
         for process in processes:
             process.kill()
-    output = "".join(process.text() for process in processes)
+    output = _texts(processes)
     assert codes == [0] * len(processes), output
     return output
+
+
+def _texts(processes: list[Forked]) -> str:
+    return "".join(process.text() for process in processes)
 
 
 @pytest.mark.multiprocess
