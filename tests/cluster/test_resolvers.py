@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from keras_strategies import cluster
 from keras_strategies.cluster import ClusterSpec, find_cluster
 from keras_strategies.cluster.environment import cluster_variables
+from keras_strategies.cluster.resolvers import local_processes
 from keras_strategies.cluster.resolvers.environment.slurm import (
     expand_node_list,
     expand_tasks_per_node,
@@ -179,6 +181,31 @@ def test_local_addresses_are_free_and_on_the_loopback() -> None:
                 free.bind((host, int(port)))
     with pytest.raises(ValueError, match="workers=0"):
         cluster.LocalClusterResolver(workers=0)
+
+
+def test_local_ports_are_not_those_that_the_system_chooses() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        chosen = [server.getsockname()[1]]
+        with socket.create_connection(server.getsockname()) as client:
+            chosen.append(client.getsockname()[1])
+    ports = [int(each.split(":")[1]) for each in local_processes.free_addresses(50)]
+    assert len(set(ports)) == 50
+    assert set(ports) <= set(local_processes.PORTS)
+    assert not set(chosen) & set(local_processes.PORTS)
+    # Processes with one seed find different ports.
+    random.seed(1)
+    first = local_processes.free_addresses(5)
+    random.seed(1)
+    assert first != local_processes.free_addresses(5)
+
+
+def test_where_local_ports_are_in_use_others_are_found(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        monkeypatch.setattr(local_processes, "PORTS", [taken])
+        found = local_processes.free_addresses(3)
+    assert len(set(found)) == 3
+    assert f"127.0.0.1:{taken}" not in found
 
 
 # --- torchrun -----------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import random
 import socket
 
 from keras_strategies.cluster.resolver import ClusterResolver
@@ -10,10 +12,16 @@ from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
+#: Below the ports that Linux, macOS and Windows choose by default, and below those of
+#: Kubernetes services.
+PORTS = range(20_000, 30_000)
 
 
 def free_addresses(count: int) -> list[str]:
     """Free addresses on this machine's loopback.
+
+    Their ports are not among those that the system chooses for connections and for
+    servers without a port, so that another program rarely takes one before its use.
 
     Args:
         count: int.
@@ -21,12 +29,23 @@ def free_addresses(count: int) -> list[str]:
     Returns:
         list of str, all different. They are not reserved.
     """
+    # Forked processes share the state of the generator with a seed.
+    ports = random.SystemRandom().sample(PORTS, len(PORTS))
     with contextlib.ExitStack() as stack:
-        # All at once, so that no port is found twice.
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [f"{LOOPBACK}:{each.getsockname()[1]}" for each in sockets]
+        found: list[str] = []
+        while len(found) < count:
+            # All at once, so that no port is found twice.
+            each = stack.enter_context(socket.socket())
+            # Where all of them are in use, any port.
+            port = ports.pop() if ports else 0
+            try:
+                each.bind((LOOPBACK, port))
+            except OSError as error:
+                if not port or error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+                continue
+            found.append(f"{LOOPBACK}:{each.getsockname()[1]}")
+        return found
 
 
 class LocalClusterResolver(ClusterResolver):
