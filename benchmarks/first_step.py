@@ -5,7 +5,8 @@ For each model a process of its own measures the first epoch of `fit`, of one ba
 plain Keras, `tf.distribute.MirroredStrategy` with two replicas, and our
 MirroredStrategy with two replicas, in turn. Every number is the median over rounds of
 the CPU seconds of the process, in which other work on the machine counts less than in
-wall time. Models are tiny, so nearly all of it is a fixed cost.
+wall time; ratios have the range of the rounds. Models are tiny, so nearly all of it is
+a fixed cost.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from measuring import Results, options_parser, use_cores
+from measuring import Results, Rounds, options_parser, ratio, use_cores
 from page import write_page
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -91,15 +92,15 @@ def measured(contestant: str, name: str) -> float | None:
     return float(json.loads(process.stdout.splitlines()[-1]))
 
 
-def compare(name: str, rounds: int) -> dict[str, float | None]:
-    """The medians of all contestants over rounds in which they take turns."""
+def compare(name: str, rounds: int) -> dict[str, Rounds | None]:
+    """The times of all contestants in rounds in which they take turns."""
     times: dict[str, list[float | None]] = {each: [] for each in CONTESTANTS}
     for _ in range(rounds):
         for contestant, found in times.items():
             if None not in found:
                 found.append(measured(contestant, name))
     return {
-        contestant: None if None in found else statistics.median(map(float, found))  # type: ignore[arg-type]
+        contestant: None if None in found else [round(float(each), 3) for each in found]  # type: ignore[arg-type]
         for contestant, found in times.items()
     }
 
@@ -113,11 +114,11 @@ def table(results: dict[str, Any]) -> str:
     ]
     for name, found in results.items():
         plain, peer, ours = (found[each] for each in CONTESTANTS)
-        shown = "raises" if peer is None else f"{peer:.1f}"
-        ratio = "-" if peer is None else f"{ours / peer:.2f}"
+        shown = "raises" if peer is None else f"{median(peer):.2f}"
+        beside_peer = "-" if peer is None else ratio(ours, peer)
         lines.append(
-            f"| {name} | {plain:.1f} | {shown} | {ours:.1f} | {ours / plain:.2f} "
-            f"| {ratio} |"
+            f"| {name} | {median(plain):.2f} | {shown} | {median(ours):.2f} "
+            f"| {ratio(ours, plain)} | {beside_peer} |"
         )
     return "\n".join(lines)
 

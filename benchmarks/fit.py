@@ -12,7 +12,7 @@ with two cores trains our MirroredStrategy on two CPU replicas and the peer in t
 
 Every number is the median over rounds of the milliseconds per step of an epoch, after
 one that warms up. Rounds alternate between the contestants, so that what the machine
-does besides falls on both. Ratios above 1 mean that ours is faster.
+does besides falls on both; ratios have the range of the rounds. Above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from measuring import (
     Results,
     epoch_timer,
     measure,
+    medians,
     options_parser,
     picture_path,
+    ratio,
     run_worker,
     use_cores,
 )
@@ -226,7 +228,8 @@ def table(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for backend, models in results.items():
-        for name, ms in models.items():
+        for name, rounds in models.items():
+            ms = medians(rounds)
             peers = {k: v for k, v in ms.items() if k not in OURS}
             for i, (peer, value) in enumerate(peers.items()):
                 overhead = (ms["one_device"] / ms["plain"] - 1) * 100
@@ -239,7 +242,8 @@ def table(results: dict[str, Any]) -> str:
                     *_on_both_cores(ms),
                 ]
                 cells = [backend, name, *(ours if i == 0 else [""] * len(ours))]
-                cells += [f"{peer}, {value:.1f} ms", f"{value / ms['mirrored']:.2f}"]
+                cells.append(f"{peer}, {value:.1f} ms")
+                cells.append(ratio(rounds[peer], rounds["mirrored"]))
                 lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -261,9 +265,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 3.6))
-    for axis, (backend, models) in zip(
+    for axis, (backend, found) in zip(
         [axes] if len(results) == 1 else axes, results.items(), strict=True
     ):
+        models = {name: medians(rounds) for name, rounds in found.items()}
         names = list(models)
         labels = list(dict.fromkeys(k for ms in models.values() for k in ms))
         labels = [label for label in labels if label != "plain"]

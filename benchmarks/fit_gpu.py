@@ -22,7 +22,15 @@ import sys
 from typing import Any
 
 from fit import keras_contestant, no_scope
-from measuring import Contestants, Results, measure, options_parser, run_script
+from measuring import (
+    Contestants,
+    Results,
+    Rounds,
+    measure,
+    medians,
+    options_parser,
+    run_script,
+)
 from models import WORKLOADS, Workload
 from page import write_page
 
@@ -71,7 +79,7 @@ def synchronous(workload: Workload, device: str) -> Contestants:
 
 def on_parameter_servers(
     workload: Workload, device: str, rounds: int
-) -> dict[str, float]:
+) -> dict[str, Rounds]:
     """Times of a cluster of one server and of one worker."""
     import keras_strategies as ks
 
@@ -98,9 +106,9 @@ def work(kind: str, device: str, name: str, rounds: int) -> None:
 
 def measured_in_processes(
     backend: str, name: str, options: argparse.Namespace
-) -> dict[str, float]:
+) -> dict[str, Rounds]:
     """The times of all contestants with one model."""
-    found: dict[str, float] = {}
+    found: dict[str, Rounds] = {}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.device.startswith("cpu") else {}
     for kind in ("synchronous", "parameter_servers"):
         arguments = ["--worker", kind, "--device", options.device, "--model", name]
@@ -154,7 +162,8 @@ def table(results: dict[str, Any]) -> str:
         "|---|---|" + "---|" * len(COLUMNS),
     ]
     for backend, models in results.items():
-        for name, ms in models.items():
+        for name, rounds in models.items():
+            ms = medians(rounds)
             cells = [f"{ms['plain']:.2f} ms"]
             for each in list(COLUMNS)[1:]:
                 overhead = (ms[each] / ms["plain"] - 1) * 100

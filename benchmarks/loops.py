@@ -11,7 +11,7 @@ portable one: `ks.value_and_grad`, `optimizer.apply` and `strategy.run` in a
   under `tf.distribute.MirroredStrategy` on two cores.
 
 Every number is the median over rounds of the milliseconds per step of an epoch, after
-one that compiles. Ratios above 1 mean that the loop takes longer.
+one that compiles; ratios have the range of the rounds. Above 1 the loop takes longer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from measuring import (
     Results,
     measure,
     options_parser,
+    ratio,
     run_worker,
     use_cores,
 )
@@ -236,9 +237,9 @@ def table(results: dict[str, Any]) -> str:
     for backend, models in results.items():
         for name, by_cores in models.items():
             ratios = [
-                f"{ms['loop'] / ms[peer]:.2f}"
+                ratio(rounds["loop"], rounds[peer])
                 for peer in ("fit", "native")
-                for ms in by_cores.values()
+                for rounds in by_cores.values()
             ]
             lines.append("| " + " | ".join([backend, name, *ratios]) + " |")
     return "\n".join(lines)

@@ -22,24 +22,44 @@ PICTURES = Path(__file__).parents[1] / "docs" / "img"
 BACKENDS = ("jax", "torch", "tensorflow")
 # Each runs an epoch and returns the milliseconds that a step took.
 Contestants = dict[str, Callable[[], float]]
+# A number for each round.
+Rounds = list[float]
 
 
-def measure(contestants: Contestants, rounds: int) -> dict[str, float]:
-    """The median of each, over rounds in which they take turns.
+def measure(contestants: Contestants, rounds: int) -> dict[str, Rounds]:
+    """The numbers of each, in rounds in which they take turns.
 
     What the machine does besides falls on all of them. The first epoch of each, which
     compiles, does not count.
     """
     for run in contestants.values():
         run()
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+    times: dict[str, Rounds] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, run in contestants.items():
-            times[name].append(run())
+            times[name].append(round(run(), 4))
     for run in contestants.values():
         if hasattr(run, "close"):
             run.close()
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def medians(found: Mapping[str, Rounds]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def ratio(one: Rounds, other: Rounds) -> str:
+    """How two compare that took turns: the median of the rounds' ratios, and the range.
+
+    Args:
+        one: a number for each round.
+        other: those that they are divided by.
+    """
+    ratios = [first / second for first, second in zip(one, other, strict=True)]
+    middle = f"{statistics.median(ratios):.2f}"
+    if len(ratios) == 1:
+        return middle
+    return f"{middle} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def epoch_timer() -> Any:
@@ -151,7 +171,7 @@ def run_worker(
     name: str,
     rounds: int,
     devices: int | None = None,
-) -> dict[str, float]:
+) -> dict[str, Rounds]:
     """Runs a script as `script --worker backend ...`, which prints JSON at its end."""
     arguments = ["--worker", backend, "--cores", str(cores), "--model", name]
     if devices is not None:
@@ -159,7 +179,7 @@ def run_worker(
     # Idle threads of one contestant are not to spin while another is measured.
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
     arguments += ["--rounds", str(rounds)]
-    found: dict[str, float] = run_script(
+    found: dict[str, Rounds] = run_script(
         script, *arguments, backend=backend, environment=passive
     )
     return found
@@ -206,11 +226,22 @@ def conditions() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
+    # What benchmarks write themselves is no other version of what they measure.
+    written = [f":!{name}" for name in ("benchmarks/results", "docs", "README.md")]
+    changed = _git("status", "--porcelain", "--", ".", *written)
+    commit = _git("describe", "--always") or "not a git clone"
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*arguments: str) -> str:
     found = subprocess.run(
-        command, cwd=RESULTS.parent, capture_output=True, text=True, check=False
+        ["git", *arguments],
+        cwd=RESULTS.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    return found.stdout.strip() or "not a git clone"
+    return found.stdout.strip()
 
 
 def _cpu() -> str:

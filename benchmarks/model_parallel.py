@@ -23,7 +23,9 @@ from measuring import (
     Results,
     epoch_timer,
     measure,
+    medians,
     options_parser,
+    ratio,
     run_script,
     use_cores,
 )
@@ -224,11 +226,12 @@ def times_table(times: dict[str, Any]) -> str:
         "| model, layout | ours | Keras ModelParallel | by hand | ours / faster |",
         "|---|---|---|---|---|",
     ]
-    for name, ms in times.items():
-        faster = min(ms["keras"], ms["by hand"])
+    for name, rounds in times.items():
+        ms = medians(rounds)
+        faster = min(("keras", "by hand"), key=ms.__getitem__)
         lines.append(
             f"| {name} | {ms['ours']:.1f} ms | {ms['keras']:.1f} ms "
-            f"| {ms['by hand']:.1f} ms | {faster / ms['ours']:.2f} |"
+            f"| {ms['by hand']:.1f} ms | {ratio(rounds[faster], rounds['ours'])} |"
         )
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ process of its own that is pinned to one core:
   (`keras_strategies/runtime/gloo_threads.py`).
 
 Every number is the median over rounds of the milliseconds per step of worker 0, after
-one epoch that warms up. Ratios above 1 mean that ours is faster.
+one epoch that warms up; ratios have the range of the rounds. Above 1 ours is faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from pathlib import Path
 from typing import Any
 
 from fit import keras_contestant
-from measuring import BACKENDS, Results, measure, options_parser, picture_path
+from measuring import (
+    BACKENDS,
+    Results,
+    Rounds,
+    measure,
+    medians,
+    options_parser,
+    picture_path,
+    ratio,
+)
 from models import WORKLOADS, Workload
 from page import write_page
 
@@ -289,28 +298,29 @@ def table(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for backend, models in by_backend(results).items():
-        for name, ms in models.items():
+        for name, rounds in models.items():
+            ms = medians({kind: found for kind, found in rounds.items() if found})
             cells = [
                 backend,
                 name,
                 f"{ms['one']:.1f} ms",
                 f"{ms['two']:.1f} ms",
-                f"{ms['one'] / ms['two']:.2f}x",
+                f"{ratio(rounds['one'], rounds['two'])}",
             ]
             kinds = ("peer", "peer_batch") if backend in WITH_GLOO else ("peer",)
             for kind in kinds:
-                found = ms.get(kind)
-                if found:
-                    cells += [f"{found:.1f} ms", f"{found / ms['two']:.2f}"]
+                if kind in ms:
+                    cells.append(f"{ms[kind]:.1f} ms")
+                    cells.append(ratio(rounds[kind], rounds["two"]))
                 else:
-                    cells += ["did not start" if kind in ms else "not measured", ""]
+                    cells += ["did not start" if kind in rounds else "not measured", ""]
             cells[5] = f"{PEERS[backend]}, {cells[5]}"
             cells += [""] * (9 - len(cells))
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def compare(backend: str, workload: Workload, rounds: int) -> dict[str, float | None]:
+def compare(backend: str, workload: Workload, rounds: int) -> dict[str, Rounds | None]:
     """Milliseconds per step of each; None for what did not come through an epoch."""
     kinds = {"one": ("ours", 1), "two": ("ours", 2), "peer": ("peer", 2)}
     if backend in WITH_GLOO:
@@ -344,9 +354,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
         keys = [key for key in labels if any(key in ms for ms in models.values())]
         width = 0.8 / len(keys)
         for i, key in enumerate(keys):
-            speed = [
-                ms["one"] / (ms.get(key) or float("nan")) for ms in models.values()
+            found = [
+                medians({k: v for k, v in ms.items() if v}) for ms in models.values()
             ]
+            speed = [ms["one"] / ms.get(key, float("nan")) for ms in found]
             shift = (i - (len(keys) - 1) / 2) * width
             places = [j + shift for j in range(len(models))]
             label = labels[key].format(PEERS[backend])

@@ -14,9 +14,10 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from measuring import RESULTS, Results
+from measuring import RESULTS, Results, ratio
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
@@ -69,7 +70,7 @@ def _text(found: dict[str, Any]) -> str:
 
 def summary() -> str:
     """Rows of `fit` and of parameter servers, for the README."""
-    from parameter_server import PEER, medians
+    from parameter_server import PEER, best_way
 
     fit = Results(RESULTS / "fit.json").values
     rows = [
@@ -88,14 +89,15 @@ def summary() -> str:
     for backend, model, peer, shown in rows:
         ours, theirs = fit[backend][model]["mirrored"], fit[backend][model][peer]
         lines.append(
-            f"| `fit`, {model}, 2 replicas | {backend} | {ours:.1f} ms "
-            f"| {shown}, {theirs:.1f} ms | {theirs / ours:.2f} |"
+            f"| `fit`, {model}, 2 replicas | {backend} | {median(ours):.1f} ms "
+            f"| {shown}, {median(theirs):.1f} ms | {ratio(theirs, ours)} |"
         )
     speed = Results(RESULTS / "parameter_server.json").values["speed"]["sparse"]
-    ours, theirs = (max(medians(speed[x]).values()) for x in ("tensorflow", PEER))
+    ours, theirs = (best_way(speed[side]) for side in ("tensorflow", PEER))
     lines.append(
-        f"| parameter servers, sparse model | tensorflow | {ours:.1f} steps/s "
-        f"| `tf.distribute`, {theirs:.1f} steps/s | {ours / theirs:.2f} |"
+        "| parameter servers, sparse model | tensorflow "
+        f"| {median(ours):.1f} steps/s | `tf.distribute`, {median(theirs):.1f} steps/s "
+        f"| {ratio(ours, theirs)} |"
     )
     return "\n".join(lines)
 

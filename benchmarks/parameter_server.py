@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,12 @@ from typing import Any
 from measuring import (
     BACKENDS,
     Results,
+    Rounds,
+    medians,
     names,
     options_parser,
     picture_path,
+    ratio,
     run_script,
 )
 from page import write_page
@@ -105,8 +107,9 @@ def say(text: str) -> None:
 # --- What a person reads ------------------------------------------------------
 
 
-def medians(found: dict[str, list[float]]) -> dict[str, float]:
-    return {way: statistics.median(values) for way, values in found.items()}
+def best_way(launches: dict[str, Rounds]) -> Rounds:
+    """Steps per second of the faster way of a side, by launch."""
+    return [max(found) for found in zip(*launches.values(), strict=True)]
 
 
 def speed_table(found: dict[str, Any]) -> str:
@@ -116,13 +119,12 @@ def speed_table(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for model, sides in found.items():
-        best_of_peer = max(medians(sides[PEER]).values())
         for side, launches in sides.items():
             values = medians(launches)
             ways = ("fit, 1 per call", "fit, 10 per call", "coordinator")
             cells = [f"{values[way]:.1f}" if way in values else "" for way in ways]
             if side != PEER:
-                cells.append(f"{max(values.values()) / best_of_peer:.2f}")
+                cells.append(ratio(best_way(launches), best_way(sides[PEER])))
             else:
                 cells.append("")
             lines.append("| " + " | ".join([model, side, *cells]) + " |")

@@ -25,7 +25,9 @@ from measuring import (
     Contestants,
     Results,
     measure,
+    medians,
     options_parser,
+    ratio,
     run_worker,
     use_cores,
 )
@@ -97,15 +99,17 @@ def table(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for version, models in results.items():
-        for name, ms in models.items():
+        for name, rounds in models.items():
+            ms = medians(rounds)
             for k in STEPS:
-                plain, one = ms[f"plain {k}"], ms[f"one_device {k}"]
-                peer, ours = ms[f"DataParallel {k}"], ms[f"mirrored {k}"]
-                lines.append(
-                    f"| {version} | {name} | {k} | {plain:.2f} ms | {one:.2f} ms "
-                    f"| {plain / one:.2f} | {peer:.2f} ms | {ours:.2f} ms "
-                    f"| {peer / ours:.2f} |"
-                )
+                cells = [version, name, str(k)]
+                for peer, ours in (
+                    ("plain", "one_device"),
+                    ("DataParallel", "mirrored"),
+                ):
+                    cells += [f"{ms[f'{each} {k}']:.2f} ms" for each in (peer, ours)]
+                    cells.append(ratio(rounds[f"{peer} {k}"], rounds[f"{ours} {k}"]))
+                lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
