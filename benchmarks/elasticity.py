@@ -40,6 +40,7 @@ from elastic_training import (
 )
 from measuring import BACKENDS, RESULTS, Results, names, run_script
 from page import write_page
+from tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
 KINDS = {"kill": "killed", "stop": "stopped (SIGSTOP)", "cut": "cut off"}
@@ -313,24 +314,17 @@ def _times(seconds: list[float]) -> str:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table: median and worst time."""
-    kinds = list(KINDS.values())
-    lines = [
-        f"| | events | {' | '.join(kinds)} | steps | difference |",
-        "|---|---|" + "---|" * (len(kinds) + 2),
-    ]
+    header = ["", "events", *KINDS.values(), "steps", "difference"]
+    rows = []
     for backend in (each for each in BACKENDS if each in results):
         found = results[backend]
         cells = [_times(found["seconds"][kind]) for kind in KINDS]
         events = sum(map(len, found["seconds"].values()))
-        lines.append(
-            f"| elastic, {backend} | {events} | {' | '.join(cells)} | "
-            f"{found['steps']} | {found['difference']:.0e} |"
-        )
+        cells += [str(found["steps"]), f"{found['difference']:.0e}"]
+        rows.append([f"elastic, {backend}", str(events), *cells])
     for name, seconds in results.get("restarts", {}).items():
-        lines.append(
-            f"| restart, `{name}` | {len(seconds)} | {_times(seconds)} | | | | |"
-        )
-    return "\n".join(lines)
+        rows.append([f"restart, `{name}`", str(len(seconds)), _times(seconds)])
+    return markdown_table(header, rows)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from measuring import BACKENDS, Results, options_parser, run_script
 from page import write_page
+from tables import markdown_table
 
 HERE = Path(__file__).parent
 # What a process says that XLA holds in a collective: it is ended, with the error.
@@ -70,14 +71,11 @@ def measure() -> dict[str, list[float]]:
 def table(results: dict[str, dict[str, list[float]]]) -> str:
     """The results as a Markdown table."""
     backends = [backend for backend in BACKENDS if backend in results]
-    lines = [
-        "| fault | " + " | ".join(backends) + " |",
-        "|---|" + "---|" * len(backends),
+    rows = [
+        [name, *(f"{results[backend][name][0]:.1f} s" for backend in backends)]
+        for name in results[backends[0]]
     ]
-    for name in results[backends[0]]:
-        cells = [f"{results[backend][name][0]:.1f} s" for backend in backends]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown_table(["fault", *backends], rows)
 
 
 def main() -> None:

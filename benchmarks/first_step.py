@@ -23,6 +23,7 @@ from typing import Any
 
 from measuring import Results, Rounds, options_parser, ratio, use_cores
 from page import write_page
+from tables import markdown_table
 
 TESTS = Path(__file__).parents[1] / "tests"
 MODELS = ("gpt2", "bert", "vit", "resnet", "vae", "mixture_of_experts", "wgan_gp")
@@ -107,20 +108,17 @@ def compare(name: str, rounds: int) -> dict[str, Rounds | None]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| model | plain Keras, CPU s | `tf.distribute`, 2 replicas | Mirrored, "
-        "2 replicas | Mirrored / plain | Mirrored / `tf.distribute` |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = ["model", "plain Keras, CPU s", "`tf.distribute`, 2 replicas"]
+    header += ["Mirrored, 2 replicas", "Mirrored / plain"]
+    header += ["Mirrored / `tf.distribute`"]
+    rows = []
     for name, found in results.items():
         plain, peer, ours = (found[each] for each in CONTESTANTS)
         shown = "raises" if peer is None else f"{median(peer):.2f}"
         beside_peer = "-" if peer is None else ratio(ours, peer)
-        lines.append(
-            f"| {name} | {median(plain):.2f} | {shown} | {median(ours):.2f} "
-            f"| {ratio(ours, plain)} | {beside_peer} |"
-        )
-    return "\n".join(lines)
+        cells = [f"{median(plain):.2f}", shown, f"{median(ours):.2f}"]
+        rows.append([name, *cells, ratio(ours, plain), beside_peer])
+    return markdown_table(header, rows)
 
 
 def main() -> None:

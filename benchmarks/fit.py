@@ -42,6 +42,7 @@ from measuring import (
 )
 from models import WORKLOADS, Workload
 from page import write_page
+from tables import markdown_table
 
 # --- In the measuring processes -----------------------------------------------
 
@@ -221,12 +222,10 @@ def work(backend: str, cores: int, name: str, rounds: int, devices: int) -> None
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| backend | model | plain Keras, 1 core | OneDevice | overhead "
-        "| Mirrored, 2 cores | speed-up | plain Keras, 1 device on 2 cores "
-        "| its speed-up | peer | ours / peer |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["backend", "model", "plain Keras, 1 core", "OneDevice", "overhead"]
+    header += ["Mirrored, 2 cores", "speed-up", "plain Keras, 1 device on 2 cores"]
+    header += ["its speed-up", "peer", "ours / peer"]
+    rows = []
     for backend, models in results.items():
         for name, rounds in models.items():
             ms = medians(rounds)
@@ -244,8 +243,8 @@ def table(results: dict[str, Any]) -> str:
                 cells = [backend, name, *(ours if i == 0 else [""] * len(ours))]
                 cells.append(f"{peer}, {value:.1f} ms")
                 cells.append(ratio(rounds[peer], rounds["mirrored"]))
-                lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                rows.append(cells)
+    return markdown_table(header, rows)
 
 
 def _on_both_cores(ms: dict[str, float]) -> list[str]:

@@ -33,6 +33,7 @@ from measuring import (
 )
 from models import WORKLOADS, Workload
 from page import write_page
+from tables import markdown_table
 
 BACKENDS = ("jax", "torch")
 #: Contestants, and their columns.
@@ -157,10 +158,7 @@ def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table: milliseconds per step, and the overhead."""
     if not results:
         return "Not measured yet: no machine with a GPU has run it."
-    lines = [
-        "| backend | model | " + " | ".join(COLUMNS.values()) + " |",
-        "|---|---|" + "---|" * len(COLUMNS),
-    ]
+    rows = []
     for backend, models in results.items():
         for name, rounds in models.items():
             ms = medians(rounds)
@@ -168,8 +166,8 @@ def table(results: dict[str, Any]) -> str:
             for each in list(COLUMNS)[1:]:
                 overhead = (ms[each] / ms["plain"] - 1) * 100
                 cells.append(f"{ms[each]:.2f} ms, {overhead:+.1f} %")
-            lines.append("| " + " | ".join([backend, name, *cells]) + " |")
-    return "\n".join(lines)
+            rows.append([backend, name, *cells])
+    return markdown_table(["backend", "model", *COLUMNS.values()], rows)
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ from measuring import (
 )
 from models import WORKLOADS, Workload
 from page import write_page
+from tables import markdown_table
 
 HERE = Path(__file__).parent
 
@@ -229,11 +230,9 @@ def work(backend: str, cores: int, name: str, rounds: int) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| backend | model | loop / fit, 1 core | 2 cores "
-        "| loop / by hand, 1 core | 2 cores |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = ["backend", "model", "loop / fit, 1 core", "2 cores"]
+    header += ["loop / by hand, 1 core", "2 cores"]
+    rows = []
     for backend, models in results.items():
         for name, by_cores in models.items():
             ratios = [
@@ -241,8 +240,8 @@ def table(results: dict[str, Any]) -> str:
                 for peer in ("fit", "native")
                 for rounds in by_cores.values()
             ]
-            lines.append("| " + " | ".join([backend, name, *ratios]) + " |")
-    return "\n".join(lines)
+            rows.append([backend, name, *ratios])
+    return markdown_table(header, rows)
 
 
 def main() -> None:

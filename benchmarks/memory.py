@@ -27,6 +27,7 @@ from models import WORKLOADS
 from page import write_page
 from process_trees import Command, Used, arrive, used
 from start import fit, peer_commands, train_as_peer
+from tables import markdown_table
 
 MB = 1e6
 OF_SERVERS = ("sparse", "dense")
@@ -175,21 +176,22 @@ def contestants(part: str, backend: str) -> dict[str, str]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| backend | what | model | ours, largest process | all processes | peer "
-        "| its largest process | all processes | ours / peer, largest | all |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["backend", "what", "model", "ours, largest process", "all processes"]
+    header += ["peer", "its largest process", "all processes"]
+    header += ["ours / peer, largest", "all"]
+    rows = []
     for name, found in results.items():
         part, backend, model = name.split(", ")
         # The last two, of which the first is ours.
         *others, ours, peer = contestants(part, backend)
         for beside in (*others, peer):
-            lines.append(row(backend, model, (ours, beside), found))
-    return "\n".join(lines)
+            rows.append(row(backend, model, (ours, beside), found))
+    return markdown_table(header, rows)
 
 
-def row(backend: str, model: str, pair: tuple[str, str], found: dict[str, Any]) -> str:
+def row(
+    backend: str, model: str, pair: tuple[str, str], found: dict[str, Any]
+) -> list[str]:
     cells = [backend, pair[0], model]
     for name in pair:
         cells += [f"{found[name]['peak']:.0f} MB", f"{found[name]['all']:.0f} MB"]
@@ -197,7 +199,7 @@ def row(backend: str, model: str, pair: tuple[str, str], found: dict[str, Any]) 
     cells.insert(5, peer)
     for key in ("peak", "all"):
         cells.append(f"{found[pair[0]][key] / found[pair[1]][key]:.2f}")
-    return "| " + " | ".join(cells) + " |"
+    return cells
 
 
 PARTS = ("one process", "two workers", "parameter servers")

@@ -30,6 +30,7 @@ from measuring import (
     use_cores,
 )
 from page import write_page
+from tables import markdown_table
 
 HERE = Path(__file__).parent
 BATCH, STEPS = 32, 24
@@ -222,28 +223,25 @@ def memory() -> dict[str, dict[str, int]]:
 
 def times_table(times: dict[str, Any]) -> str:
     """Milliseconds per step, as a Markdown table."""
-    lines = [
-        "| model, layout | ours | Keras ModelParallel | by hand | ours / faster |",
-        "|---|---|---|---|---|",
-    ]
+    header = ["model, layout", "ours", "Keras ModelParallel", "by hand"]
+    header += ["ours / faster"]
+    rows = []
     for name, rounds in times.items():
         ms = medians(rounds)
         faster = min(("keras", "by hand"), key=ms.__getitem__)
-        lines.append(
-            f"| {name} | {ms['ours']:.1f} ms | {ms['keras']:.1f} ms "
-            f"| {ms['by hand']:.1f} ms | {ratio(rounds[faster], rounds['ours'])} |"
-        )
-    return "\n".join(lines)
+        cells = [f"{ms[each]:.1f} ms" for each in ("ours", "keras", "by hand")]
+        rows.append([name, *cells, ratio(rounds[faster], rounds["ours"])])
+    return markdown_table(header, rows)
 
 
 def memory_table(peaks: dict[str, Any]) -> str:
     """Peak bytes of a step, as a Markdown table."""
     grids = list(next(iter(peaks.values())))
-    lines = [f"| peak per device | {' | '.join(grids)} |", "|---" * 5 + "|"]
-    for name, own in peaks.items():
-        cells = " | ".join(f"{own[grid] / 2**20:.1f} MiB" for grid in grids)
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
+    rows = [
+        [name, *(f"{own[grid] / 2**20:.1f} MiB" for grid in grids)]
+        for name, own in peaks.items()
+    ]
+    return markdown_table(["peak per device", *grids], rows)
 
 
 def main() -> None:

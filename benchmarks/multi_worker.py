@@ -44,6 +44,7 @@ from measuring import (
 )
 from models import WORKLOADS, Workload
 from page import write_page
+from tables import markdown_table
 
 PEERS = {
     "jax": "DataParallel",
@@ -292,11 +293,9 @@ def by_backend(results: dict[str, Any]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| backend | model | 1 worker, 1 core | 2 workers, 2 cores | speed-up | peer "
-        "| ours / peer | peer, `SCHED_BATCH` | ours / that |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["backend", "model", "1 worker, 1 core", "2 workers, 2 cores"]
+    header += ["speed-up", "peer", "ours / peer", "peer, `SCHED_BATCH`", "ours / that"]
+    rows = []
     for backend, models in by_backend(results).items():
         for name, rounds in models.items():
             ms = medians({kind: found for kind, found in rounds.items() if found})
@@ -315,9 +314,8 @@ def table(results: dict[str, Any]) -> str:
                 else:
                     cells += ["did not start" if kind in rounds else "not measured", ""]
             cells[5] = f"{PEERS[backend]}, {cells[5]}"
-            cells += [""] * (9 - len(cells))
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    return markdown_table(header, rows)
 
 
 def compare(backend: str, workload: Workload, rounds: int) -> dict[str, Rounds | None]:

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from measuring import RESULTS, Results, ratio
+from tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
@@ -73,33 +74,25 @@ def summary() -> str:
     from parameter_server import PEER, best_way
 
     fit = Results(RESULTS / "fit.json").values
-    rows = [
-        (backend, model, peer, shown)
-        for backend, model, peer, shown in (
-            ("jax", "convolutional", "DataParallel", "Keras `DataParallel`"),
-            ("torch", "convolutional", "DDP", "DDP"),
-            ("torch", "transformer", "DDP", "DDP"),
-            ("tensorflow", "convolutional", "tf.distribute", "`tf.distribute`"),
-        )
-    ]
-    lines = [
-        "| workload | backend | this package | peer | ratio |",
-        "|---|---|---|---|---|",
-    ]
-    for backend, model, peer, shown in rows:
+    compared = (
+        ("jax", "convolutional", "DataParallel", "Keras `DataParallel`"),
+        ("torch", "convolutional", "DDP", "DDP"),
+        ("torch", "transformer", "DDP", "DDP"),
+        ("tensorflow", "convolutional", "tf.distribute", "`tf.distribute`"),
+    )
+    rows = []
+    for backend, model, peer, shown in compared:
         ours, theirs = fit[backend][model]["mirrored"], fit[backend][model][peer]
-        lines.append(
-            f"| `fit`, {model}, 2 replicas | {backend} | {median(ours):.1f} ms "
-            f"| {shown}, {median(theirs):.1f} ms | {ratio(theirs, ours)} |"
-        )
+        cells = [f"{median(ours):.1f} ms", f"{shown}, {median(theirs):.1f} ms"]
+        cells.append(ratio(theirs, ours))
+        rows.append([f"`fit`, {model}, 2 replicas", backend, *cells])
     speed = Results(RESULTS / "parameter_server.json").values["speed"]["sparse"]
     ours, theirs = (best_way(speed[side]) for side in ("tensorflow", PEER))
-    lines.append(
-        "| parameter servers, sparse model | tensorflow "
-        f"| {median(ours):.1f} steps/s | `tf.distribute`, {median(theirs):.1f} steps/s "
-        f"| {ratio(ours, theirs)} |"
-    )
-    return "\n".join(lines)
+    cells = [f"{median(ours):.1f} steps/s"]
+    cells += [f"`tf.distribute`, {median(theirs):.1f} steps/s", ratio(ours, theirs)]
+    rows.append(["parameter servers, sparse model", "tensorflow", *cells])
+    header = ["workload", "backend", "this package", "peer", "ratio"]
+    return markdown_table(header, rows)
 
 
 def table(name: str) -> str:

@@ -30,6 +30,7 @@ from measuring import (
     run_script,
 )
 from page import write_page
+from tables import markdown_table
 
 HERE = Path(__file__).parent
 PEER = "tf.distribute"
@@ -113,11 +114,9 @@ def best_way(launches: dict[str, Rounds]) -> Rounds:
 
 
 def speed_table(found: dict[str, Any]) -> str:
-    lines = [
-        "| model | side | `fit` | 10 steps per execution | loop by hand "
-        "| ours / its better way |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = ["model", "side", "`fit`", "10 steps per execution", "loop by hand"]
+    header += ["ours / its better way"]
+    rows = []
     for model, sides in found.items():
         for side, launches in sides.items():
             values = medians(launches)
@@ -125,30 +124,24 @@ def speed_table(found: dict[str, Any]) -> str:
             cells = [f"{values[way]:.1f}" if way in values else "" for way in ways]
             if side != PEER:
                 cells.append(ratio(best_way(launches), best_way(sides[PEER])))
-            else:
-                cells.append("")
-            lines.append("| " + " | ".join([model, side, *cells]) + " |")
-    return "\n".join(lines)
+            rows.append([model, side, *cells])
+    return markdown_table(header, rows)
 
 
 def pairs_table(found: dict[str, float], what: str, unit: str) -> str:
-    lines = [f"| {what} | {unit} |", "|---|---|"]
-    lines += [f"| {name} | {value:,.1f} |" for name, value in found.items()]
-    return "\n".join(lines)
+    rows = [[name, f"{value:,.1f}"] for name, value in found.items()]
+    return markdown_table([what, unit], rows)
 
 
 def faults_table(found: dict[str, Any]) -> str:
-    lines = [
-        "| fault | " + " | ".join(found) + " |",
-        "|---|" + "---|" * len(found),
-    ]
+    rows = []
     for name in next(iter(found.values())):
         cells = [
             f"{each[name]['seconds']:.1f} s, {each[name]['lost']:.0f} steps lost"
             for each in found.values()
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([name, *cells])
+    return markdown_table(["fault", *found], rows)
 
 
 TABLES = {

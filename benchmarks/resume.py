@@ -25,6 +25,7 @@ from typing import Any
 
 from measuring import RESULTS, Results
 from page import write_page
+from tables import markdown_table
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 HERE = Path(__file__).parent
@@ -89,28 +90,23 @@ def pauses(megabytes: int, count: int) -> list[float]:
 
 def pauses_table(results: dict[str, list[float]]) -> str:
     """Pauses by the size of the state, as a Markdown table."""
-    lines = [
-        "| state | median pause | longest pause | share of the time |",
-        "|---|---|---|---|",
-    ]
+    header = ["state", "median pause", "longest pause", "share of the time"]
+    rows = []
     for size, found in results.items():
         middle, longest = statistics.median(found), max(found)
         share = middle / max(SECONDS, 100 * longest)
-        lines.append(
-            f"| {size} MB | {1e3 * middle:.1f} ms | {1e3 * longest:.1f} ms | "
-            f"{100 * share:.3f} % |"
-        )
-    return "\n".join(lines)
+        times = [f"{1e3 * seconds:.1f} ms" for seconds in (middle, longest)]
+        rows.append([f"{size} MB", *times, f"{100 * share:.3f} %"])
+    return markdown_table(header, rows)
 
 
 def kills_table(found: dict[str, Any]) -> str:
     """Kills of one training by strategy, as a Markdown table."""
     names = {"none": "without a strategy"}
-    rows = [f"| {names.get(k, k)} | {count} |" for k, count in found["kills"].items()]
-    total = sum(found["kills"].values())
-    return "\n".join(
-        ["| killed under | kills |", "|---|---|", *rows, f"| all | {total} |"]
-    )
+    kills = found["kills"]
+    rows = [[names.get(name, name), str(count)] for name, count in kills.items()]
+    rows.append(["all", str(sum(kills.values()))])
+    return markdown_table(["killed under", "kills"], rows)
 
 
 def main() -> None:

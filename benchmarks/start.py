@@ -38,6 +38,7 @@ from typing import Any
 from measuring import BACKENDS, Results, names, options_parser
 from page import write_page
 from process_trees import Command, Used, arrive, used
+from tables import markdown_table
 
 ONE_PROCESS = ("plain Keras", "OneDevice", "Mirrored")
 TWO_WORKERS = ("keras-strategies launch", "ks.launch", "peer")
@@ -262,18 +263,16 @@ PARTS: dict[str, Callable[[str, int], dict[str, Any]]] = {
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| backend | what starts | import of Keras | wall | CPU | beside "
-        "| its wall | its CPU | ratio of walls |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["backend", "what starts", "import of Keras", "wall", "CPU", "beside"]
+    header += ["its wall", "its CPU", "ratio of walls"]
+    rows = []
     for backend in BACKENDS:
         for part in PARTS:
             found = results.get(f"{part}, {backend}", {})
             for name, beside in pairs(part, backend):
                 if name in found:
-                    lines.append(row(backend, name, beside, found))
-    return "\n".join(lines)
+                    rows.append(row(backend, name, beside, found))
+    return markdown_table(header, rows)
 
 
 def pairs(part: str, backend: str) -> list[tuple[str, tuple[str, str]]]:
@@ -293,7 +292,9 @@ SHOWN = {
 }
 
 
-def row(backend: str, name: str, beside: tuple[str, str], found: dict[str, Any]) -> str:
+def row(
+    backend: str, name: str, beside: tuple[str, str], found: dict[str, Any]
+) -> list[str]:
     ours, theirs = found[name], found.get(beside[0])
     cells = [backend, SHOWN.get(name, name)]
     cells += [f"{ours[key]:.1f} s" for key in ("import", "wall", "cpu")]
@@ -301,8 +302,7 @@ def row(backend: str, name: str, beside: tuple[str, str], found: dict[str, Any])
     if theirs:
         cells += [f"{theirs[key]:.1f} s" for key in ("wall", "cpu")]
         cells.append(f"{ours['wall'] / theirs['wall']:.2f}")
-    cells += [""] * (9 - len(cells))
-    return "| " + " | ".join(cells) + " |"
+    return cells
 
 
 def main() -> None:

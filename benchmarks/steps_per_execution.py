@@ -33,6 +33,7 @@ from measuring import (
 )
 from models import WORKLOADS, Workload
 from page import write_page
+from tables import markdown_table
 
 STEPS = (1, 10, 100)
 MODELS = ("mlp",)
@@ -93,11 +94,10 @@ def work(cores: int, name: str, rounds: int) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = [
-        "| Keras | model | steps per call | plain Keras, 1 core | OneDevice "
-        "| plain / ours | DataParallel, 2 cores | Mirrored | DataParallel / ours |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["Keras", "model", "steps per call", "plain Keras, 1 core", "OneDevice"]
+    header += ["plain / ours", "DataParallel, 2 cores", "Mirrored"]
+    header += ["DataParallel / ours"]
+    rows = []
     for version, models in results.items():
         for name, rounds in models.items():
             ms = medians(rounds)
@@ -109,8 +109,8 @@ def table(results: dict[str, Any]) -> str:
                 ):
                     cells += [f"{ms[f'{each} {k}']:.2f} ms" for each in (peer, ours)]
                     cells.append(ratio(rounds[f"{peer} {k}"], rounds[f"{ours} {k}"]))
-                lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                rows.append(cells)
+    return markdown_table(header, rows)
 
 
 def main() -> None:
