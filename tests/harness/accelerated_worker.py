@@ -34,19 +34,24 @@ def _check(tensor: Any) -> None:
     assert found == ACCELERATOR, f"{tensor} is on {found}"
 
 
+def _check_arguments(module: Any, function: str, kind: type) -> None:
+    """Checks the tensors that a function of a module is called with."""
+    original = getattr(module, function)
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, kind):
+            _check(value)
+        return original(value)
+
+    setattr(module, function, checked)
+
+
 def _check_jax() -> None:
     import jax
 
     from keras_strategies.parameter_server.engines import jax_engine
 
-    array = jax_engine._array
-
-    def checked(value: Any) -> Any:
-        if isinstance(value, jax.Array):
-            _check(value)
-        return array(value)
-
-    jax_engine._array = checked
+    _check_arguments(jax_engine, "_array", jax.Array)
 
 
 def _check_tensorflow() -> None:
@@ -54,14 +59,7 @@ def _check_tensorflow() -> None:
 
     from keras_strategies.parameter_server.engines import tensorflow_engine
 
-    numpy = tensorflow_engine._numpy
-
-    def checked(value: Any) -> Any:
-        if isinstance(value, tf.Tensor):
-            _check(value)
-        return numpy(value)
-
-    tensorflow_engine._numpy = checked
+    _check_arguments(tensorflow_engine, "_numpy", tf.Tensor)
 
 
 def _check_torch() -> None:
@@ -75,14 +73,7 @@ def _check_torch() -> None:
     # Generators are those of the CPU.
     make = torch.Generator
     torch.Generator = lambda device="cpu": make("cpu")
-    as_array = torch_steps.as_array
-
-    def checked(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            _check(value)
-        return as_array(value)
-
-    torch_steps.as_array = checked
+    _check_arguments(torch_steps, "as_array", torch.Tensor)
     graph = GraphRecorder.graph
 
     def checked_graph(self: Any, inputs: Any) -> Any:

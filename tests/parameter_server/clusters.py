@@ -29,6 +29,19 @@ def start(workers: int, ps: int, **options):
     return ks.ParameterServerStrategy(resolver, **options)
 
 
+def start_synchronous():
+    """A cluster whose worker computes what one device computes.
+
+    One step after the other, variables in two parts on two servers.
+    """
+    return start(
+        workers=1,
+        ps=2,
+        max_staleness=0,
+        variable_partitioner=partitioners.FixedShardsPartitioner(2),
+    )
+
+
 class RecordedProcesses:
     """Stands in for `ClusterProcesses`: starts nothing, ends are given by a test."""
 

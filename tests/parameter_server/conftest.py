@@ -11,7 +11,6 @@ from harness import backend_tables
 from harness.forked_cluster import ForkedProcesses
 from harness.forker import Forker
 
-from keras_strategies.experimental import partitioners
 from keras_strategies.parameter_server.coordinator import process_cluster as cluster
 from parameter_server import clusters
 
@@ -86,12 +85,7 @@ def forks(forker: Forker) -> Iterator[None]:
 @pytest.fixture(scope="package")
 def synchronous(forks):
     """One step after the other, variables in two parts on two servers."""
-    with clusters.start(
-        workers=1,
-        ps=2,
-        max_staleness=0,
-        variable_partitioner=partitioners.FixedShardsPartitioner(2),
-    ) as strategy:
+    with clusters.start_synchronous() as strategy:
         yield strategy
 
 

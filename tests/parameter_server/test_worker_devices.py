@@ -13,7 +13,6 @@ from harness import accelerated_worker
 import keras_strategies as ks
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
-from keras_strategies.experimental import partitioners
 from keras_strategies.parameter_server.coordinator import process_cluster
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
     gpu_environment,
@@ -24,18 +23,6 @@ from parameter_server import clusters
 
 OPTIONS = {"batch_size": 8, "shuffle": False, "verbose": 0}
 ACCELERATOR = str(accelerated_worker.ACCELERATOR)
-
-
-@contextlib.contextmanager
-def synchronous():
-    """A cluster whose worker computes what one device computes."""
-    with clusters.start(
-        workers=1,
-        ps=2,
-        max_staleness=0,
-        variable_partitioner=partitioners.FixedShardsPartitioner(2),
-    ) as strategy:
-        yield strategy
 
 
 def without_dropout(optimizer):
@@ -91,7 +78,7 @@ def accelerated(forks):
     """A cluster whose worker has an accelerator that any machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_cluster, "run_worker", accelerated_worker.run_worker)
-        with synchronous() as strategy:
+        with clusters.start_synchronous() as strategy:
             yield strategy
 
 
@@ -183,7 +170,7 @@ def test_workers_have_a_gpu_each_and_servers_none(gpus, workers, expected) -> No
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", MODELS)
 def test_a_worker_on_a_gpu_equals_one_device(forks, name) -> None:
-    with synchronous() as strategy:
+    with clusters.start_synchronous() as strategy:
         # Products on a GPU may be rounded to TensorFloat-32.
         assert_trains_as_one_device(strategy, name, 2e-2)
         names = {"worker 0": "gpu:0", "ps 0": "cpu:0", "ps 1": "cpu:0"}
