@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -115,3 +116,37 @@ class MessageConnection:
                 duplicate.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
+
+
+def accepted(server: socket.socket) -> Iterator[socket.socket]:
+    """Connections to a listening socket, until it is closed."""
+    while True:
+        try:
+            connected, _ = server.accept()
+        except OSError:
+            return
+        yield connected
+
+
+def first_message(
+    connected: socket.socket, timeout: float
+) -> tuple[MessageConnection, dict[str, Any]] | None:
+    """A new connection, and the header of its first message.
+
+    Args:
+        connected: an accepted connection.
+        timeout: float, seconds to wait; without a message the header is empty.
+
+    Returns:
+        None if the connection has ended, as that of a probe of the port.
+    """
+    try:
+        line = MessageConnection(connected)
+    except OSError:
+        return None
+    try:
+        message = line.receive(timeout)
+    except EOFError:
+        line.abort()
+        return None
+    return line, {} if message is None else message[0]

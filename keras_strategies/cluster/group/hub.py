@@ -15,6 +15,8 @@ from keras_strategies.cluster.group.group_messages import (
     Message,
     MessageConnection,
     Silence,
+    accepted,
+    first_message,
 )
 from keras_strategies.cluster.startup_report import Progress
 
@@ -121,27 +123,17 @@ class Hub:
     # Meeting.
 
     def _accept(self, server: socket.socket) -> None:
-        while not self._closed.is_set():
-            try:
-                connected, _ = server.accept()
-            except OSError:
-                return
+        for connected in accepted(server):
             self._start(self._connected, connected)
 
     def _connected(self, connected: socket.socket) -> None:
-        try:
-            line = MessageConnection(connected)
-        except OSError:
+        first = first_message(connected, self._timeout)
+        if first is None:
             return
-        try:
-            message = line.receive(self._timeout)
-        except EOFError:  # A probe of the port, for example.
-            line.abort()
-            return
-        if message is None or message[0].get("kind") != "hello":
+        line, hello = first
+        if hello.get("kind") != "hello":
             line.close()
             return
-        hello = message[0]
         if hello.get("job") != self._job:
             line.send({"kind": "wrong_job"})
             line.close()

@@ -13,7 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.group_messages import (
+    BEAT,
+    MessageConnection,
+    accepted,
+    first_message,
+)
 from keras_strategies.cluster.group.group_settings import GroupSettings
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.own_address import own_address
@@ -133,24 +138,14 @@ class RendezvousListener:
     # Messages of other workers.
 
     def _accept(self) -> None:
-        while not self.closed.is_set():
-            try:
-                connected, _ = self._server.accept()
-            except OSError:
-                return
+        for connected in accepted(self._server):
             self.start(self._connected, connected)
 
     def _connected(self, connected: socket.socket) -> None:
-        try:
-            line = MessageConnection(connected)
-        except OSError:
+        first = first_message(connected, self.limits.timeout)
+        if first is None:
             return
-        try:
-            message = line.receive(self.limits.timeout)
-        except EOFError:
-            line.abort()
-            return
-        header = message[0] if message is not None else {}
+        line, header = first
         if header.get("job") != self.job:
             line.send({"kind": "wrong_job"})
         elif header.get("kind") == "probe":
