@@ -7,27 +7,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
-
 
 @dataclass
 class QueuedTask:
     """A scheduled task.
 
     Args:
-        task: the task, without the values of local variables.
+        definition: int, number of the `FunctionDefinition`.
+        arguments: see `ScheduledTask`.
+        generation: int, of the arguments.
         result: called with the value and the error of the result.
         local: numbers of variables on no server.
         uses: objects that exist until it is finished.
+        number: int, its number in the queue.
         deaths: int, number of workers that died while they ran it.
         is_started: bool, whether a worker has received it.
         timeouts: int, number of these that were ended after `step_timeout_seconds`.
     """
 
-    task: ScheduledTask
+    definition: int
+    arguments: Any
+    generation: int
     result: Callable[[Any, BaseException | None], None]
     local: tuple[int, ...]
-    uses: Any = None
+    uses: Any
+    number: int = -1
     is_started: bool = False
     deaths: int = 0
     timeouts: int = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 from keras_strategies.keras_compat.models.building import compiled_parts
 from keras_strategies.keras_compat.models.layers import layer_settings
+from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
 from keras_strategies.parameter_server.coordinator.remote_values import (
     RemoteValue,
     with_references,
@@ -145,7 +146,7 @@ class RemoteFunctions:
         used = (uses, *map(self._registry.find, variables), *optimizers)
         value = RemoteValue()
         self._scheduler.schedule(
-            sent.number, blob, generation, value.set, sent.local, used
+            QueuedTask(sent.number, blob, generation, value.set, sent.local, used)
         )
         return value
 
@@ -154,14 +155,8 @@ class RemoteFunctions:
     ) -> RemoteValue:
         """Schedules a model's steps on batches of NumPy arrays."""
         value = RemoteValue()
-        self._scheduler.schedule(
-            definition.number,
-            batches,
-            0,
-            value.set,
-            definition.local,
-            definition.uses,
-        )
+        number, local, uses = definition.number, definition.local, definition.uses
+        self._scheduler.schedule(QueuedTask(number, batches, 0, value.set, local, uses))
         return value
 
     def run(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_strategies.errors import (
@@ -35,6 +34,7 @@ from keras_strategies.parameter_server.wire.server_addresses import ServerAddres
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
     ReleasedNumbers,
+    ScheduledTask,
     ShardPlacement,
     TaskResult,
     WorkerResource,
@@ -149,26 +149,9 @@ class Scheduler:
                 if worker.sender is not None:
                     self._to_send.append((worker.sender, ("release", released)))
 
-    def schedule(
-        self,
-        definition: int,
-        arguments: Any,
-        generation: int,
-        result: Callable[[Any, BaseException | None], None],
-        local: tuple[int, ...],
-        uses: Any = None,
-    ) -> None:
-        """Queues a task; blocks only while the queue is full.
-
-        Args:
-            definition: int, number of the `FunctionDefinition`.
-            arguments: see `ScheduledTask`.
-            generation: int, of the arguments.
-            result: called with the value and the error of the result.
-            local: numbers of variables on no server.
-            uses: objects that exist until the task is finished.
-        """
-        self.tasks.add(definition, arguments, generation, result, local, uses)
+    def schedule(self, task: QueuedTask) -> None:
+        """Queues a task; blocks only while the queue is full."""
+        self.tasks.add(task)
         with self.condition:
             # Busy workers receive it after their next result.
             is_wanted = bool(self.tasks.waiting and self._ready_workers())
@@ -351,7 +334,7 @@ class Scheduler:
         )
 
     def _name(self, pending: QueuedTask) -> str:
-        return self._definitions[pending.task.definition].name
+        return self._definitions[pending.definition].name
 
     def _check_progress(self) -> None:
         """Ends workers without a result for `step_timeout_seconds`."""
@@ -406,7 +389,7 @@ class Scheduler:
         """Maximum number of tasks of a worker."""
         if self.max_staleness is not None:
             return 1
-        kind = self._definitions[self.tasks.waiting[0].task.definition].kind
+        kind = self._definitions[self.tasks.waiting[0].definition].kind
         return (
             _STEPS_IN_FLIGHT
             if self._pulls_ahead and kind != "call"
@@ -428,15 +411,18 @@ class Scheduler:
             if ("resource", resource.number) not in worker.known:
                 worker.known.add(("resource", resource.number))
                 self._to_send.append((worker.sender, ("resource", resource)))
-        number = pending.task.definition
+        number = pending.definition
         if ("definition", number) not in worker.known:
             worker.known.add(("definition", number))
             definition = self._definitions[number]
             self._to_send.append((worker.sender, ("define", definition)))
-        task = dataclasses.replace(
-            pending.task,
+        task = ScheduledTask(
+            pending.number,
+            number,
+            pending.arguments,
             local={n: self._local.get(n) for n in pending.local},
             done=self.tasks.first_unfinished,
+            generation=pending.generation,
             pulls_ahead=self._pulls_ahead,
         )
         if not worker.in_flight:
@@ -450,7 +436,7 @@ class Scheduler:
             if worker.sender != sender:
                 continue
             for pending in worker.in_flight:
-                if pending.task.number == result.number:
+                if pending.number == result.number:
                     worker.in_flight.remove(pending)
                     self._finish(worker, pending, result)
                     self.condition.notify_all()

@@ -9,7 +9,6 @@ from typing import Any
 
 from keras_strategies.errors import ClosureCancelledError, ClusterTimeoutError
 from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
-from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
 from keras_strategies.user_warnings import warn_user
 
 _MAX_QUEUED = 256
@@ -37,27 +36,18 @@ class TaskQueue:
 
     # Called in the user's threads
 
-    def add(
-        self,
-        definition: int,
-        arguments: Any,
-        generation: int,
-        result: Callable[[Any, BaseException | None], None],
-        local: tuple[int, ...],
-        uses: Any = None,
-    ) -> None:
-        """Queues a task; blocks only while the queue is full."""
+    def add(self, task: QueuedTask) -> None:
+        """Numbers and queues a task; blocks only while the queue is full."""
         self.emit_warnings()
         with self.condition:
             self.condition.wait_for(
                 lambda: len(self.waiting) < _MAX_QUEUED or self._is_broken()
             )
             self.raise_error()
-            number = self._next_task
+            task.number = self._next_task
             self._next_task += 1
-            self._unfinished.add(number)
-            task = ScheduledTask(number, definition, arguments, generation=generation)
-            self.waiting.append(QueuedTask(task, result, local, uses))
+            self._unfinished.add(task.number)
+            self.waiting.append(task)
 
     def wait_for_room(self, is_known: Callable[[], bool]) -> bool:
         """Waits until a task is finished, or until the queue is empty.
@@ -140,12 +130,12 @@ class TaskQueue:
 
     def finish(self, pending: QueuedTask, value: Any) -> None:
         """Sets the result of a task."""
-        self._unfinished.discard(pending.task.number)
+        self._unfinished.discard(pending.number)
         pending.result(value, None)
 
     def fail(self, pending: QueuedTask, error: BaseException) -> None:
         """Fails a task and, if it is the first one, cancels the queued ones."""
-        self._unfinished.discard(pending.task.number)
+        self._unfinished.discard(pending.number)
         pending.result(None, error)
         if self.error is None:
             self.error = error
@@ -160,7 +150,7 @@ class TaskQueue:
         """Fails all queued tasks."""
         while self.waiting:
             pending = self.waiting.popleft()
-            self._unfinished.discard(pending.task.number)
+            self._unfinished.discard(pending.number)
             pending.result(None, error)
 
     def fail_all(self, running: Iterable[QueuedTask], error: BaseException) -> None:
@@ -168,6 +158,6 @@ class TaskQueue:
         self.fatal = error
         self.cancel(error)
         for pending in running:
-            self._unfinished.discard(pending.task.number)
+            self._unfinished.discard(pending.number)
             pending.result(None, error)
         self.condition.notify_all()
