@@ -40,12 +40,10 @@ class FitDriver(abc.ABC):
         """Context manager around the creation and the methods of models."""
 
     @abc.abstractmethod
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         """Sets `model.{kind}_function` for `kind` "train", "test" or "predict".
 
-        `make(force)` is Keras's own `make_{kind}_function`.
+        `make()` sets Keras's own.
         """
 
     @abc.abstractmethod

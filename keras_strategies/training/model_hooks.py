@@ -162,7 +162,9 @@ class StrategyHooks:
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
     ) -> None:
-        _drivers_of(model).fit.step_function(model, kind, make, force)
+        if getattr(model, f"{kind}_function") is None or force:
+            driver = _drivers_of(model).fit
+            driver.step_function(model, kind, lambda: make(force))
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
         policy = current_policy()

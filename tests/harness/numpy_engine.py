@@ -90,10 +90,8 @@ class NumpyFit(FitDriver):
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
-        make(force)
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
+        make()
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         value = raw_value(variable)

@@ -92,16 +92,12 @@ class TensorFlowTrainer(FitDriver):
         ):
             yield
 
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
-        name = f"{kind}_function"
-        if getattr(model, name) is not None and not force:
-            return
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         if self._call is None:
-            make(force)
+            make()
         else:
-            setattr(model, name, StepFunction(model, kind, self._call))
+            step = StepFunction(model, kind, self._call)
+            setattr(model, f"{kind}_function", step)
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         # Mirrored is what replicas read.

@@ -71,16 +71,12 @@ class TorchTrainer(FitDriver):
         ):
             yield
 
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
-        name = f"{kind}_function"
-        if getattr(model, name) is not None and not force:
-            return
-        function = keras_function(model, kind, make, force)
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
+        function = keras_function(model, kind, make)
         if self._call is not None:
             warn_of_jit_compile(model)
-        setattr(model, name, self._repeated(model, kind, self._routed(function)))
+        step = self._repeated(model, kind, self._routed(function))
+        setattr(model, f"{kind}_function", step)
 
     def _repeated(
         self, model: Any, kind: str, step: Callable[..., Any]
@@ -145,12 +141,12 @@ def _named(tensor: torch.Tensor, expected: Device) -> Device:
 
 
 def keras_function(
-    model: Any, kind: str, make: Callable[[bool], Any], force: bool
+    model: Any, kind: str, make: Callable[[], Any]
 ) -> Callable[..., Any]:
     """Keras's own function of a model's steps; `make` sets it on the model."""
     if model.steps_per_execution > 1:
         return several_steps(model, kind)
-    make(force)
+    make()
     function: Callable[..., Any] = getattr(model, f"{kind}_function")
     return function
 

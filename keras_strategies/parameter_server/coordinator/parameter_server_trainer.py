@@ -62,9 +62,7 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
         arguments.update(arguments.pop("kwargs", {}))
         return getattr(self._training, name)(model, **arguments)
 
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         """Does nothing: steps run on workers."""
 
     def copies(self, variable: Any) -> list[VariableCopy]:

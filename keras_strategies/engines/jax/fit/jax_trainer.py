@@ -110,15 +110,10 @@ class JaxTrainer(FitDriver, CheckpointDriver):
             restore_jax_state(model)
             raise
 
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
-        name = f"{kind}_function"
-        if getattr(model, name) is not None and not force:
-            return
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         if kind != "predict":
             self._place_compiled(model)
-        setattr(model, name, self.loop_function(model, kind))
+        setattr(model, f"{kind}_function", self.loop_function(model, kind))
 
     def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
         """The function that Keras calls for each item of its loop."""

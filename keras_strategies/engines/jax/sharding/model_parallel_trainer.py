@@ -150,11 +150,9 @@ class ModelParallelTrainer(MeshTrainer):
         if name != "compile":
             check_layouts(self.placement, model)
 
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         check_layouts(self.placement, model)
-        super().step_function(model, kind, make, force)
+        super().step_function(model, kind, make)
 
     def state_sharding(self, group: Sequence[jax.Array]) -> Any:
         return [array.sharding for array in group]

@@ -196,14 +196,9 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         if name != "compile":
             check_layouts(self.placement, model)
 
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         check_layouts(self.placement, model)
-        name = f"{kind}_function"
-        if getattr(model, name) is not None and not force:
-            return
-        function = keras_function(model, kind, make, force)
+        function = keras_function(model, kind, make)
         workers = self.placement.workers
 
         def step(data: Any) -> Any:
@@ -211,7 +206,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             with layer_calls_through(self._call):
                 return function(data)
 
-        setattr(model, name, step)
+        setattr(model, f"{kind}_function", step)
 
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         # Shards receive the chief's values when they are initialized.
