@@ -94,9 +94,13 @@ class ForkServer:
 
 
 def _python_path(environment: Mapping[str, str]) -> str:
-    """The folders of an environment, and those where this process finds modules."""
+    """The folders of an environment, and those where this process finds modules.
+
+    The first one leaves out imports that start threads.
+    """
+    lean = str(Path(__file__).parent / "lean")
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(filter(None, dict.fromkeys([*given, *sys.path])))
+    return os.pathsep.join(filter(None, dict.fromkeys([lean, *given, *sys.path])))
 
 
 def _socket_of(folder: Path, backend: str, kind: str) -> Path:
