@@ -17,7 +17,7 @@ from harness.processes import assert_gone, wait_until
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.hub import Hub
-from keras_strategies.cluster.group.worker_group import _listen
+from keras_strategies.cluster.group.hub_connection import listen
 from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import ClusterError, WorkerError
@@ -256,7 +256,7 @@ WORKER = """
 import sys, time
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.hub import Hub
-from keras_strategies.cluster.group.worker_group import _listen
+from keras_strategies.cluster.group.hub_connection import listen
 from keras_strategies.cluster.own_address import own_address
 from keras_strategies.errors import WorkerError
 folder, index, *addresses = sys.argv[1:]
@@ -358,6 +358,6 @@ def test_a_name_that_is_not_in_dns_yet_is_listened_at(monkeypatch):
     port = address.partition(":")[2]
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     name = socket.gethostname()
-    with _listen(f"{name}.not-in-dns.invalid", [int(port)]) as server:
+    with listen(f"{name}.not-in-dns.invalid", [int(port)]) as server:
         expected = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
         assert server.getsockname()[:2] == (expected, int(port))

@@ -118,6 +118,12 @@ class MessageConnection:
             pass
 
 
+def server_at(address: str, port: int) -> socket.socket:
+    """A socket that listens at an address, IPv4 or IPv6, of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=128)
+
+
 def accepted(server: socket.socket) -> Iterator[socket.socket]:
     """Connections to a listening socket, until it is closed."""
     while True:

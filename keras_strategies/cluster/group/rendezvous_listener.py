@@ -18,6 +18,7 @@ from keras_strategies.cluster.group.group_messages import (
     MessageConnection,
     accepted,
     first_message,
+    server_at,
 )
 from keras_strategies.cluster.group.group_settings import GroupSettings
 from keras_strategies.cluster.group.hub import Hub
@@ -110,10 +111,8 @@ class RendezvousListener:
 
     def _listen(self) -> socket.socket:
         host, port = split_address(self.addresses[self.index])
-        own = own_address(host)
-        family = socket.AF_INET6 if ":" in own else socket.AF_INET
         try:
-            return socket.create_server((own, port), family=family, backlog=128)
+            return server_at(own_address(host), port)
         except OSError as error:
             raise ClusterError(
                 f"Worker {self.index} cannot listen at {host}:{port}: "

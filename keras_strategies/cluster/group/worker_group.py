@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,13 +20,13 @@ from keras_strategies.cluster.group.group_messages import (
     Silence,
 )
 from keras_strategies.cluster.group.hub import Hub
+from keras_strategies.cluster.group.hub_connection import connect, listen
 from keras_strategies.cluster.group.step_clock import (
     StepClock,
     StepTimes,
     others_median,
     slow_workers,
 )
-from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 
@@ -166,11 +164,11 @@ class WorkerGroup:
         ports = [port + each for each in shift]
         hub = None
         if index == 0:
-            hub = Hub(_listen(host, ports), name, addresses, timeout)
+            hub = Hub(listen(host, ports), name, addresses, timeout)
         own = {**(info or {}), "same": same, "pid": os.getpid()}
         hello = {"kind": "hello", "job": name, "index": index, "info": own}
         try:
-            line, members = _connect(host, ports, hello, timeout)
+            line, members = connect(host, ports, hello, timeout)
         except BaseException:
             if hub is not None:
                 hub.close()
@@ -491,77 +489,3 @@ class WorkerGroup:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-def _listen(host: str, ports: list[int]) -> socket.socket:
-    """A server at the first port that is free."""
-    problem: OSError | None = None
-    own = own_address(host)
-    for port in ports:
-        try:
-            family = socket.AF_INET6 if ":" in own else socket.AF_INET
-            return socket.create_server((own, port), family=family, backlog=128)
-        except OSError as error:
-            problem = error
-            if error.errno != errno.EADDRINUSE:
-                break
-    assert problem is not None
-    where = f"{host}:{ports[0]}"
-    if problem.errno == errno.EADDRINUSE:
-        what = (
-            "another program listens there, possibly an earlier run. End it, or use "
-            "another port in the cluster's description"
-        )
-    else:
-        what = (
-            f"{problem.strerror or problem}. This process is the chief, so the first "
-            "address of the cluster must be an address of this machine"
-        )
-    raise ClusterError(f"The chief cannot listen at {where}: {what}.") from problem
-
-
-def _connect(
-    host: str, ports: list[int], hello: dict[str, Any], timeout: float
-) -> tuple[MessageConnection, list[dict[str, Any]]]:
-    """Connects to the hub and waits for all workers."""
-    until = time.monotonic() + timeout
-    problem = "nothing listens there"
-    while time.monotonic() < until:
-        for port in ports:
-            try:
-                connected = socket.create_connection((host, port), timeout=5)
-                line = MessageConnection(connected)
-            except OSError as error:
-                problem = error.strerror or str(error)
-                continue
-            line.send(hello)
-            try:
-                # The hub has its own deadline, and reports missing workers.
-                answer = _answer(line, until + 5)
-            except EOFError:
-                problem = "the program that listens there is not a chief"
-            else:
-                if answer.get("kind") == "welcome":
-                    return line, answer["members"]
-                if answer.get("kind") == "refused":
-                    line.close()
-                    raise (WorkerError if answer["is_late"] else ClusterError)(
-                        answer["why"]
-                    )
-                problem = "the chief there belongs to another cluster"
-            line.close()
-        time.sleep(0.1)
-    raise WorkerError(
-        f"Worker {hello['index']} could not reach the chief at {host}:{ports[0]} for "
-        f"{timeout:g} s: {problem}. Check that the chief was started, that the first "
-        "address of the cluster is correct, and that no firewall blocks this "
-        "machine. `CommunicationOptions(timeout_seconds=...)` sets this timeout."
-    )
-
-
-def _answer(line: MessageConnection, until: float) -> dict[str, Any]:
-    while (left := until - time.monotonic()) > 0:
-        received = line.receive(left)
-        if received is not None and received[0].get("kind") != "beat":
-            return received[0]
-    raise EOFError("no answer")
