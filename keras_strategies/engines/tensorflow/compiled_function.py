@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.worker_collectives import (
+from keras_strategies.engines.tensorflow.workers.worker_collectives import (
     TensorFlowWorkers,
     joined_workers,
 )

@@ -37,7 +37,9 @@ from keras_strategies.engines.tensorflow.program_iteration import (
 from keras_strategies.engines.tensorflow.replicas.replica_run import TensorFlowRun
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
-from keras_strategies.engines.tensorflow.worker_collectives import TensorFlowWorkers
+from keras_strategies.engines.tensorflow.workers.worker_collectives import (
+    TensorFlowWorkers,
+)
 from keras_strategies.errors import OutOfRangeError
 from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.drivers import Drivers

@@ -30,7 +30,7 @@ from keras_strategies.engines.tensorflow.replicas.plain_variables import (
 from keras_strategies.engines.tensorflow.replicas.replica_run import (
     creating_variables,
 )
-from keras_strategies.engines.tensorflow.worker_collectives import workers_of
+from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     hook_tensorflow,
     is_in_optimizer,

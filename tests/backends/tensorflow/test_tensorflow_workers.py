@@ -20,7 +20,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import worker_collectives
+from keras_strategies.engines.tensorflow.workers import worker_collectives
 
 LIMIT = 80.0
 

@@ -16,7 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow import compat
-from keras_strategies.engines.tensorflow.worker_collectives import joined_workers
+from keras_strategies.engines.tensorflow.workers.worker_collectives import (
+    joined_workers,
+)
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import ElasticDriver

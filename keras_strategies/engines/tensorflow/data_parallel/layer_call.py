@@ -21,7 +21,7 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     ReplicaEngine,
 )
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
-from keras_strategies.engines.tensorflow.worker_collectives import workers_of
+from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     holds_tf_variables,
 )

@@ -15,7 +15,7 @@ from keras_strategies.engines.tensorflow.data_parallel.first_step import (
     collection_paused,
     optimizer_options,
 )
-from keras_strategies.engines.tensorflow.worker_collectives import workers_of
+from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import (
     build_optimizer,

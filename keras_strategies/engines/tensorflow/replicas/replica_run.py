@@ -38,7 +38,7 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
     reading_copies_on,
 )
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
-from keras_strategies.engines.tensorflow.worker_collectives import workers_of
+from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.seeds import seed_offset

@@ -1,0 +1,1 @@
+"""Processes of a cluster: TensorFlow's servers and their collectives."""

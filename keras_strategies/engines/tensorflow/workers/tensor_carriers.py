@@ -1,0 +1,90 @@
+"""Tensors as TensorFlow's collectives take them: dtypes, packs, equal rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategies.errors import GatherError
+
+_MOVABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_REDUCIBLE = (*_MOVABLE, tf.bfloat16)
+# What TensorFlow can neither reduce nor move: by what is equivalent, or larger.
+_CAST = {
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+}
+_SAME_BITS = {
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.bfloat16: tf.float16,
+    tf.complex64: tf.int64,
+}
+MOVED_AS = {**_CAST, **_SAME_BITS}
+REDUCED_AS = {**_CAST, tf.uint32: tf.int64, tf.uint64: tf.int64}
+
+
+def to_carrier(tensor: Any, carriers: dict[Any, Any]) -> Any:
+    """A tensor with a dtype of TensorFlow's collectives.
+
+    Args:
+        tensor: the tensor.
+        carriers: `REDUCED_AS` to reduce it, `MOVED_AS` to send it.
+
+    Raises:
+        GatherError: for text and other tensors that are not numbers.
+    """
+    kind = carriers.get(tensor.dtype, tensor.dtype)
+    can_travel = _REDUCIBLE if carriers is REDUCED_AS else _MOVABLE
+    if kind not in can_travel:
+        raise GatherError(
+            f"A tensor of dtype {tensor.dtype.name} cannot be sent between workers "
+            "on TensorFlow: collectives are of numbers. Convert it first."
+        )
+    if kind == tensor.dtype:
+        return tensor
+    if carriers is MOVED_AS and tensor.dtype in _SAME_BITS:
+        return tf.bitcast(tensor, kind)
+    return tf.cast(tensor, kind)
+
+
+def from_carrier(tensor: Any, kind: Any, carriers: dict[Any, Any]) -> Any:
+    """A tensor with its own dtype again."""
+    if tensor.dtype == kind:
+        return tensor
+    if carriers is MOVED_AS and kind in _SAME_BITS:
+        return tf.bitcast(tensor, kind)
+    return tf.cast(tensor, kind)
+
+
+def flat(tensors: Sequence[Any]) -> Any:
+    """Tensors of one dtype as one pack."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+
+
+def like(flat: Any, tensors: Sequence[Any]) -> list[Any]:
+    """The tensors of a pack, with the shapes of others."""
+    if len(tensors) == 1:
+        flat.set_shape(tensors[0].shape)
+        return [flat]
+    parts = tf.split(flat, [math.prod(tensor.shape) for tensor in tensors])
+    return [
+        tf.reshape(part, tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def padded(tensor: Any, missing: Any) -> Any:
+    """A tensor with more rows, of zeros."""
+    if isinstance(missing, int) and missing == 0:
+        return tf.identity(tensor)
+    widths = [[0, missing], *([[0, 0]] * (len(tensor.shape) - 1))]
+    return tf.pad(tensor, widths)
