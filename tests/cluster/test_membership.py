@@ -23,7 +23,7 @@ from harness.processes import TIMEOUT, assert_gone, wait_until
 
 from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Generation, Member, Membership
-from keras_strategies.cluster.group.rendezvous import Rendezvous
+from keras_strategies.cluster.group.worker_probes import WorkerProbes
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
@@ -331,14 +331,14 @@ class Network:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.cut: set[int] = set()
-        dial = Rendezvous._dial
+        dial = WorkerProbes.dial
 
-        def dial_if_connected(own: Rendezvous, index: int) -> Any:
+        def dial_if_connected(own: WorkerProbes, index: int) -> Any:
             if (own._own.index in self.cut) != (index in self.cut):
                 raise TimeoutError("timed out")
             return dial(own, index)
 
-        monkeypatch.setattr(Rendezvous, "_dial", dial_if_connected)
+        monkeypatch.setattr(WorkerProbes, "dial", dial_if_connected)
 
 
 @pytest.mark.parametrize("isolated", [0, 2], ids=["chief", "worker"])

@@ -30,11 +30,9 @@ admits them.
 
 from __future__ import annotations
 
-import errno
-import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
@@ -47,13 +45,17 @@ from keras_strategies.cluster.group.rendezvous_listener import (
     RendezvousListener,
     duplicate,
 )
-from keras_strategies.cluster.spec import split_address
+from keras_strategies.cluster.group.worker_probes import (
+    ALIVE,
+    STOPPED,
+    UNREACHABLE,
+    ProbeResult,
+    WorkerProbes,
+    state_of,
+)
 from keras_strategies.errors import ClusterError, WorkerError
 
 _TICK = BEAT / 5
-_DEAD, _STOPPED, _UNREACHABLE, _ALIVE = "dead", "stopped", "unreachable", "alive"
-# A host that answers, but without a listener at the port.
-_REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,6 @@ class GroupIsRunningError(Exception):
     """The other workers train already, and this one is not ready to join them."""
 
 
-@dataclass
-class _Finding:
-    """Result of a probe."""
-
-    state: str
-    answer: dict[str, Any] = field(default_factory=dict)
-
-
 class Rendezvous:
     """One worker's part in the rendezvous of all generations.
 
@@ -97,12 +91,7 @@ class Rendezvous:
         self._admits = True
         #: Whether this worker only joins a group that trains, and forms none itself.
         self.only_joins = False
-        # A worker that has sent no heartbeat for the timeout.
-        self._silent: int | None = None
-        # Workers that have accepted a connection since, but have not answered.
-        self._stopped: set[int] = set()
-        # Workers that could not be reached since.
-        self._cut: set[int] = set()
+        self._probes = WorkerProbes(listener, lambda: self._hello("probe"))
 
     def form(
         self,
@@ -129,10 +118,8 @@ class Rendezvous:
             WorkerError: if there are fewer workers than the minimum for too long.
         """
         with self._own.changed:
-            self._step, self._silent = step, silent
-            self._is_ready, self._admits = is_ready, admits
-            self._stopped.clear()
-            self._cut.clear()
+            self._step, self._is_ready, self._admits = step, is_ready, admits
+            self._probes.reset(silent)
             self._own.target = self._own.generation + 1
         skipped: set[int] = set()
         while True:
@@ -160,7 +147,7 @@ class Rendezvous:
             skipped.add(index)
         skipped.clear()
         formed, chief = self._lead()
-        self._stopped.clear()
+        self._probes.stopped.clear()
         return formed if chief is None else self._follow(chief)[0]
 
     def _hello(self, kind: str) -> dict[str, Any]:
@@ -178,17 +165,6 @@ class Rendezvous:
                 "info": self._own.info,
             }
 
-    def _answer_time(self, index: int) -> float:
-        """Seconds to wait for the first answer of a worker."""
-        timeout = self._own.limits.timeout
-        return min(timeout, 2 * BEAT) if index == self._silent else timeout
-
-    def _dial(self, index: int) -> MessageConnection:
-        host, port = split_address(self._own.addresses[index])
-        return MessageConnection(
-            socket.create_connection((host, port), timeout=self._own.limits.timeout)
-        )
-
     def _follow(self, index: int) -> tuple[Formed | None, bool]:
         """Waits for a generation that another worker leads.
 
@@ -197,16 +173,16 @@ class Rendezvous:
             otherwise to begin again with the first one.
         """
         try:
-            line = self._dial(index)
+            line = self._probes.dial(index)
         except OSError:
             return None, True
         with self._own.changed:
             self._own.chief = index
         line.send(self._hello("vote"))
         try:
-            if not line.wait(self._answer_time(index)):
-                if self._without_answer(index).state == _STOPPED:
-                    self._stopped.add(index)
+            if not line.wait(self._probes.answer_time(index)):
+                if self._probes.without_answer(index).state == STOPPED:
+                    self._probes.stopped.add(index)
                 line.abort()
                 return None, True
             header = self._wait_for_leader(line, index)
@@ -269,14 +245,14 @@ class Rendezvous:
             The generation, or the worker to follow, or None to begin again.
         """
         ended = threading.Event()
-        findings = {index: _Finding(_STOPPED) for index in self._stopped}
+        findings = {index: ProbeResult(STOPPED) for index in self._probes.stopped}
         with self._own.changed:
             self._own.leads = True
-        line = self._dial(self._own.index)
+        line = self._probes.dial(self._own.index)
         try:
             line.send(self._hello("vote"))
             for index in self._others():
-                self._own.start(self._probe_often, index, findings, ended)
+                self._own.start(self._probes.repeat, index, findings, ended)
             formed, chief = self._collect(line, findings)
         except BaseException:
             line.abort()
@@ -291,7 +267,7 @@ class Rendezvous:
         return formed, chief
 
     def _collect(
-        self, line: MessageConnection, findings: dict[int, _Finding]
+        self, line: MessageConnection, findings: dict[int, ProbeResult]
     ) -> tuple[Formed | None, int | None]:
         begin, target = time.monotonic(), self._own.target
         while self._own.target == target:
@@ -315,56 +291,7 @@ class Rendezvous:
     def _others(self) -> list[int]:
         return [index for index in self._order() if index != self._own.index]
 
-    def _probe_often(
-        self, index: int, findings: dict[int, _Finding], ended: threading.Event
-    ) -> None:
-        while not ended.is_set() and not self._own.closed.is_set():
-            found = self._probe(index)
-            if found is not None:
-                with self._own.changed:
-                    findings[index] = found
-                    self._note_reachability(index, found)
-                    self._own.changed.notify_all()
-            ended.wait(BEAT)
-
-    def _note_reachability(self, index: int, found: _Finding) -> None:
-        """Notes a worker that could not be reached.
-
-        The other part may have continued with it, also if it has ended or stopped
-        since: only its own answer counts.
-        """
-        if found.state == _UNREACHABLE:
-            self._cut.add(index)
-        elif found.answer.get("uid") == self._own.previous.get(index):
-            self._cut.discard(index)
-
-    def _probe(self, index: int) -> _Finding | None:
-        """The state of a worker; None if it is not clear."""
-        try:
-            line = self._dial(index)
-        except OSError as error:
-            return _not_connected(error)
-        line.send(self._hello("probe"))
-        try:
-            received = line.receive(self._answer_time(index))
-        except EOFError:
-            return None
-        finally:
-            line.abort()
-        if received is None:
-            return self._without_answer(index)
-        return _Finding(_ALIVE, received[0])
-
-    def _without_answer(self, index: int) -> _Finding:
-        """The state of a worker that has accepted a connection and not answered."""
-        try:
-            # The network may have been cut since.
-            self._dial(index).abort()
-        except OSError as error:
-            return _not_connected(error)
-        return _Finding(_STOPPED)
-
-    def _other_chief(self, findings: dict[int, _Finding]) -> int | None:
+    def _other_chief(self, findings: dict[int, ProbeResult]) -> int | None:
         """A worker to follow: its index, or -1 for the first that is alive."""
         order = self._order()
         own = order.index(self._own.index)
@@ -390,7 +317,7 @@ class Rendezvous:
                 return -1
         return None
 
-    def _commit(self, findings: dict[int, _Finding], waited: float) -> Hub | None:
+    def _commit(self, findings: dict[int, ProbeResult], waited: float) -> Hub | None:
         """Forms the generation, if it is clear which workers are alive.
 
         Raises:
@@ -428,8 +355,8 @@ class Rendezvous:
         voters.sort(key=lambda voter: voter.uid != self._own.uid)
         chosen = (voters + newcomers)[: max(limit, len(voters) if previous else 0)]
         with self._own.changed:
-            was_cut = set(self._cut)
-        is_cut = {i for i in missing if _state_of(findings, i) == _UNREACHABLE}
+            was_cut = set(self._probes.cut)
+        is_cut = {i for i in missing if state_of(findings, i) == UNREACHABLE}
         cut = [i for i in missing if i in is_cut | was_cut]
         is_quorum = not previous or _is_quorum([v.index for v in voters], cut)
         is_enough = len(chosen) >= self._own.limits.min_workers
@@ -441,10 +368,10 @@ class Rendezvous:
             )
         return None
 
-    def _is_lost(self, found: _Finding | None, uid: str) -> bool:
+    def _is_lost(self, found: ProbeResult | None, uid: str) -> bool:
         if found is None:
             return False
-        if found.state == _ALIVE:
+        if found.state == ALIVE:
             # Another process has taken its place.
             return bool(found.answer.get("uid") != uid)
         return True
@@ -529,15 +456,6 @@ class Rendezvous:
                 del self._own.candidates[each.uid]
                 each.rank, each.hub = rank, hub
         return hub
-
-
-def _not_connected(error: OSError) -> _Finding:
-    return _Finding(_DEAD if error.errno in _REFUSED else _UNREACHABLE)
-
-
-def _state_of(findings: dict[int, _Finding], index: int) -> str:
-    found = findings.get(index)
-    return found.state if found is not None else _UNREACHABLE
 
 
 def _steps_of(candidate: Candidate) -> int:

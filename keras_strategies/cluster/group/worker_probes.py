@@ -1,0 +1,138 @@
+"""Probes: which other workers are alive, stopped or out of reach."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.rendezvous_listener import RendezvousListener
+from keras_strategies.cluster.spec import split_address
+
+DEAD, STOPPED, UNREACHABLE, ALIVE = "dead", "stopped", "unreachable", "alive"
+# A host that answers, but without a listener at the port.
+_REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)
+
+
+@dataclass
+class ProbeResult:
+    """Result of a probe.
+
+    Args:
+        state: str, one of those above.
+        answer: dict, the message of a worker that is alive.
+    """
+
+    state: str
+    answer: dict[str, Any] = field(default_factory=dict)
+
+
+class WorkerProbes:
+    """Connections of one worker to others, and what they show.
+
+    Args:
+        listener: `RendezvousListener` of this worker.
+        message: callable without arguments; returns the message of a probe.
+    """
+
+    def __init__(
+        self, listener: RendezvousListener, message: Callable[[], dict[str, Any]]
+    ):
+        self._own = listener
+        self._message = message
+        # A worker that has sent no heartbeat for the timeout.
+        self._silent: int | None = None
+        #: Workers that have accepted a connection since, but have not answered.
+        self.stopped: set[int] = set()
+        #: Workers that could not be reached since.
+        self.cut: set[int] = set()
+
+    def reset(self, silent: int | None) -> None:
+        """Begins the probes for another generation.
+
+        Args:
+            silent: int or None, a worker that has sent no heartbeat for the timeout.
+        """
+        self._silent = silent
+        self.stopped.clear()
+        self.cut.clear()
+
+    def answer_time(self, index: int) -> float:
+        """Seconds to wait for the first answer of a worker."""
+        timeout = self._own.limits.timeout
+        return min(timeout, 2 * BEAT) if index == self._silent else timeout
+
+    def dial(self, index: int) -> MessageConnection:
+        """A connection to a worker.
+
+        Raises:
+            OSError: if it cannot be reached.
+        """
+        host, port = split_address(self._own.addresses[index])
+        return MessageConnection(
+            socket.create_connection((host, port), timeout=self._own.limits.timeout)
+        )
+
+    def repeat(
+        self, index: int, findings: dict[int, ProbeResult], ended: threading.Event
+    ) -> None:
+        """Probes a worker until `ended` is set, and notes its states in `findings`."""
+        while not ended.is_set() and not self._own.closed.is_set():
+            found = self._probe(index)
+            if found is not None:
+                with self._own.changed:
+                    findings[index] = found
+                    self._note_reachability(index, found)
+                    self._own.changed.notify_all()
+            ended.wait(BEAT)
+
+    def _note_reachability(self, index: int, found: ProbeResult) -> None:
+        """Notes a worker that could not be reached.
+
+        The other part may have continued with it, also if it has ended or stopped
+        since: only its own answer counts.
+        """
+        if found.state == UNREACHABLE:
+            self.cut.add(index)
+        elif found.answer.get("uid") == self._own.previous.get(index):
+            self.cut.discard(index)
+
+    def _probe(self, index: int) -> ProbeResult | None:
+        """The state of a worker; None if it is not clear."""
+        try:
+            line = self.dial(index)
+        except OSError as error:
+            return _not_connected(error)
+        line.send(self._message())
+        try:
+            received = line.receive(self.answer_time(index))
+        except EOFError:
+            return None
+        finally:
+            line.abort()
+        if received is None:
+            return self.without_answer(index)
+        return ProbeResult(ALIVE, received[0])
+
+    def without_answer(self, index: int) -> ProbeResult:
+        """The state of a worker that has accepted a connection and not answered."""
+        try:
+            # The network may have been cut since.
+            self.dial(index).abort()
+        except OSError as error:
+            return _not_connected(error)
+        return ProbeResult(STOPPED)
+
+
+def _not_connected(error: OSError) -> ProbeResult:
+    return ProbeResult(DEAD if error.errno in _REFUSED else UNREACHABLE)
+
+
+def state_of(findings: dict[int, ProbeResult], index: int) -> str:
+    """The state of a worker; unreachable before the end of its first probe."""
+    found = findings.get(index)
+    return found.state if found is not None else UNREACHABLE
