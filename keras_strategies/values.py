@@ -35,7 +35,7 @@ class DistributedValues:
         )
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.values)
 
     def __getattr__(self, name: str) -> Any:
         text = f"{type(self).__name__!r} object has no attribute {name!r}."
@@ -51,7 +51,7 @@ class DistributedValues:
     # TensorFlow's protocol for composite values of `tf.function`.
 
     def __tf_flatten__(self) -> tuple[tuple[()], tuple[Any, ...]]:
-        return (), self._values
+        return (), self.values
 
     @classmethod
     def __tf_unflatten__(
@@ -61,7 +61,7 @@ class DistributedValues:
         return cls(components)
 
     def __repr__(self) -> str:
-        body = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self._values))
+        body = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))
         return f"{type(self).__name__}:{{\n{body}\n}}"
 
 
@@ -80,12 +80,7 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
     `DistributedValues` or None among them, is a leaf.
     """
     first = structures[0]
-    if isinstance(first, Mapping):
-        items = {
-            key: map_structure(fn, *(structure[key] for structure in structures))
-            for key in first
-        }
-        return items if type(first) is dict else _rebuild_mapping(first, items)
+    # Called for each batch: the abstract `Mapping` is slow to check, and comes last.
     if isinstance(first, (list, tuple)):
         lengths = {len(structure) for structure in structures}
         if len(lengths) > 1:
@@ -97,6 +92,12 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
         if hasattr(first, "_fields"):
             return type(first)(*mapped)
         return type(first)(mapped)
+    if isinstance(first, Mapping):
+        items = {
+            key: map_structure(fn, *(structure[key] for structure in structures))
+            for key in first
+        }
+        return items if type(first) is dict else _rebuild_mapping(first, items)
     return fn(*structures)
 
 
@@ -109,8 +110,19 @@ def _rebuild_mapping(original: Any, items: dict[Any, Any]) -> Any:
 def flatten(structure: Any) -> list[Any]:
     """The leaves of a structure, in the order of `map_structure`."""
     leaves: list[Any] = []
-    map_structure(leaves.append, structure)
+    _collect(structure, leaves)
     return leaves
+
+
+def _collect(structure: Any, leaves: list[Any]) -> None:
+    if isinstance(structure, (list, tuple)):
+        for part in structure:
+            _collect(part, leaves)
+    elif isinstance(structure, Mapping):
+        for part in structure.values():
+            _collect(part, leaves)
+    else:
+        leaves.append(structure)
 
 
 def select_replica(replica_id: int, structure: Any) -> Any:

@@ -134,9 +134,10 @@ class ArrayDataset:
 
     def _one_pass(self, order: Any) -> Iterator[Any]:
         size = self.batch_size or 1
-        last = self.rows - self.rows % size if self.drop_remainder else self.rows
+        count = self.rows
+        last = count - count % size if self.drop_remainder else count
         for start in range(0, last, size):
-            stop = min(start + size, self.rows)
+            stop = min(start + size, count)
             rows = slice(start, stop) if order is None else order[start:stop]
             index = rows if self.batch_size else _first(rows)
             yield _at(index, self.arrays)

@@ -172,9 +172,10 @@ class _Placing:
         self._devices = devices
         self._ahead = ahead
 
-    def __call__(self) -> Iterator[Callable[[], list[Any]]]:
+    def __call__(self) -> Iterator[Callable[[], Any]]:
+        begin = self._engine.transfers(self._devices)
         for parts in self._feed.steps(keras.ops.is_tensor, self._ahead):
-            yield self._engine.transfer(parts, self._devices)
+            yield begin(parts)
 
 
 class DistributedIterator(ProgramIterable):
@@ -218,11 +219,11 @@ class DistributedIterator(ProgramIterable):
                 "raises `ks.WorkersChanged`, from the batch after its `step`."
             )
         try:
-            parts = next(self._batches)()
+            batch = next(self._batches)()
         except BaseException:
             self.close()
             raise
-        return regroup(parts)
+        return batch
 
     def get_next(self) -> Any:
         """The next batch.

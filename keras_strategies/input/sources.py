@@ -131,6 +131,14 @@ class ArraySource(Source):
                 "`dataset.batch(global_batch_size)`."
             )
 
+    def batches(self) -> Iterator[Any]:
+        batches = self.read()
+        for first in batches:
+            check_rows(first, self.what)
+            yield first
+            # Rows of the same arrays.
+            yield from batches
+
     def read(self) -> Iterator[Any]:
         return iter(self.given)
 

@@ -24,10 +24,14 @@ from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, InputContext, ReduceOp
-from keras_strategies.values import map_structure
+from keras_strategies.values import map_structure, regroup
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
+
+
+# See `Engine.transfers`.
+Transfer = Callable[[Sequence[Any]], Callable[[], Any]]
 
 
 class Feature(enum.Enum):
@@ -128,27 +132,29 @@ class Engine(abc.ABC):
 
     # Input
 
-    def transfer(
-        self, parts: Sequence[Any], devices: Sequence[Device]
-    ) -> Callable[[], list[Any]]:
-        """Begins to move structures of arrays, each to its device.
-
-        It is called ahead of the use, on a thread of its own.
+    def transfers(self, devices: Sequence[Device]) -> Transfer:
+        """The transfer of batches, structures of arrays, to the devices of replicas.
 
         Returns:
-            A callable for the thread that uses the tensors, which waits for them as
-            far as the engine needs it and returns the structures.
+            A callable of the parts of a batch, one for each device, that begins to move
+            them; it is called ahead of the use, on a thread of its own. It returns a
+            callable for the thread that uses the tensors, which waits for them as far
+            as the engine needs it and returns the parts as one structure.
         """
-        moved = [
-            map_structure(
-                lambda leaf, device=device: (
-                    None if leaf is None else self.to_device(leaf, device)
-                ),
-                part,
-            )
-            for part, device in zip(parts, devices, strict=True)
-        ]
-        return lambda: moved
+
+        def begin(parts: Sequence[Any]) -> Callable[[], Any]:
+            moved = [
+                map_structure(
+                    lambda leaf, device=device: (
+                        None if leaf is None else self.to_device(leaf, device)
+                    ),
+                    part,
+                )
+                for part, device in zip(parts, devices, strict=True)
+            ]
+            return lambda: regroup(moved)
+
+        return begin
 
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
         """Shape and dtype of a tensor, in the framework's own class."""

@@ -25,6 +25,9 @@ def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> li
     pieces: list[Any] = []
     devices: list[jax.Device] = []
     for i, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
+        if sharding.is_fully_addressable and type(array) is np.ndarray:
+            found[i] = _from_host(array, sharding)
+            continue
         if sharding.is_fully_addressable or spans_processes(array):
             local.append(i)
             continue
@@ -48,6 +51,13 @@ def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> li
                     tuple(array.shape), sharding, parts
                 )
     return found
+
+
+def _from_host(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    # In JAX 0.10 a third of the time of `jax.device_put`.
+    return jax.make_array_from_callback(
+        array.shape, sharding, lambda index: np.asarray(array[index])
+    )
 
 
 def put_all(arrays: Sequence[Any], sharding: jax.sharding.Sharding) -> list[Any]:

@@ -13,6 +13,7 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax import device_collectives, devices
 from keras_strategies.engines.jax.array_placement import local_value
+from keras_strategies.engines.jax.batch_transfer import BatchTransfer
 from keras_strategies.engines.jax.fit.central_storage_trainer import (
     CentralStorageTrainer,
 )
@@ -30,6 +31,7 @@ from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
     Engine,
     Feature,
+    Transfer,
 )
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
@@ -73,15 +75,8 @@ class JaxEngine(Engine):
             return value  # The compiler places traced values.
         return jax.device_put(local_value(value), devices.jax_device(device))
 
-    def transfer(
-        self, parts: Sequence[Any], targets: Sequence[Device]
-    ) -> Callable[[], list[Any]]:
-        # One asynchronous transfer of all components.
-        targets_of_jax = [devices.jax_device(target) for target in targets]
-        moved = jax.device_put(
-            [jax.tree.map(local_value, p) for p in parts], targets_of_jax
-        )
-        return lambda: moved
+    def transfers(self, targets: Sequence[Device]) -> Transfer:
+        return BatchTransfer([devices.jax_device(target) for target in targets])
 
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
         # Without `jax_enable_x64`, JAX makes 64-bit arrays 32-bit ones.

@@ -10,7 +10,13 @@ import keras
 import numpy as np
 
 from keras_strategies.engines.jax.function.program_keys import static_key
-from keras_strategies.values import DistributedValues, flatten, map_structure
+from keras_strategies.engines.jax.function.sharded_values import ShardedValues
+from keras_strategies.values import (
+    DistributedValues,
+    PerReplica,
+    flatten,
+    map_structure,
+)
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
 
@@ -36,11 +42,11 @@ def array_key(array: Any) -> Any:
 
 def structure_key(structure: Any) -> Any:
     """A key of a structure's containers, without its leaves."""
+    if isinstance(structure, (list, tuple)):
+        return (type(structure), tuple(map(structure_key, structure)))
     if isinstance(structure, Mapping):
         items = tuple((k, structure_key(v)) for k, v in structure.items())
         return (type(structure), items)
-    if isinstance(structure, (list, tuple)):
-        return (type(structure), tuple(map(structure_key, structure)))
     return None
 
 
@@ -56,7 +62,7 @@ class CallArguments:
     def __init__(self, structure: Any, total: int | None = None):
         self._total = total
         self.plain: list[Any] = []
-        self.parts: list[Sequence[Any]] = []
+        self.parts: list[Sequence[Any] | ShardedValues] = []
         self._structure = structure
         self._slots: list[tuple[Any, ...]] = []
         keys: list[Any] = [structure_key(structure)]
@@ -73,6 +79,12 @@ class CallArguments:
             return ("plain", len(self.plain) - 1), ("plain", array_key(array))
         if not isinstance(leaf, DistributedValues):
             return ("static", leaf), ("static", static_key(leaf))
+        if isinstance(leaf, ShardedValues):
+            self.parts.append(leaf)
+            own = (leaf.part_shape, leaf.array.dtype, False)
+            count = len(leaf)
+            slot = ("parts", len(self.parts) - 1, self._total or count, False)
+            return (*slot, PerReplica), (PerReplica, *[own] * count)
         if not all(map(is_array, leaf.values)):
             return ("static", leaf), ("parts", *map(static_key, leaf.values))
         parts = [as_array(value) for value in leaf.values]

@@ -23,6 +23,7 @@ import jax
 from jax import numpy as jnp
 
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
+from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import (
     MAX_TRACES,
@@ -81,7 +82,7 @@ class CompiledProgram:
         self.sharding = ProgramSharding()
 
     def __call__(
-        self, plain: list[Any], parts: list[Sequence[Any]]
+        self, plain: list[Any], parts: list[Sequence[Any] | ShardedValues]
     ) -> tuple[list[Any], list[Any]]:
         """Runs the function, and assigns the variables their new values.
 
@@ -104,7 +105,9 @@ class CompiledProgram:
             f"variables that no earlier trace had. {CREATE_ONCE}"
         )
 
-    def _discover(self, plain: list[Any], parts: list[Sequence[Any]]) -> None:
+    def _discover(
+        self, plain: list[Any], parts: list[Sequence[Any] | ShardedValues]
+    ) -> None:
         joined = [_joined_shape(own, self._replicas(own)) for own in parts]
         state = [ref.spec() for ref in self._refs.values()]
         self._donated, self._kept = [], list(self._refs.values())
@@ -126,7 +129,7 @@ class CompiledProgram:
             raise
         self._extend(program)
 
-    def _replicas(self, parts: Sequence[Any]) -> int:
+    def _replicas(self, parts: Sequence[Any] | ShardedValues) -> int:
         """The number of all replicas, given the components of the local ones."""
         return len(parts) if self._workers is None else self._workers.share.total
 
@@ -200,7 +203,7 @@ class CompiledProgram:
         return results, split_results, values, stacks
 
     def _run(
-        self, plain: list[Any], parts: list[Sequence[Any]]
+        self, plain: list[Any], parts: list[Sequence[Any] | ShardedValues]
     ) -> tuple[list[Any], list[Any]]:
         assert self._jitted is not None
         sharding = self.sharding
@@ -296,14 +299,14 @@ def _same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return list(map(id, one)) == list(map(id, other))
 
 
-def _references(get: Callable[[], Any]) -> int:
-    """The references of an object, with those of this call."""
-    return sys.getrefcount(get())
+def _references(arrays: list[Any]) -> Iterable[int]:
+    """The references of each array, with those of this list and call."""
+    return map(sys.getrefcount, arrays)
 
 
 def _references_of_unshared() -> int:
     holder = [object()]
-    return _references(lambda: holder[0])
+    return next(iter(_references(list(holder))))
 
 
 def _unshared(refs: list[StateRef]) -> list[Any]:
@@ -312,10 +315,10 @@ def _unshared(refs: list[StateRef]) -> list[Any]:
     A reference that the user holds, such as `array = variable.value`, stays valid.
     """
     alone = _references_of_unshared()
-    arrays: list[Any] = []
-    for ref in refs:
-        shared = _references(ref.get) > alone
-        arrays.append(jnp.copy(ref.get()) if shared else ref.get())
+    arrays = [ref.get() for ref in refs]
+    shared = [i for i, count in enumerate(_references(arrays)) if count > alone]
+    for i in shared:
+        arrays[i] = jnp.copy(arrays[i])
     return arrays
 
 
@@ -339,7 +342,11 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
 
 
-def _joined_shape(parts: Sequence[Any], count: int) -> jax.ShapeDtypeStruct:
+def _joined_shape(
+    parts: Sequence[Any] | ShardedValues, count: int
+) -> jax.ShapeDtypeStruct:
+    if isinstance(parts, ShardedValues):
+        return _shape(parts.array)
     shape = tuple(parts[0].shape)
     joined = (count, *shape) if is_stacked(parts[0]) else (count * shape[0], *shape[1:])
     return jax.ShapeDtypeStruct(joined, jax.dtypes.canonicalize_dtype(parts[0].dtype))

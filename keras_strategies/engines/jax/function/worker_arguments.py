@@ -22,6 +22,7 @@ from keras_strategies.engines.jax.function.call_arguments import (
     is_array,
     number_or_array,
 )
+from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import InvalidArgumentError, WorkerError
 from keras_strategies.values import (
@@ -84,7 +85,8 @@ def _prepared(leaf: Any, workers: JaxWorkers, own: bool) -> Any:
                 "With several workers, components of distributed values must be "
                 f"numbers or arrays. Received: {leaf!r}"
             )
-        return type(leaf)(values)
+        kind = PerReplica if isinstance(leaf, ShardedValues) else type(leaf)
+        return kind(values)
     if not is_array(leaf):
         return leaf
     array = as_array(leaf)
