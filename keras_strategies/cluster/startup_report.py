@@ -10,7 +10,7 @@ _logger = logging.getLogger("keras_strategies.cluster")
 
 
 class Progress:
-    """Reports what a cluster is doing, with seconds since it began.
+    """Reports the progress of a cluster's start, with seconds since it began.
 
     Lines go to the logger `keras_strategies.cluster` at the level INFO, where that is
     enabled. Where no level is set they go to stderr, because a start takes seconds;

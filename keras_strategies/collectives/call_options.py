@@ -61,7 +61,7 @@ def _engine(workers: Workers) -> CommunicationImplementation:
 
 
 def gather_options(options: Any, workers: Workers | None = None) -> None:
-    """Checks the options of an `all_gather`, whose tensors travel one by one.
+    """Checks the options of an `all_gather`, which sends tensors one by one.
 
     Raises:
         ValueError: for packs, and as `call_options`.

@@ -224,7 +224,7 @@ class CrossDeviceOps:
         devices = [parse_device(name) for name in destinations]
         return _result([self.engine.to_device(tensor, device) for device in devices])
 
-    # What the classes of this package do.
+    # Implemented by the classes of this package.
 
     def _in_packs(
         self,

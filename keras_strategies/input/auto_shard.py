@@ -22,7 +22,7 @@ def policy_of(dataset: Any) -> AutoShardPolicy:
 
 
 def check_elastic(dataset: Any) -> None:
-    """Raises `ValueError` for a policy whose batches depend on the workers."""
+    """Raises `ValueError` for a policy with batches that depend on the workers."""
     policy = policy_of(dataset)
     if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         raise InvalidArgumentError(

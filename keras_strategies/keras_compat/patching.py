@@ -13,7 +13,7 @@ import keras
 
 from keras_strategies.keras_compat.manifest import GROUPS, Patch
 
-#: What has been replaced, by group: owner, name and original.
+#: Replaced attributes by group: owner, name and original.
 installed: dict[str, list[tuple[Any, str, Any]]] = {}
 _lock = threading.RLock()
 _users: dict[str, int] = {}
@@ -94,7 +94,7 @@ def uninstall() -> None:
 
 @functools.cache
 def is_present(patch: Patch) -> bool:
-    """Whether the backend and the version of Keras have what a patch replaces."""
+    """Whether the backend and the version of Keras have the patched attribute."""
     version = ".".join(keras.__version__.split(".")[:2])
     return patch.backend in ("", keras.backend.backend()) and version in patch.versions
 
@@ -144,7 +144,7 @@ def _replace(owner: Any, name: str, around: Callable[..., Any]) -> tuple[Any, st
 
 @functools.cache
 def function_of(patch: Patch) -> Callable[..., Any]:
-    """The function that is called instead of what a patch replaces."""
+    """The function that replaces the patched one."""
     module, _, name = patch.around.rpartition(".")
     package = importlib.import_module(f"{__package__}.{module}")
     found: Callable[..., Any] = getattr(package, name)

@@ -102,7 +102,7 @@ class Plan:
         return sum(nbytes for _, nbytes in self.cost.sent.values())
 
     def summary(self) -> list[tuple[str, str]]:
-        """Lines of what is needed and how much."""
+        """Lines with a need and its amount."""
         lines = []
         for name, kind in (
             ("parameters", "weight"),

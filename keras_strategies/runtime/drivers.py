@@ -1,4 +1,4 @@
-"""Interfaces of drivers: what an engine does for one strategy.
+"""Interfaces of drivers: the parts of an engine for one strategy.
 
 `FitDriver` and `RunDriver` are required. The others are for strategies that shard
 variables, write sharded checkpoints, train on parameter servers, or continue training
@@ -85,7 +85,7 @@ class FitDriver(abc.ABC):
 
 
 class RunDriver(abc.ABC):
-    """Functions on replicas: `Strategy.run` and what Keras calls in it."""
+    """Functions on replicas: `Strategy.run` and Keras's calls in it."""
 
     @abc.abstractmethod
     def run(

@@ -264,7 +264,7 @@ class StrategyCore(abc.ABC):
 
     @property
     def replicas_here(self) -> int:
-        """int, the replicas whose components code sees: local, or all in a program."""
+        """int, the replicas with visible components: local, or all in a program."""
         share = self._placement.share
         # Without workers, the local ones are all.
         return share.total if self.other_workers is None else share.count

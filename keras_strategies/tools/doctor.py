@@ -299,7 +299,7 @@ def _all_reduce(around: Surroundings) -> Iterator[Finding]:
             yield Finding(readable_bytes(timing.nbytes), str(timing))
 
 
-# What is checked, in this order.
+# The checks, in their order.
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("versions", _versions),
     ("devices", _devices),

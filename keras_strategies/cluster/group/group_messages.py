@@ -16,7 +16,7 @@ Message = tuple[dict[str, Any], bytes]
 
 # Interval of heartbeats in seconds.
 BEAT = 0.25
-# The loss of a worker whose connection is still open.
+# The loss of a worker with an open connection.
 NO_HEARTBEAT = "no heartbeat"
 
 

@@ -49,7 +49,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 class LocalClusterResolver(ClusterResolver):
-    """A cluster on this machine, whose processes the strategy starts.
+    """A cluster on this machine; the strategy starts its processes.
 
     This process is its chief. Addresses are on the loopback only.
 

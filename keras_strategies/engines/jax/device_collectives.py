@@ -58,7 +58,7 @@ def _like(value: Any, tensors: Sequence[Any]) -> list[Any]:
 
 
 def _stacked(tensors: Sequence[Any], devices: tuple[jax.Device, ...]) -> jax.Array:
-    """One array of shape `(replicas, ...)`, whose shards are the tensors."""
+    """One array of shape `(replicas, ...)`; its shards are the tensors."""
     rows = [jnp.expand_dims(tensor, 0) for tensor in tensors]
     return jax.make_array_from_single_device_arrays(
         (len(rows), *tensors[0].shape),

@@ -84,7 +84,7 @@ def symbolic_build(model: Any, batch: Any) -> None:
     """
     outputs = _known_outputs(model)
     if outputs is not None:
-        with contextlib.suppress(Exception):  # Keras's own way shows what is wrong.
+        with contextlib.suppress(Exception):  # Keras's own way raises the error.
             _build_from_outputs(model, batch, outputs)
     model._symbolic_build(data_batch=batch)
 

@@ -1,4 +1,4 @@
-"""Layers: what a call depends on, masks and losses."""
+"""Layers: settings of a call, masks and losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def embedding_tables(layer: Any) -> list[Any]:
 
 
 def layer_settings(layer: Any) -> Any:
-    """What a layer's call depends on beside its weights, equal if that is the same.
+    """The settings of a layer's call, without weights; equal if calls are equal.
 
     Switches of Keras's own begin with an
     underscore, except for `built`, which the first call changes.

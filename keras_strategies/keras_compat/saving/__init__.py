@@ -1,1 +1,1 @@
-"""Files and messages: what Keras saves, loads and pickles."""
+"""Files and messages: saving, loading and pickling by Keras."""

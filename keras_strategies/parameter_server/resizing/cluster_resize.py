@@ -192,7 +192,7 @@ class ClusterResize:
             request(move.target, "fill", (move.key, start, rows))
 
     def _change(self, count: int, shards: dict[int, tuple[ShardRange, ...]]) -> None:
-        """Uses the new servers, and deletes what the old ones no longer need."""
+        """Uses the new servers, and deletes the moved shards on the old ones."""
         self._registry.move_shards(shards, count)
         if count < len(self._servers):
             self._cluster.remove_servers(count)

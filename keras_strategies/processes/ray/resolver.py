@@ -1,4 +1,4 @@
-"""Clusters on Ray, whose tasks are actors."""
+"""Clusters on Ray: each task is an actor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keras_strategies.types import Elastic
 
 
 class RayClusterResolver(ClusterResolver):
-    """A cluster whose workers and parameter servers Ray starts on its nodes.
+    """A cluster of workers and parameter servers that Ray starts on its nodes.
 
     In the driver, `run` calls a function on each of the workers, for
     `MultiWorkerMirroredStrategy`; and `ParameterServerStrategy` starts workers and

@@ -65,7 +65,7 @@ class CallOnReplicas(GradientBoundary):
         self.strategy = call.strategy
         self.layer_call = call.layer_call
 
-    # What an engine provides, besides the boundary.
+    # Provided by an engine, besides the boundary.
 
     @abc.abstractmethod
     def split(self, tensor: Any) -> list[Any]:

@@ -127,7 +127,7 @@ class GradientBoundary(abc.ABC):
         self.channels: list[Channel] = []
         self.targets: list[GradientTarget] = []
 
-    # What an engine provides.
+    # Provided by an engine.
 
     @abc.abstractmethod
     def has_gradient(self, replica_id: int, tensor: Any) -> bool:

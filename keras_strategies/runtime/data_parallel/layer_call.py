@@ -75,7 +75,7 @@ class DataParallelCall(abc.ABC):
         )
         self._row_checks = RowChecks(strategy.placement.workers)
 
-    # What an engine provides.
+    # Provided by an engine.
 
     @abc.abstractmethod
     def can_split(self, layer: Any, tensors: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`Strategy.run` on separate replicas: their tasks, and what they assign."""
+"""`Strategy.run` on separate replicas: their tasks and assignments."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class ReplicaRun(RunDriver):
             ]
         )
 
-    # What Keras calls in a run.
+    # Called by Keras in a run.
 
     def apply_gradients(
         self,

@@ -80,7 +80,7 @@ class ElasticActions(ElasticLoop):
         self._watch(self._membership.group)
 
     def follow(self, strategy: Any) -> None:
-        """Adds a strategy, whose replicas follow the generations."""
+        """Adds a strategy; its replicas follow the generations."""
         self._strategies.append(weakref.ref(strategy))
 
     @property

@@ -178,7 +178,7 @@ class LoopSteps:
         return restore
 
     def _observed(self, function: Function, take: Callable[[], T]) -> T:
-        """Makes a call, and finds out what the first one of a function does."""
+        """Makes a call; the first one of a function shows whether it is a step."""
         weights = None if function.is_known else self._variables.weights()
         self._current = function
         try:

@@ -278,7 +278,7 @@ def _check_stream(stream: str) -> None:
 
 
 def _warn_of_unseeded_order(dataset: Any) -> None:
-    """Warns of a `tf.data` pipeline whose order cannot be repeated."""
+    """Warns of a `tf.data` pipeline without a repeatable order."""
     if not is_tf_data(dataset):
         return
     from keras_strategies.engines.tensorflow import compat

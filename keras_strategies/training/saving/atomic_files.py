@@ -25,7 +25,7 @@ _SINGLE_FILES = (".keras", ".h5", ".hdf5")
 
 @contextlib.contextmanager
 def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
-    """Context manager: a temporary path, whose file replaces `path` at the end.
+    """Context manager: a temporary path; its file replaces `path` at the end.
 
     Keras 3.15 begins a file by emptying the one that was there, so that a process
     that is killed while it saves would leave neither. What an interrupted process
@@ -51,7 +51,7 @@ def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """Context manager: a temporary path, whose file replaces `target` at the end."""
+    """Context manager: a temporary path; its file replaces `target` at the end."""
     # The name's end says the format.
     part = target.with_name(f".part-{os.getpid()}-{target.name}")
     try:

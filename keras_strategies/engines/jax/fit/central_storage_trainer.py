@@ -50,7 +50,7 @@ class CentralStorageTrainer(DistributionTrainer):
 
 
 class _CentralStep:
-    """A step whose state is a list of groups, traced with one flat list."""
+    """A step with a list of groups as state, traced with one flat list."""
 
     def __init__(self, trainer: CentralStorageTrainer, model: Any, kind: str):
         self._trainer = trainer

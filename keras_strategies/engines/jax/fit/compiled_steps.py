@@ -81,7 +81,7 @@ class ScannedStep(abc.ABC):
 
 
 class CompiledStep(ScannedStep):
-    """A compiled step, whose new state is recorded as soon as it exists.
+    """A compiled step; its new state is recorded as soon as it exists.
 
     Several batches of equal shapes are one program, a `jax.lax.scan` over them.
 
@@ -244,7 +244,7 @@ def _sent(lowered: Any) -> int:
 
 
 def with_outputs(step: Step, sharding: jax.sharding.Sharding) -> Step:
-    """A step whose output arrays have a sharding."""
+    """A step with a sharding of its output arrays."""
     moved = jax.jit(lambda outputs: outputs, out_shardings=sharding)
 
     def placing(state: Any, batch: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from keras_strategies.errors import GatherError
 
 _MOVABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _REDUCIBLE = (*_MOVABLE, tf.bfloat16)
-# What TensorFlow can neither reduce nor move: by what is equivalent, or larger.
+# Dtypes that TensorFlow can neither reduce nor move, and equivalent or larger ones.
 _CAST = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,

@@ -139,7 +139,7 @@ class TensorFlowWorkers(Workers):
         self._device = device
         if device not in self._groups:
             with tf.init_scope(), tf.device(device):
-                # Whatever uses it keeps its order in a program.
+                # Operations that use it keep their order in a program.
                 order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
             self._groups[device] = (len(self._groups) + 1, order)
         self._make_table()
@@ -161,10 +161,10 @@ class TensorFlowWorkers(Workers):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Raises `WorkerError` for what a collective inside has failed of.
+        """Raises `WorkerError` for a failed collective inside.
 
         Raises:
-            WorkerError: that names the worker that was lost.
+            WorkerError: with the lost worker.
         """
         try:
             yield

@@ -83,7 +83,7 @@ class WorkerServer:
 
 
 def configure(group: WorkerGroup) -> None:
-    """Says that there will be other workers, while it can be said."""
+    """Announces the other workers, before the runtime is started."""
     try:
         compat.configure_collectives(task_name(group, 0), task_name(group, group.index))
     except RuntimeError as error:

@@ -72,7 +72,7 @@ class _Counter(TorchDispatchMode):
 
 
 def measure(call: Callable[[], int]) -> CallCost:
-    """Counts what a call on a few rows does.
+    """Counts the operations of a call on a few rows.
 
     Args:
         call: calls the layer, leaves no trace in its state, and returns the number
