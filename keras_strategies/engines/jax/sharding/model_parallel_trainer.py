@@ -30,7 +30,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.layouts import VariableMesh
-from keras_strategies.runtime.colocation import colocation_reference
+from keras_strategies.runtime.colocation import layout_or_colocated
 from keras_strategies.runtime.placement import check_layouts
 
 if TYPE_CHECKING:
@@ -62,16 +62,7 @@ class ModelParallelDistribution(keras.distribution.ModelParallel):
         return self._layout((self._mesh.batch_axis,) if is_split else ())
 
     def get_variable_layout(self, variable: Any) -> TensorLayout:
-        own = layout_of(variable)
-        if own is not None:
-            return own
-        reference = colocation_reference()
-        if reference is None:
-            return self.own_layout(variable)
-        # Colocated variables have equal layouts, if they have equal shapes.
-        same_shape = tuple(reference.shape) == tuple(variable.shape)
-        found = layout_of(reference) if same_shape else None
-        return self._layout(()) if found is None else found
+        return layout_or_colocated(variable, self.own_layout, self._layout(()))
 
     def own_layout(self, variable: Any) -> TensorLayout:
         """The layout that this strategy gives a variable, regardless of its own."""

@@ -16,7 +16,7 @@ from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.keras_compat.backends.keras_on_torch import distribution_class
 from keras_strategies.layouts import Axes, VariableMesh
-from keras_strategies.runtime.colocation import colocation_reference
+from keras_strategies.runtime.colocation import layout_or_colocated
 from keras_strategies.runtime.placement import itemsize
 
 
@@ -79,18 +79,8 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         return TensorLayout([None] * len(data_shape), self.device_mesh)
 
     def get_variable_layout(self, variable: Any) -> Any:
-        own = layout_of(variable)
-        if own is not None:
-            return own
-        reference = colocation_reference()
-        if reference is None:
-            return self.own_layout(variable)
-        # On the same devices: sharded equally where the shapes are equal.
-        if tuple(reference.shape) == tuple(variable.shape):
-            found = layout_of(reference)
-            if found is not None:
-                return found
-        return TensorLayout([None] * len(variable.shape), self.device_mesh)
+        replicated = TensorLayout([None] * len(variable.shape), self.device_mesh)
+        return layout_or_colocated(variable, self.own_layout, replicated)
 
     def own_layout(self, variable: Any) -> TensorLayout:
         """The layout of a variable under this strategy."""
