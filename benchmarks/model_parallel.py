@@ -1,7 +1,7 @@
 """Model parallelism: against Keras's `ModelParallel` by itself, and against `jax.jit`.
 
 One run on two virtual CPU devices with a core each trains the same transformer and the
-same perceptron in three ways, whose variables are cut alike: under
+same perceptron in three ways, with variables sharded alike: under
 `ks.ModelParallelStrategy`; under `keras.distribution.ModelParallel` with a `LayoutMap`;
 and by hand, with a `jax.jit` over stateless calls whose state and batches have
 shardings. Numbers are medians of rounds in which they take turns, in milliseconds per

@@ -1,4 +1,4 @@
-"""A transformer whose variables are cut over a grid of devices.
+"""A transformer with variables that are sharded over a mesh of devices.
 
     KERAS_BACKEND=jax python examples/sharded_transformer.py --model-parallel 2
     KERAS_BACKEND=jax python examples/sharded_transformer.py --layout fsdp

@@ -36,7 +36,7 @@ def _model_parallel(layout_map: str, model_parallel: int) -> Any:
     )
 
 
-# Grids of four devices, data x model. Other backends than JAX cannot cut variables.
+# Grids of four devices, data x model. Other backends than JAX cannot shard variables.
 MODEL_PARALLEL = {
     case.name: case
     for case in (

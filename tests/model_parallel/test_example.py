@@ -15,7 +15,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_transformer.py"
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="only JAX cuts variables")
+@pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="only JAX shards variables"
+)
 @pytest.mark.parametrize("arguments", [("--model-parallel", "2"), ("--layout", "fsdp")])
 def test_the_example_learns(arguments) -> None:
     process = subprocess.run(

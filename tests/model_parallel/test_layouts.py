@@ -1,4 +1,4 @@
-"""How variables are cut: rules and meshes, without a framework."""
+"""Shards of variables: rules and meshes, without a framework."""
 
 from __future__ import annotations
 

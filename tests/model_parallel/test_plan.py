@@ -14,7 +14,7 @@ import keras_strategies as ks
 
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 JAX = keras.backend.backend() == "jax"
-only_jax = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
+only_jax = pytest.mark.skipif(not JAX, reason="only JAX can shard variables")
 DEVICES = [f"cpu:{i}" for i in range(4)]
 
 
@@ -248,7 +248,7 @@ def test_bad_arguments_of_plan(mirrored) -> None:
         mirrored.plan(perceptron(), "8x32")
 
 
-@pytest.mark.skipif(JAX, reason="JAX can cut variables")
+@pytest.mark.skipif(JAX, reason="JAX can shard variables")
 def test_other_backends_say_what_works_there() -> None:
     with pytest.raises(ks.errors.BackendError) as caught:
         ks.ModelParallelStrategy(devices=DEVICES)

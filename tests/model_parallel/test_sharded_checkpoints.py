@@ -64,7 +64,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_checkpoint_goes_on_under_another_mesh(target, saved) -> None:
     folder, before, after = saved
@@ -81,7 +81,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(target, saved) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
 def test_parts_are_written_as_they_lie(tmp_path) -> None:
     strategy = MODEL_PARALLEL["fsdp_2x2"].make()
     model = made(strategy)
@@ -96,7 +96,7 @@ def test_parts_are_written_as_they_lie(tmp_path) -> None:
     assert tuple(written["model.000000"]) == kernel
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
 def test_old_checkpoints_go(tmp_path) -> None:
     strategy = STRATEGIES["mirrored_2"].make()
     model = made(strategy)
@@ -123,7 +123,7 @@ while True:
 """
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
 def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -148,7 +148,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
         assert np.all(weight == number)
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX cuts variables")
+@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
 def test_what_cannot_be_loaded(tmp_path) -> None:
     strategy = MODEL_PARALLEL["model_2x2"].make()
     model = made(strategy)
@@ -170,7 +170,7 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
         MODEL_PARALLEL["model_1x4"].make().save_sharded(model, tmp_path)
 
 
-@pytest.mark.skipif(JAX, reason="JAX cuts variables")
+@pytest.mark.skipif(JAX, reason="JAX shards variables")
 def test_other_backends_say_what_to_use(mirrored, tmp_path) -> None:
     model = made(mirrored)
     with pytest.raises(RuntimeError, match=r"use `model\.save`"):

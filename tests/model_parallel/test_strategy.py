@@ -14,7 +14,7 @@ from keras.distribution import DeviceMesh, LayoutMap
 import keras_strategies as ks
 
 JAX = keras.backend.backend() == "jax"
-pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
+pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can shard variables")
 
 DEVICES = [f"cpu:{i}" for i in range(4)]
 

@@ -17,10 +17,10 @@ from harness.training import (
 import keras_strategies as ks
 
 JAX = keras.backend.backend() == "jax"
-pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can cut variables")
+pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can shard variables")
 
 CASES = {case.name: case for case in model_parallel_cases.CASES}
-# How variables are cut, and the devices along the model axis: of one worker where it
+# The layout of variables, and the devices along the model axis: of one worker where it
 # has as many, else of several. The case of each grid by day.
 GRIDS = {
     "model_axis_in_workers": ("auto", 2, "two_by_two", "dense_weights_23"),
@@ -219,7 +219,7 @@ def test_a_grid_that_workers_cannot_have(cluster):
 
 @pytest.mark.parametrize("cluster", ["two_by_two"], indirect=True, scope="session")
 def test_custom_loops(cluster):
-    """A replica has two devices of a worker, between which its variables are cut."""
+    """A replica has two devices of a worker, over which its variables are sharded."""
 
     def program(strategy):
         own = cut(strategy, "auto", 2)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CASES = {case.name: case for case in model_parallel_cases.CASES}
-# How variables are cut, and the devices along the model axis.
+# The layout of variables, and the devices along the model axis.
 GRIDS = {
     "model_1x2": ("auto", 2, "two"),
     "model_2x1": ("auto", 1, "two"),

@@ -1,6 +1,6 @@
 """Use of Keras on Torch beyond its public interface, with DTensors as variables.
 
-All of it is of Keras 3.16, which cuts variables with `torch.distributed`.
+All of it is of Keras 3.16, which shards variables with `torch.distributed`.
 """
 
 from __future__ import annotations

@@ -33,16 +33,16 @@ class VariableHost(Protocol):
         """A variable begins with what an initializer makes."""
 
     def read(self, variable: Any) -> Any:
-        """The whole value, a NumPy array."""
+        """The unsharded value, a NumPy array."""
 
     def write(self, variable: Any, value: Any) -> None:
-        """Sets the whole value."""
+        """Sets the unsharded value."""
 
     def add(self, variable: Any, delta: Any) -> None:
-        """Adds to the whole value, in one piece."""
+        """Adds to the unsharded value, in one piece."""
 
     def is_large(self, variable: Any) -> bool:
-        """Whether a whole value is more than this process should hold."""
+        """Whether the unsharded value is more than this process should hold."""
 
     def pieces(self, variable: Any) -> Iterator[tuple[int, Any]]:
         """The value as pairs of a first row and consecutive rows, NumPy arrays."""
