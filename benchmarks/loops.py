@@ -34,7 +34,7 @@ from measuring import (
     run_worker,
     use_cores,
 )
-from models import WORKLOADS, Workload
+from models import WORKLOADS, Workload, stateless_step
 from page import write_page
 from tables import markdown_table
 
@@ -110,18 +110,7 @@ def jax_loop(workload: Workload, cores: int) -> Callable[[], float]:
     optimizer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def loss_fn(trainable: Any, rest: Any, x: Any, y: Any) -> Any:
-        scores, rest = model.stateless_call(trainable, rest, x, training=True)
-        return loss_of(y, scores), rest
-
-    def step(state: Any, x: Any, y: Any) -> Any:
-        trainable, rest, slots = state
-        (loss, rest), gradients = jax.value_and_grad(loss_fn, has_aux=True)(
-            trainable, rest, x, y
-        )
-        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
-        return (trainable, rest, slots), loss
-
+    step = stateless_step(model, optimizer, loss_of)
     compiled = jax.jit(step, donate_argnums=0)
     variables = (
         model.trainable_variables,

@@ -29,6 +29,7 @@ from measuring import (
     run_script,
     use_cores,
 )
+from models import stateless_step
 from page import write_page
 from tables import markdown_table
 
@@ -141,20 +142,8 @@ def by_hand(name: str, strategy: Any) -> Callable[[], float]:
     slots = [by_shape.get(tuple(v.shape), whole) for v in optimizer.variables]
     rest = [whole for _ in model.non_trainable_variables]
 
-    def loss_fn(trainable: Any, fixed: Any, x: Any, y: Any) -> Any:
-        scores, fixed = model.stateless_call(trainable, fixed, x, training=True)
-        return loss_of(y, scores), fixed
-
-    def step(state: Any, x: Any, y: Any) -> Any:
-        trainable, fixed, slots = state
-        (loss, fixed), gradients = jax.value_and_grad(loss_fn, has_aux=True)(
-            trainable, fixed, x, y
-        )
-        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
-        return (trainable, fixed, slots), loss
-
     compiled = jax.jit(
-        step,
+        stateless_step(model, optimizer, loss_of),
         donate_argnums=0,
         out_shardings=((shardings, rest, slots), whole),
     )

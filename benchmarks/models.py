@@ -114,3 +114,34 @@ WORKLOADS = {
         ),
     )
 }
+
+
+def stateless_step(
+    model: Any, optimizer: Any, loss_of: Callable[..., Any]
+) -> Callable[[Any, Any, Any], Any]:
+    """A training step on JAX by hand, of the model's stateless call.
+
+    Args:
+        model: Keras model, built.
+        optimizer: Keras optimizer, built.
+        loss_of: the loss of labels and outputs.
+
+    Returns:
+        A function of the state, which is the values of trainable, other and optimizer
+        variables, and of a batch; it returns the next state and the loss.
+    """
+    import jax
+
+    def loss_fn(trainable: Any, rest: Any, x: Any, y: Any) -> Any:
+        scores, rest = model.stateless_call(trainable, rest, x, training=True)
+        return loss_of(y, scores), rest
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        trainable, rest, slots = state
+        (loss, rest), gradients = jax.value_and_grad(loss_fn, has_aux=True)(
+            trainable, rest, x, y
+        )
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return (trainable, rest, slots), loss
+
+    return step
