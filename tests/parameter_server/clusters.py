@@ -7,15 +7,20 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.experimental import partitioners
+from keras_strategies.parameter_server.coordinator.process_supervisor import (
+    ProcessSupervisor,
+)
 from keras_strategies.parameter_server.variables.shard_placement import (
     RoundRobinPlacement,
 )
+from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.processes.local_cluster import LocalTask
 
 SECONDS = 60.0
@@ -59,6 +64,41 @@ class RecordedProcesses:
     def ended(self) -> list[tuple[LocalTask, str]]:
         found, self.ends = self.ends, []
         return found
+
+
+class RecordedSupervisor(ProcessSupervisor):
+    """A supervisor of processes that a test reports and ends.
+
+    Args:
+        workers: int, their number.
+        servers: int, their number.
+        can_restore: bool, whether servers have snapshots.
+    """
+
+    def __init__(self, workers: int, servers: int, can_restore: bool = False):
+        self.processes = RecordedProcesses()
+        #: Messages with their receivers.
+        self.sent: list[tuple[bytes, Any]] = []
+        #: Indices of workers, and reasons.
+        self.lost: list[tuple[int, str]] = []
+        self.failures: list[BaseException] = []
+        self.damage: list[str] = []
+        self.snapshot_problems: list[str | None] = []
+        super().__init__(
+            workers,
+            servers,
+            self.processes,
+            silence=8.0,
+            can_restore=can_restore,
+            name="me",
+            addresses=ServerAddresses([""] * servers),
+            send=lambda receiver, message: self.sent.append((receiver, message)),
+            on_lost=lambda worker, reason: self.lost.append((worker.index, reason)),
+            on_failure=self.failures.append,
+            on_change=lambda: None,
+            on_damage=self.damage.append,
+            on_snapshots=self.snapshot_problems.append,
+        )
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -6,10 +6,6 @@ import logging
 
 import pytest
 
-from keras_strategies.parameter_server.coordinator.process_supervisor import (
-    ProcessSupervisor,
-)
-from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from parameter_server import clusters
 
 _LOGGER = logging.getLogger("keras_strategies")
@@ -20,21 +16,7 @@ def start():
     """Reports of a cluster of two workers and one server."""
 
     def run() -> None:
-        supervisor = ProcessSupervisor(
-            2,
-            1,
-            processes=clusters.RecordedProcesses(),
-            silence=8.0,
-            can_restore=False,
-            name="me",
-            addresses=ServerAddresses(["ipc://s"]),
-            send=lambda receiver, message: None,
-            on_lost=lambda worker, reason: None,
-            on_failure=lambda error: None,
-            on_change=lambda: None,
-            on_damage=lambda account: None,
-            on_snapshots=lambda problem: None,
-        )
+        supervisor = clusters.RecordedSupervisor(2, 1)
         supervisor.start_all()
         supervisor.handle("server", b"s", (0, 0, 60, False, "", "ipc://s"))
         supervisor.handle("worker", b"w", (1, 0, 51, "cpu:0"))

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from keras_strategies.parameter_server.coordinator.process_supervisor import (
-    ProcessSupervisor,
-)
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.request_service import Service, serve
@@ -79,22 +76,8 @@ def test_an_unanswered_request_is_repeated_at_the_next_address(
 
 
 def test_a_worker_with_other_addresses_receives_them_for_its_heartbeat() -> None:
-    sent = []
-    supervisor = ProcessSupervisor(
-        1,
-        2,
-        processes=clusters.RecordedProcesses(),
-        silence=8.0,
-        can_restore=True,
-        name="me",
-        addresses=ServerAddresses(["", ""]),
-        send=lambda receiver, message: sent.append((receiver, message)),
-        on_lost=lambda worker, reason: None,
-        on_failure=lambda error: None,
-        on_change=lambda: None,
-        on_damage=lambda account: None,
-        on_snapshots=lambda problem: None,
-    )
+    supervisor = clusters.RecordedSupervisor(1, 2, can_restore=True)
+    sent = supervisor.sent
     supervisor.handle("heartbeat", b"w", (0, 0, 0))
     assert not sent
     for index, address in enumerate(("tcp://a:1", "tcp://b:2")):

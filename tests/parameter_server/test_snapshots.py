@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.coordinator.process_supervisor import (
-    ProcessSupervisor,
-)
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.snapshots import check_folder
-from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.processes.local_cluster import LocalTask
+from parameter_server import clusters
 from parameter_server.full_disk import full_disk
 
 KEY = (0, 0)
@@ -170,41 +167,12 @@ def test_two_generations_stay(tmp_path) -> None:
     }
 
 
-class NoProcesses:
-    """Processes of a supervisor that were never started; a test ends them."""
-
-    def __init__(self) -> None:
-        self.reasons: list[tuple[LocalTask, str]] = []
-
-    def start(self, task: LocalTask) -> None:
-        pass
-
-    def ended(self) -> list[tuple[LocalTask, str]]:
-        reasons, self.reasons = self.reasons, []
-        return reasons
-
-
 def test_what_a_coordinator_makes_of_a_servers_files() -> None:
-    broken, damaged, problems, sent = [], [], [], []
-    processes = NoProcesses()
-    supervisor = ProcessSupervisor(
-        0,
-        1,
-        processes=processes,
-        silence=8.0,
-        can_restore=True,
-        name="me",
-        addresses=ServerAddresses(["ipc://s"]),
-        send=lambda receiver, message: sent.append(message),
-        on_lost=lambda worker, reason: None,
-        on_failure=broken.append,
-        on_change=lambda: None,
-        on_damage=damaged.append,
-        on_snapshots=problems.append,
-    )
+    supervisor = clusters.RecordedSupervisor(0, 1, can_restore=True)
+    broken = supervisor.failures
 
     def end(incarnation: int, reason: str) -> None:
-        processes.reasons.append((LocalTask("ps", 0, incarnation), reason))
+        supervisor.processes.ends.append((LocalTask("ps", 0, incarnation), reason))
         supervisor.update_processes()
 
     supervisor.handle("server", b"s", (0, 0, 50, False, "", "ipc://s"))
@@ -212,9 +180,9 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
     supervisor.handle(
         "server", b"s", (0, 1, 51, True, "f.snapshot is damaged.", "ipc://s")
     )
-    assert damaged == ["f.snapshot is damaged."] and not broken
+    assert supervisor.damage == ["f.snapshot is damaged."] and not broken
     supervisor.handle("snapshots", b"s", (0, "The disk is full.", False))
-    assert problems == ["The disk is full."]
+    assert supervisor.snapshot_problems == ["The disk is full."]
     end(1, "it was killed")
     assert "Its snapshots are incomplete: The disk is full." in str(broken.pop())
     supervisor.handle("snapshots", b"s", (0, None, True))

@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.parameter_server.coordinator.process_supervisor import (
-    ProcessSupervisor,
-)
 from keras_strategies.parameter_server.server import request_handler
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
-from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.step_messages import StepRequest
 from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
@@ -128,26 +124,12 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
         "keras_strategies.parameter_server.coordinator.process_supervisor.time.monotonic",
         lambda: now[0],
     )
-    sent, lost, broken = [], [], []
-    processes = clusters.RecordedProcesses()
-    supervisor = ProcessSupervisor(
-        2,
-        1,
-        processes=processes,
-        silence=8.0,
-        can_restore=False,
-        name="me",
-        addresses=ServerAddresses(["ipc://s"]),
-        send=lambda receiver, message: sent.append(message),
-        on_lost=lambda worker, reason: lost.append((worker.index, reason)),
-        on_failure=broken.append,
-        on_change=lambda: None,
-        on_damage=lambda account: None,
-        on_snapshots=lambda problem: None,
-    )
+    supervisor = clusters.RecordedSupervisor(2, 1)
+    lost, processes = supervisor.lost, supervisor.processes
     for index in (0, 1):
         supervisor.handle("worker", b"w%d" % index, (index, 0, 50 + index, "cpu:0"))
-    assert sent == [("registered", "me")] * 2
+    messages = [message for _, message in supervisor.sent]
+    assert messages == [("registered", "me")] * 2
     assert supervisor.missing() == ["parameter server 0"]
     supervisor.handle("server", b"s", (0, 0, 60, False, "", "ipc://s"))
     now[0] += 30
@@ -174,6 +156,6 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
     assert not supervisor.workers[1].is_alive
     processes.ends.append((LocalTask("ps", 0), "it was killed"))
     supervisor.update_processes()
-    (error,) = broken
+    (error,) = supervisor.failures
     assert isinstance(error, ks.errors.ServerLostError)
     assert "Parameter server 0 died: it was killed" in str(error)
