@@ -1,4 +1,4 @@
-"""What else is measured of parameter servers; each part prints a line of JSON.
+"""Further measurements of parameter servers; each part prints a line of JSON.
 
 python parameter_server_parts.py bytes|scaling|faults|curve-ours|curve-fresh|
     curve-tensorflow|curve-one-device

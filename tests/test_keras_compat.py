@@ -1,4 +1,4 @@
-"""What is relied on in Keras is there, and is put back."""
+"""Patched attributes of Keras exist, and are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What importing does to a process: nothing that Keras did not do."""
+"""Imports change nothing in a process that Keras did not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was trained under one strategy and backend goes on under any other.
+"""Training under one strategy and backend continues under any other.
 
 Pairs of backend and strategy train two epochs and save in every way; each of them goes
 on for two epochs with what each has saved. The loss curves are to be that of four

@@ -1,4 +1,4 @@
-"""What a replica function closes over may change between two calls of `run`.
+"""Closures of a replica function may change between two calls of `run`.
 
 Outside of `ks.function` the function's Python counts as it stands in each call, also
 where a backend compiles it.

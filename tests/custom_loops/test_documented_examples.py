@@ -1,4 +1,4 @@
-"""What TensorFlow documents of `tf.distribute.Strategy`, with its results."""
+"""TensorFlow's documented examples of `tf.distribute.Strategy`, with their results."""
 
 from __future__ import annotations
 

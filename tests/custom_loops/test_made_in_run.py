@@ -1,4 +1,4 @@
-"""What is made in `run`: variables, layers, metrics, optimizers."""
+"""Objects made in `run`: variables, layers, metrics, optimizers."""
 
 from __future__ import annotations
 

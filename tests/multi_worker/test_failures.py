@@ -1,4 +1,4 @@
-"""What the others find when one worker fails: soon, its name, its step, whole files."""
+"""Failure of one worker: the error on the others, with its step, and complete files."""
 
 from __future__ import annotations
 

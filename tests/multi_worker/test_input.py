@@ -1,4 +1,4 @@
-"""What several workers read: everything once, in the global batches of one device."""
+"""Input of several workers: each row once, in the global batches of one device."""
 
 from __future__ import annotations
 

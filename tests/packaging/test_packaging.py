@@ -1,4 +1,4 @@
-"""What an installer sees: extras, requirements, the files in the wheel, the pins."""
+"""The package for installers: extras, requirements, files in the wheel, pins."""
 
 import importlib.metadata
 import re

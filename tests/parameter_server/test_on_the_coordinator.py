@@ -1,4 +1,4 @@
-"""What scripts do with variables and models outside of scheduled functions."""
+"""Variables and models outside of scheduled functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster reports while it starts, and where."""
+"""Reports of a cluster's start: lines on stderr, or a logger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows are found and put."""
+"""Rows that are put into arrays, as by NumPy."""
 
 from __future__ import annotations
 

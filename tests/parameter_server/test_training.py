@@ -1,4 +1,4 @@
-"""What `fit` and its siblings take and do, against one device."""
+"""`fit` and its siblings, their input and results, against one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before Ray is needed."""
+"""Errors for arguments before Ray is needed."""
 
 from __future__ import annotations
 

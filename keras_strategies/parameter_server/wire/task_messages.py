@@ -100,7 +100,7 @@ class ShardPlacement:
 
 @dataclass(frozen=True)
 class ReleasedNumbers:
-    """What no longer exists on the coordinator, and no task uses.
+    """Objects that no longer exist on the coordinator, and that no task uses.
 
     Args:
         definitions: numbers of `FunctionDefinition`s.

@@ -40,7 +40,7 @@ class Change:
 
 @dataclass
 class Function:
-    """What calls of a function do.
+    """A function of a loop, and the effects of its calls.
 
     Args:
         exchanges: bool, whether workers exchange values in it.

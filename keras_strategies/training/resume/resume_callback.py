@@ -281,7 +281,7 @@ class Resume(fit_position.OrderedCallback):
         return parsed(data) if data else None
 
     def _shared_snapshot(self) -> bytes:
-        """What the chief has read, on all workers; empty without a snapshot."""
+        """The chief's snapshot, on all workers; empty without one."""
         data = self._files.read() if self._is_chief else None
         if self._workers is not None:
             group = self._workers.group

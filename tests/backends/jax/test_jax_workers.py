@@ -1,4 +1,4 @@
-"""What is special to several workers on JAX: its service, its programs, its end."""
+"""Several workers on JAX: coordination service, programs, shutdown."""
 
 from __future__ import annotations
 
