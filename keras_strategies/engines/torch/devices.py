@@ -23,6 +23,30 @@ def torch_device(device: Device) -> torch.device:
     return torch.device(_TORCH_KIND.get(device.kind, device.kind), device.index)
 
 
+class DeviceName(str):
+    """The name of a torch device, which equals the `torch.device` too.
+
+    Keras moves each argument of its operations with `x.to(name)` where
+    `x.device != name`, and a device differs from any plain string. On the same device
+    that only releases the interpreter's lock, which another replica's thread then has.
+    """
+
+    def __init__(self, name: object):
+        self._device = torch.device(str(name))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, torch.device):
+            return other == self._device
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        if isinstance(other, torch.device):
+            return other != self._device
+        return str.__ne__(self, other)
+
+    __hash__ = str.__hash__
+
+
 def device_of(tensor: torch.Tensor) -> Device:
     kind = _KIND.get(tensor.device.type, tensor.device.type)
     return Device(kind, tensor.device.index or 0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.devices import DeviceName, torch_device
 from keras_strategies.engines.torch.replicas.replica_random import ReplicaRandom
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 
@@ -96,6 +96,7 @@ class ReplicaThreads:
 
     def __init__(self, devices: Sequence[Device]):
         self._devices = tuple(devices)
+        self._names = [DeviceName(torch_device(device)) for device in devices]
         cpus = sum(device.kind == "cpu" for device in devices)
         self._kernels = max(1, torch.get_num_threads() // cpus) if cpus else 0
         _shared.register(self)
@@ -115,8 +116,7 @@ class ReplicaThreads:
         grad = torch.is_grad_enabled()
 
         def replica(task: Callable[[], Any], replica_id: int) -> Any:
-            device = str(torch_device(self._devices[replica_id]))
-            own = {**state, "torch_device": device}
+            own = {**state, "torch_device": self._names[replica_id]}
             try:
                 collectives.start(replica_id)
                 with (
