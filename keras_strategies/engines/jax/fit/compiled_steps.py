@@ -254,8 +254,29 @@ def with_outputs(step: Step, sharding: jax.sharding.Sharding) -> Step:
     return placing
 
 
-class Returned(tuple[Any, ...]):
+class _Group:
+    """The arrays of a group of variables, for Keras's loop.
+
+    Keras sets them as an attribute of the model after each step, for which it would
+    inspect every array of a list.
+    """
+
+    def __init__(self, arrays: Any):
+        self.arrays = arrays
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+class _Returned(tuple[_Group, ...]):
     """A state that a step returned, and that Keras passes to the next step."""
+
+    @classmethod
+    def of(cls, state: Any) -> _Returned:
+        return cls(map(_Group, state))
 
 
 def loop_function(
@@ -285,12 +306,14 @@ def loop_function(
         return step(state, placer.place(batch) if places else batch)
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
-        if type(state) is not Returned:
+        if type(state) is _Returned:
+            state = tuple(group.arrays for group in state)
+        else:
             state = prepare(state)
         record_jax_state(model, kind, state)
         if several == 1:
             outputs, state = one(state, read(batches))
-            return outputs, Returned(state)
+            return outputs, _Returned.of(state)
         items = [read(batches)]
         failure = None
         while len(items) < several:
@@ -304,14 +327,16 @@ def loop_function(
                 break
         if len(items) == several and isinstance(step, ScannedStep) and _alike(items):
             outputs, state = step.several(state, placer.place_several(items), several)
-            return outputs, Returned(state)
+            return outputs, _Returned.of(state)
         every = []
         for batch in items:
             outputs, state = one(state, batch)
             every.append(outputs)
         if failure is not None:
             raise failure
-        return (concatenated(every) if kind == "predict" else outputs), Returned(state)
+        if kind == "predict":
+            outputs = concatenated(every)
+        return outputs, _Returned.of(state)
 
     return function
 
