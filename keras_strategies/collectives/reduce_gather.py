@@ -18,7 +18,7 @@ from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import DistributedValues, PerReplica, map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.engine import StrategyCore
+    from keras_strategies.runtime.engine import Engine, StrategyCore
     from keras_strategies.runtime.workers import Workers
 
 _ALONG_AXIS = {
@@ -172,7 +172,7 @@ def components(strategy: StrategyCore, leaf: Any) -> list[Any]:
     return [ops.convert_to_tensor(value) for value in values]
 
 
-def stack_reduce(op: ReduceOp, tensors: list[Any]) -> Any:
+def stack_reduce(engine: Engine, op: ReduceOp, tensors: list[Any]) -> Any:
     """Reduces tensors of one device element by element."""
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
@@ -181,7 +181,7 @@ def stack_reduce(op: ReduceOp, tensors: list[Any]) -> Any:
             f"Found {sorted(shapes)}. Pass `axis=0` to reduce uneven batches along "
             "their rows too."
         )
-    stacked = ops.stack(tensors)
+    stacked = engine.stack(tensors)
     if op is ReduceOp.MEAN and not keras.backend.is_float_dtype(stacked.dtype):
         return ops.sum(stacked, axis=0) / len(tensors)
     functions = {
@@ -208,7 +208,7 @@ def sum_counts(strategy: StrategyCore, counts: list[Any]) -> Any:
     """The sum of element counts, without a `CrossDeviceOps`."""
     home = strategy.placement.variables
     moved = [strategy.engine.to_device(count, home) for count in counts]
-    own = stack_reduce(ReduceOp.SUM, moved)
+    own = stack_reduce(strategy.engine, ReduceOp.SUM, moved)
     if strategy.other_workers is None:
         return own
     return strategy.other_workers.all_reduce(ReduceOp.SUM, [own])[0]
@@ -245,4 +245,4 @@ def _reduce_local(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> A
     if strategy.cross_device_ops is not None:
         return strategy.cross_device_ops.reduce(op, PerReplica(tensors), str(home))
     moved = [strategy.engine.to_device(tensor, home) for tensor in tensors]
-    return stack_reduce(op, moved)
+    return stack_reduce(strategy.engine, op, moved)

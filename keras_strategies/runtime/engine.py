@@ -156,6 +156,10 @@ class Engine(abc.ABC):
 
         return begin
 
+    def stack(self, tensors: Sequence[Any]) -> Any:
+        """Tensors of one shape and device as one, along a new first axis."""
+        return keras.ops.stack(tensors)
+
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
         """Shape and dtype of a tensor, in the framework's own class."""
         return keras.KerasTensor(shape, dtype=dtype)

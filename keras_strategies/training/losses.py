@@ -57,11 +57,15 @@ def compute_average_loss(
 
 def _global_rows(loss: Any, given: Any) -> Any:
     if given is None:
-        rows = ops.cast(ops.shape(loss)[0], loss.dtype)
-        total = ops.convert_to_tensor(rows)
+        rows = ops.shape(loss)[0]
+        # A Python number where it is known: JAX sums it in the trace.
+        total: Any = (
+            float(rows) if isinstance(rows, int) else ops.cast(rows, loss.dtype)
+        )
         replica = context.current_replica()
         if replica is not None:
             total = replica.all_reduce("SUM", total)
+        total = ops.cast(total, loss.dtype)
         # No rows on any replica: an empty sum, not a division by zero.
         return ops.maximum(total, 1)
     is_tensor = ops.is_tensor(given)

@@ -17,6 +17,7 @@ if keras.backend.backend() != "jax":
 import jax
 from harness.strategies import STRATEGIES
 
+from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.engines.jax.function import program_sharding
 
 ROWS = np.arange(10, dtype="float32")
@@ -117,6 +118,69 @@ def test_an_error_while_tracing_leaves_state_as_it_was(mirrored):
     np.testing.assert_array_equal(variable.numpy(), np.ones(4))
     step(per_replica(np.ones(4), np.ones(4)))
     np.testing.assert_array_equal(variable.numpy(), 2 * np.ones(4))
+
+
+def test_a_step_has_one_all_reduce(mirrored, monkeypatch):
+    """Counts of rows are constants, and the loss is summed with the gradients."""
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def replica_step(x: Any) -> Any:
+        def loss_fn() -> Any:
+            return ks.compute_average_loss(ops.sum(model(x) ** 2, axis=-1))
+
+        variables = model.trainable_variables
+        loss, gradients = ks.value_and_grad(loss_fn, variables)()
+        optimizer.apply(gradients, variables)
+        return loss
+
+    @ks.function
+    def step(x: Any) -> Any:
+        return mirrored.reduce("SUM", mirrored.run(replica_step, args=(x,)))
+
+    x = np.random.default_rng(0).random((4, 3), dtype="float32")
+    expected = float(ops.mean(ops.sum(model(x) ** 2, axis=-1)))
+    [batch] = mirrored.experimental_distribute_dataset([x])
+    texts: list[str] = []
+    jit = jax.jit
+
+    def recording(function: Any, **options: Any) -> Any:
+        program = jit(function, **options)
+
+        def call(*args: Any) -> Any:
+            texts.append(program.lower(*args).compile().as_text())
+            return program(*args)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "jit", recording)
+        assert float(step(batch)) == pytest.approx(expected, rel=1e-6)
+    sent = [sent_bytes(text) for text in texts]
+    assert [count for found in sent for count, _ in found.values()] == [1]
+
+
+def test_a_batch_of_a_dataset_is_one_array_in_a_program(mirrored, monkeypatch):
+    x = np.arange(4, dtype="float32")
+    [batch] = mirrored.experimental_distribute_dataset([x])
+    joins: list[Any] = []
+    make = jax.make_array_from_single_device_arrays
+    monkeypatch.setattr(
+        jax,
+        "make_array_from_single_device_arrays",
+        lambda *args: joins.append(args) or make(*args),
+    )
+    double = ks.function(lambda batch: mirrored.run(lambda x: 2 * x, args=(batch,)))
+    for found in (double(batch), double(per_replica([0, 1], [2, 3]))):
+        parts = mirrored.experimental_local_results(found)
+        assert [np.asarray(part).tolist() for part in parts] == [[0, 2], [4, 6]]
+    # Those that a program gets as separate arrays are joined.
+    assert len(joins) == 1
+    devices = [part.devices() for part in mirrored.experimental_local_results(batch)]
+    assert devices == [{device} for device in jax.devices()[:2]]
+    assert [part.tolist() for part in batch.values] == [[0, 1], [2, 3]]
 
 
 def test_run_inside_jax_jit_is_refused(mirrored):

@@ -78,6 +78,13 @@ class JaxEngine(Engine):
     def transfers(self, targets: Sequence[Device]) -> Transfer:
         return BatchTransfer([devices.jax_device(target) for target in targets])
 
+    def stack(self, tensors: Sequence[Any]) -> Any:
+        program = trace_state.current_program()
+        if program is None:
+            return super().stack(tensors)
+        # The components of a sharded array: their reduction is one all-reduce.
+        return program.joined(tensors).reshape(len(tensors), *tensors[0].shape)
+
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
         # Without `jax_enable_x64`, JAX makes 64-bit arrays 32-bit ones.
         canonical = jax.dtypes.canonicalize_dtype(dtype)

@@ -123,9 +123,12 @@ class ProgramSharding:
 
         Components of other workers' replicas have the same shape and stay there.
         """
-        if isinstance(parts, ShardedValues):
-            is_split = parts.array.sharding == self.split
-            return parts.array if is_split else self.join(parts.values)
+        if not isinstance(parts, ShardedValues):
+            return self._join(parts)
+        is_split = parts.array.sharding == self.split
+        return parts.array if is_split else self._join(parts.values)
+
+    def _join(self, parts: Sequence[Any]) -> Any:
         if self.split is None:
             return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
         if is_stacked(parts[0]):
