@@ -58,7 +58,7 @@ class TorchPrimitives(TensorPrimitives):
         return tensor.float() if is_half else tensor
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype)
+        return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
     def is_float(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point() or tensor.is_complex()

@@ -39,9 +39,9 @@ class ReplicaVariables:
             local = self._mirrors.get(raw, device)
         else:
             local = raw.detach().to(device, non_blocking=True)
-        first = self._placement.share.first
-        offset = seed_offset(variable, first + replica_id)
-        if offset:
+        if seed_offset(variable, 1):
+            first = self._placement.share.first
+            offset = seed_offset(variable, first + replica_id)
             local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
         if raw.requires_grad and torch.is_grad_enabled():
             # New in every case above, and in no graph.

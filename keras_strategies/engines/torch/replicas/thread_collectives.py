@@ -181,6 +181,8 @@ class ThreadCollectives(ReplicaCollectives):
     def all_reduce(
         self, replica: int, op: ReduceOp, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
+        if self.replica_set.total == 1 and self.reduction is None:
+            return tensors
         number = self._next(replica)
         return list(_AllReduce.apply(self, replica, number, op, *tensors))
 
