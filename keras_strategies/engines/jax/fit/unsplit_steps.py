@@ -53,10 +53,15 @@ class _Program:
     step: CompiledStep
     kept: list[list[bool]]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the step neither changes nor donates some array."""
+        return any(map(any, self.kept))
+
     def after(self, state: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
         """The results of a step; of arrays that it has not changed, all copies."""
         outputs, new = found
-        if not any(map(any, self.kept)):
+        if not self.keeps:
             return outputs, new
         return outputs, tuple(
             [old if is_kept else own for old, own, is_kept in zip(*group, strict=True)]
@@ -94,6 +99,8 @@ class StepBySize(ScannedStep):
         self._programs: dict[Any, _Program | None] = {}
         # Whether the loop under way has come to the mesh.
         self._is_split = False
+        # Whether all arrays of its state are on one device.
+        self._is_home = False
 
     def begin(self, state: Any) -> Any:
         """The state for the first step of a loop, from the variables."""
@@ -101,6 +108,7 @@ class StepBySize(ScannedStep):
         # copies on all devices than to split a batch.
         assigns = not variables_are_empty(self.model)
         self._is_split = self._kind == "train" and assigns
+        self._is_home = False
         return unshared(state)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -108,19 +116,19 @@ class StepBySize(ScannedStep):
         if program is None:
             placed = self._placer.place(batch)
             return self._split(self._on_mesh(state), placed)
-        check_batch(batch)
         placed = self._home_placer.place(batch)
-        return program.after(state, program.step(self._at_home(state), placed))
+        found = program.step(self._at_home(state), placed)
+        self._is_home = not program.keeps
+        return program.after(state, found)
 
     def several(self, state: Any, batches: Any, count: int) -> tuple[Any, Any]:
         program = self._unsplit(state, batches[0])
         if program is None:
             placed = self._placer.place_several(batches)
             return self._split.several(self._on_mesh(state), placed, count)
-        for batch in batches:
-            check_batch(batch)
         placed = self._home_placer.place_several(batches)
         found = program.step.several(self._at_home(state), placed, count)
+        self._is_home = not program.keeps
         return program.after(state, found)
 
     @property
@@ -139,6 +147,7 @@ class StepBySize(ScannedStep):
         return self._programs[key]
 
     def _program(self, state: Any, batch: Any) -> _Program | None:
+        check_batch(batch)
         own = [[_abstract(a, self._replicated) for a in group] for group in state]
         given = jax.tree.map(
             lambda leaf: _abstract(leaf, self._placer.sharding(leaf.shape)), batch
@@ -151,6 +160,8 @@ class StepBySize(ScannedStep):
         return _Program(step, _kept(self._kind, own, jaxpr))
 
     def _at_home(self, state: Any) -> Any:
+        if self._is_home:
+            return state
         return tuple([self._own(array) for array in group] for group in state)
 
     def _own(self, array: jax.Array) -> jax.Array:
@@ -161,7 +172,7 @@ class StepBySize(ScannedStep):
     def _on_mesh(self, state: Any) -> Any:
         if self._is_split:
             return state
-        self._is_split = True
+        self._is_split, self._is_home = True, False
         return jax.device_put(tuple(state), self._replicated)
 
 
