@@ -82,7 +82,7 @@ def _combined(
     own = ops.stack([count, mean, spread])
     every = replica.gather_batch_statistics(ops.expand_dims(own, 0))
     counts, means, spreads = ops.unstack(every, axis=1)
-    total = ops.sum(counts, 0) + tiny
+    total = ops.sum(counts, 0) + tiny if tiny else ops.sum(counts, 0)
     global_mean = ops.sum(counts * means, 0) / total
     between = counts * ops.square(means - global_mean)
     return global_mean, ops.sum(spreads + between, 0) / total, total

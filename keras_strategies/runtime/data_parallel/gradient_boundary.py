@@ -292,7 +292,7 @@ class GradientBoundary(abc.ABC):
         gradient = self.row_split.own(gradient)
         if len(channel.parts) == 1:
             return [gradient]
-        return ops.split(gradient, [keras.ops.shape(p)[0] for p in channel.parts])
+        return ops.split(gradient, self.row_split.sizes)
 
     def replica_columns(self, gradients: Sequence[Any]) -> list[Sequence[Any]]:
         """For each target the gradient of each replica."""

@@ -29,6 +29,7 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
     MirroredVariable,
 )
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
@@ -65,6 +66,9 @@ class CallInLockstep(CallOnReplicas):
         # The replicas whose tapes have given gradients.
         self._asked: set[int] = set()
         self._zeros: dict[Any, tuple[Any, Any]] = {}
+        self._is_static = all(isinstance(size, int) for size in self.sizes)
+        # In a program for any number of rows, `sizes_in_program` makes sure of it.
+        self._have_rows = self._is_static or cannot_take_no_rows(call.layer_call.layer)
         self._collectives = LockstepCollectives(
             replicas, placement.variables, call.row_split.replica_set, call.reduction
         )
@@ -177,11 +181,8 @@ class CallInLockstep(CallOnReplicas):
             return None
         tape = self.tapes[replica_id]
         with self._outside_control_flow():
-            if tape is None:
-                return self.traces.read(replica_id, variable, raw)
-            with tape.stop_recording():
-                local = self.traces.read(replica_id, variable, raw)
-            if self._is_trained(variable, raw):
+            local = self.traces.read(replica_id, variable, raw)
+            if tape is not None and self._is_trained(variable, raw):
                 tape.watch(local)
                 self.watched[replica_id].add(id(local))
             return local
@@ -222,13 +223,17 @@ class CallInLockstep(CallOnReplicas):
         """The value that a replica computes with, on its device."""
         device = self._devices[replica_id]
         own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
-        value = self._read(raw) if own is None else own.read_value()
-        with tf.device(device):
-            everywhere = self.row_split.replica_set.first + replica_id
-            offset = seed_offset(variable, everywhere)
-            if offset:
-                return value + tf.constant([offset, 0], dtype=value.dtype)
-            return tf.identity(tf.stop_gradient(value))
+        # No tape records the read: gradients cross the boundary another way.
+        with compat.without_recording():
+            value = self._read(raw) if own is None else own.value()
+            first = self.row_split.replica_set.first
+            offset = seed_offset(variable, first + replica_id)
+            if not offset and (own is not None or device == self._lead_name):
+                return value
+            with tf.device(device):
+                if offset:
+                    return value + tf.constant([offset, 0], dtype=value.dtype)
+                return tf.identity(value)
 
     def _outside_control_flow(self) -> Any:
         """A copy that is first needed in a loop is made before the loop."""
@@ -322,31 +327,30 @@ class CallInLockstep(CallOnReplicas):
         return list(found)
 
     def counted(self, part: Any, replica_id: int) -> Any:
-        size = self.sizes[replica_id]
-        if isinstance(size, int) or isinstance(part, tf.IndexedSlices):
+        if self._have_rows or isinstance(part, tf.IndexedSlices):
             return part
         graph = tf.compat.v1.get_default_graph()
         # One operation for each tensor: a model has hundreds of gradients.
         key = id(graph), replica_id, part.dtype
         if key not in self._zeros:
-            self._zeros[key] = size > 0, tf.zeros([], part.dtype)
+            self._zeros[key] = self.sizes[replica_id] > 0, tf.zeros([], part.dtype)
         has_rows, zero = self._zeros[key]
         return tf.raw_ops.SelectV2(condition=has_rows, t=part, e=zero)
 
     def _check_rows(self, channels: Sequence[Channel]) -> None:
         """In a program for any number of rows, outputs are checked as it runs."""
-        if all(isinstance(size, int) for size in self.sizes):
+        if self._is_static:
             return
+        message = (
+            "A layer that is called on several replicas returned another number of "
+            "rows than it got, so that its outputs cannot be joined. Return one row "
+            "per sample."
+        )
         for channel in channels:
-            if channel.weights is None:
-                for part, size in zip(channel.parts, self.sizes, strict=True):
-                    tf.debugging.assert_equal(
-                        tf.shape(part)[0],
-                        size,
-                        "A layer that is called on several replicas returned another "
-                        "number of rows than it got, so that its outputs cannot be "
-                        "joined. Return one row per sample.",
-                    )
+            for part, size in zip(channel.parts, self.sizes, strict=True):
+                if channel.weights is None:
+                    rows = tf.shape(part)[0]
+                    tf.debugging.Assert(tf.equal(rows, size), [message, rows, size])
 
     def _differentiable_gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """The same gradients, of operations that an outer tape can record."""
@@ -392,3 +396,13 @@ class CallInLockstep(CallOnReplicas):
                     gradient = tf.cast(gradient, target.tensor.dtype)
                 returned.append(gradient)
             return returned
+
+
+def cannot_take_no_rows(layer: Any) -> bool:
+    """Whether TensorFlow 2.21 fails on no rows, by an error, a wrong shape or a crash.
+
+    Without rows, its convolutions for CPUs have the channels of their input, and the
+    gradient of max pooling ends the process.
+    """
+    names = (type(sub).__name__ for sub in sublayers(layer))
+    return any("Conv" in name or "MaxPool" in name for name in names)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.call_in_lockstep import (
     CallInLockstep,
+    cannot_take_no_rows,
 )
 from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
     TensorFlowElasticSteps,
@@ -26,7 +27,6 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     holds_tf_variables,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
-from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.user_warnings import warn_user
@@ -88,30 +88,19 @@ class TensorFlowDataParallelCall(DataParallelCall):
         return CallInLockstep(call, self._engine)
 
     def sizes_in_program(self, layer: Any, rows: Any, count: int) -> list[Any]:
-        if _cannot_take_no_rows(layer):
+        if cannot_take_no_rows(layer):
             rows = self._at_least_one_each(layer, rows)
         base, larger = rows // count, rows % count
         return [base + tf.cast(i < larger, base.dtype) for i in range(count)]
 
     def _at_least_one_each(self, layer: Any, rows: Any) -> Any:
         count = self.placement.share.total
-        check = tf.debugging.assert_greater_equal(
-            rows,
-            tf.cast(count, rows.dtype),
+        message = (
             f"Layer {layer.name!r} was called on fewer rows than the {count} replicas, "
             "in a program for any number of rows. It contains convolutions or max "
             "pooling, of which TensorFlow's kernels fail on the replicas that have "
-            "none. Call it on more rows, or use ks.OneDeviceStrategy.",
+            "none. Call it on more rows, or use ks.OneDeviceStrategy."
         )
-        with tf.control_dependencies([check] if check is not None else []):
+        check = tf.debugging.Assert(rows >= count, [message, rows])
+        with tf.control_dependencies([check]):
             return tf.identity(rows)
-
-
-def _cannot_take_no_rows(layer: Any) -> bool:
-    """Whether TensorFlow 2.21 fails on no rows, by an error, a wrong shape or a crash.
-
-    Without rows, its convolutions for CPUs have the channels of their input, and the
-    gradient of max pooling ends the process.
-    """
-    names = (type(sub).__name__ for sub in sublayers(layer))
-    return any("Conv" in name or "MaxPool" in name for name in names)
