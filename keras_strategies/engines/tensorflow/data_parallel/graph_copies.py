@@ -11,6 +11,7 @@ whose values the collective combines as it does those of traced replicas.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +91,7 @@ class GraphCopy:
     """
 
     def __init__(self, device: str):
-        self._device = tf.DeviceSpec.from_string(device)
+        self._device = _kind_and_index(device)
         # By the identity of the tensor, which is here so that it stays alive.
         self._copies: dict[int, tuple[Any, Any]] = {}
 
@@ -119,7 +120,7 @@ class GraphCopy:
             node = definition.node.add()
             node.CopyFrom(operation.node_def)
             node.attr.pop("_class", None)
-            if node.device and self._is_on_device(node.device):
+            if node.device and _kind_and_index(node.device) == self._device:
                 node.device = ""
             for tensor in operation.inputs:
                 if tensor.op.name not in names:
@@ -146,12 +147,11 @@ class GraphCopy:
             if id(outer) in self._copies
         }
 
-    def _is_on_device(self, device: str) -> bool:
-        spec = tf.DeviceSpec.from_string(device)
-        return (spec.device_type, spec.device_index) == (
-            self._device.device_type,
-            self._device.device_index,
-        )
+
+@functools.lru_cache(maxsize=64)
+def _kind_and_index(device: str) -> tuple[Any, Any]:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.device_type, spec.device_index
 
 
 class ReplicaOfAny(context.ReplicaContext):
