@@ -51,7 +51,7 @@ BOUNDS = {
     # Sums of the gradients of lookups on Torch and TensorFlow: 25.
     # Batches of JAX replicas as shards of one array: 105.
     # Names of Torch devices that equal the device, one replica: 14.
-    "lines of code": 32_181,
+    "lines of code": 32_188,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

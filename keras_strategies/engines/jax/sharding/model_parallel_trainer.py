@@ -149,7 +149,20 @@ class ModelParallelTrainer(MeshTrainer):
         return [array.sharding for array in group]
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
-        return self._traced(super().plain_step(model, kind))
+        step = super().plain_step(model, kind)
+        if kind != "train":
+            return self._traced(step)
+        # The gradient of a replicated variable is gathered once, and not each of the
+        # variable and slots that are updated with its shards.
+        own = [self.sharding_of(v) for v in model.trainable_variables]
+        placed = [_Gather(sharding, sharding) for sharding in own]
+        fixed = [None] * len(model.non_trainable_variables)
+
+        def constrained_step(state: Any, batch: Any) -> tuple[Any, Any]:
+            with _gathering(model, placed, fixed):
+                return step(state, batch)
+
+        return self._traced(constrained_step)
 
     def alternative_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
         """The step that gathers variables sharded along the data axis (FSDP).
