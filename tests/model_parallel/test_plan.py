@@ -266,3 +266,19 @@ def test_other_backends_say_what_works_there() -> None:
         assert ("torchrun" if is_able else "ks.MirroredStrategy") in text
     else:
         assert "ks.CentralStorageStrategy" in text
+
+
+@only_jax
+def test_the_gradient_of_a_replicated_bias_is_gathered_once() -> None:
+    """And not the bias and both slots of Adam, which are updated with it."""
+
+    def build():
+        hidden = [layers.Dense(128, "relu", name=f"hidden{i}") for i in range(4)]
+        model = keras.Sequential([keras.Input((12,)), *hidden, layers.Dense(8)])
+        model.compile("adam", "mse")
+        return model
+
+    strategy = ks.ModelParallelStrategy("auto", DEVICES[:2], 2, min_shard_bytes=2**12)
+    plan = strategy.plan(build, ((32, 12), (32, 8)))
+    # Activations are gathered twice.
+    assert plan.cost.sent["all-gather"][0] == 2 + 4
