@@ -92,10 +92,20 @@ class TensorGraph:
         #: Number of calls.
         self.calls = 0
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:
-        """Runs the operations on other tensors of these shapes and dtypes."""
+    def __call__(
+        self,
+        *inputs: torch.Tensor,
+        convert: Callable[[Any], Any] = lambda leaf: leaf,
+    ) -> Any:
+        """Runs the operations on other tensors of these shapes and dtypes.
+
+        Args:
+            inputs: the tensors.
+            convert: converts each leaf of the result.
+        """
         with torch.no_grad():
-            return tree_unflatten(self._run(*inputs), self._structure)
+            leaves = [convert(leaf) for leaf in self._run(*inputs)]
+        return tree_unflatten(leaves, self._structure)
 
     def fuse(self, inputs: Sequence[torch.Tensor]) -> None:
         """Compiles the graph by TorchInductor.

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from keras_strategies.engines.torch.compat import tree_map
 from keras_strategies.keras_compat.optimizers.applying import applying_through
 from keras_strategies.keras_compat.thread_state import values_scope
 from keras_strategies.keras_compat.variables.lookups import lookups_through
@@ -139,7 +138,7 @@ class TorchStepProgram(StepProgram):
         graph = self._recorders[key].graph(inputs)
         if graph is None:
             return None
-        _, outputs, gradients, changed = tree_map(as_array, graph(*inputs))
+        _, outputs, gradients, changed = graph(*inputs, convert=as_array)
         _, calls, changed_variables = graph.note
         return StepResult(
             outputs,

@@ -9,7 +9,7 @@ compiles it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,23 @@ from keras_strategies.parameter_server.wire.arrays.row_arrays import (
     take_rows,
 )
 from keras_strategies.parameter_server.wire.step_messages import Key
+
+#: Number of variables up to which a program updates them together with rows.
+_MOST_WITH_ROWS = 16
+
+
+class ShardUpdate(NamedTuple):
+    """The update of a shard.
+
+    Args:
+        key: the shard.
+        gradient: its gradient; with `ids` that of these rows, optionally padded.
+        ids: the updated rows, sorted and unique; None for all.
+    """
+
+    key: Key
+    gradient: np.ndarray
+    ids: np.ndarray | None = None
 
 
 class OptimizerUpdater:
@@ -201,37 +218,64 @@ class OptimizerUpdater:
         scalars = [store.get((number, 0)) for number in spec.scalars]
         # All updates of this step use the same scalars.
         after: list[np.ndarray] | None = None
-        present = [(key, gradient) for key, gradient in dense if gradient is not None]
-        whole = [table for table in rows if self._needs_all_rows(table[0])]
-        present += [self._as_dense(*table) for table in whole]
-        rows = [table for table in rows if not self._needs_all_rows(table[0])]
-        for key, gradient in present:
+        whole = [ShardUpdate(key, g) for key, g in dense if g is not None]
+        tables = []
+        for key, ids, gradients in rows:
+            if self._needs_all_rows(key):
+                whole.append(self._as_dense(key, ids, gradients))
+            elif len(ids):
+                tables.append(ShardUpdate(key, gradients, ids))
+        for key, gradient, _ in whole:
             if key not in self._checked:
                 self._check_unsharded(key, gradient)
                 self._checked.add(key)
-        # Shards of one variable share a template, so each is in a group of its own.
-        for group in _distinct_variables(present):
-            keys = [key for key, _ in group]
-            numbers = tuple(number for number, _ in keys)
-            slots = [[(s, start) for s in spec.slots[n]] for n, start in keys]
-            after, values, kept = self._program(numbers)(
-                [np.array(s) for s in scalars],
-                [store.get(key) for key in keys],
-                [[store.get(s) for s in own] for own in slots],
-                [gradient for _, gradient in group],
-            )
-            for key, value in zip(keys, values, strict=True):
-                store.arrays[key] = value
-            for own, own_values in zip(slots, kept, strict=True):
-                for key, value in zip(own, own_values, strict=True):
-                    store.arrays[key] = value
-        for key, ids, gradients in rows:
-            if len(ids):
-                after = self._apply_rows(key, ids, gradients, scalars)
+        for group in update_groups(whole, tables):
+            after = self._apply_group(group, scalars)
         if after is None:
             after = self._count_step(scalars)
         for number, value in zip(spec.scalars, after, strict=True):
             store.write((number, 0), np.asarray(value))
+
+    def _apply_group(
+        self, group: Sequence[ShardUpdate], scalars: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Runs the program of some updates; returns the scalars after it."""
+        store = self._store
+        # The key of each shard and those of its slots.
+        keys = [
+            [key, *((s, key[1]) for s in self.spec.slots[key[0]])]
+            for key, _, _ in group
+        ]
+        given = [
+            [self._rows_of(store.get(key), update.ids) for key in own]
+            for own, update in zip(keys, group, strict=True)
+        ]
+        after: list[np.ndarray]
+        after, values, slots = self._program(tuple(update.key[0] for update in group))(
+            [np.array(s) for s in scalars],
+            [arrays[0] for arrays in given],
+            [arrays[1:] for arrays in given],
+            [self._padded(update) for update in group],
+        )
+        for update, own, value, kept in zip(group, keys, values, slots, strict=True):
+            for key, new in zip(own, [value, *kept], strict=True):
+                if update.ids is None:
+                    store.arrays[key] = new
+                else:
+                    put_rows(store.own(key), update.ids, new[: len(update.ids)])
+        return after
+
+    def _rows_of(self, array: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
+        return array if ids is None else take_rows(array, ids, self._count(ids))
+
+    def _padded(self, update: ShardUpdate) -> np.ndarray:
+        if update.ids is None:
+            return update.gradient
+        return pad_rows(update.gradient, self._count(update.ids))
+
+    def _count(self, ids: np.ndarray) -> int:
+        """Number of rows of a program."""
+        return bucket(len(ids)) if self._engine.pads_rows else len(ids)
 
     def _needs_all_rows(self, key: Key) -> bool:
         return (
@@ -257,31 +301,12 @@ class OptimizerUpdater:
             "or use an optimizer that updates each row independently, such as Adam."
         )
 
-    def _apply_rows(
-        self, key: Key, ids: np.ndarray, gradients: np.ndarray, scalars: Any
-    ) -> list[np.ndarray]:
-        number, start = key
-        table = self._store.own(key)
-        slots = [self._store.own((s, start)) for s in self.spec.slots[number]]
-        count = bucket(len(ids)) if self._engine.pads_rows else len(ids)
-
-        after: list[np.ndarray]
-        after, [values], [kept] = self._program((number,))(
-            [np.array(s) for s in scalars],
-            [take_rows(table, ids, count)],
-            [[take_rows(slot, ids, count) for slot in slots]],
-            [pad_rows(gradients, count)],
-        )
-        for array, new in zip([table, *slots], [values, *kept], strict=True):
-            put_rows(array, ids, new[: len(ids)])
-        return after
-
     def _as_dense(
         self, key: Key, ids: np.ndarray, gradients: np.ndarray
-    ) -> tuple[Key, np.ndarray]:
+    ) -> ShardUpdate:
         whole = np.zeros_like(self._store.get(key))
         whole[ids] = gradients[: len(ids)]
-        return key, whole
+        return ShardUpdate(key, whole)
 
     def _count_step(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
         """The scalars after a step without gradients for this server."""
@@ -293,22 +318,32 @@ class OptimizerUpdater:
         ]
 
 
-def _distinct_variables(
-    pairs: Sequence[tuple[Key, np.ndarray]],
-) -> list[list[tuple[Key, np.ndarray]]]:
-    """Groups of updates without two shards of one variable."""
-    groups: list[list[tuple[Key, np.ndarray]]] = []
+def update_groups(
+    whole: Sequence[ShardUpdate], tables: Sequence[ShardUpdate]
+) -> list[list[ShardUpdate]]:
+    """Updates that are one program each.
+
+    Args:
+        whole: updates of complete shards. Shards of one variable share a template, so
+            each is in a group of its own.
+        tables: updates of rows. A program is compiled for each number of rows, so only
+            that of a single table contains other updates, and only a few.
+    """
+    groups: list[list[ShardUpdate]] = []
     taken: list[set[int]] = []
-    for key, gradient in pairs:
+    for update in whole:
+        number = update.key[0]
         for group, numbers in zip(groups, taken, strict=True):
-            if key[0] not in numbers:
-                group.append((key, gradient))
-                numbers.add(key[0])
+            if number not in numbers:
+                group.append(update)
+                numbers.add(number)
                 break
         else:
-            groups.append([(key, gradient)])
-            taken.append({key[0]})
-    return groups
+            groups.append([update])
+            taken.append({number})
+    if len(groups) == len(tables) == 1 and len(whole) <= _MOST_WITH_ROWS:
+        return [[*whole, *tables]]
+    return [*groups, *([table] for table in tables)]
 
 
 def _is_float(variable: Any) -> bool:
