@@ -8,6 +8,7 @@ import keras
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
@@ -89,7 +90,9 @@ def test_a_late_step_goes_to_another_worker_and_fails_in_the_end() -> None:
     scheduler = scheduler_of(messages, processes, step_timeout=0.3)
     results = []
     try:
-        scheduler.schedule(0, b"", 0, lambda *found: results.append(found), ())
+        scheduler.schedule(
+            QueuedTask(0, b"", 0, lambda *found: results.append(found), (), None)
+        )
         for life in range(3):
             run_late(messages, processes, life)
         clusters.wait_until(lambda: results, "it is given up")
@@ -111,7 +114,7 @@ def test_processes_of_other_launchers_are_told_to_end() -> None:
     scheduler = scheduler_of(messages, None, step_timeout=0.3)
     try:
         messages.put(b"beats", "heartbeat", (0, 0, None))
-        scheduler.schedule(0, b"", 0, lambda *found: None, ())
+        scheduler.schedule(QueuedTask(0, b"", 0, lambda *found: None, (), None))
         clusters.wait_until(lambda: (b"beats", "end") in messages.sent, "it is told")
         messages.put(b"w1", "worker", (0, 0, 51, "cpu:0"))
         clusters.wait_until(lambda: b"w1" in tasks_sent(messages), "it has the task")
@@ -125,7 +128,7 @@ def test_time_without_a_server_does_not_count() -> None:
     try:
         with scheduler.condition:
             scheduler.servers[0].is_ready = False
-        scheduler.schedule(0, b"", 0, lambda *found: None, ())
+        scheduler.schedule(QueuedTask(0, b"", 0, lambda *found: None, (), None))
         clusters.wait_until(lambda: tasks_sent(messages), "it has a task")
         worker = scheduler.workers[0]
         began = worker.last_progress
