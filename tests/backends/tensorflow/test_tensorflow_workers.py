@@ -131,6 +131,28 @@ def test_rows_that_only_the_running_program_knows_are_gathered(pool):
         assert found == expected * 2
 
 
+def test_strategies_of_one_process_have_one_table_of_keys(pool):
+    """Two tables would give the key of one shape to another."""
+
+    def program(strategy):
+        found = []
+        for width in (5, 6):
+            own = ks.MultiWorkerMirroredStrategy(devices=["cpu:0"])
+            workers, index = own.workers, own.workers.group.index
+
+            @tf.function(input_signature=[tf.TensorSpec([None, None], "float32")])
+            def gathered(rows, workers=workers):
+                return workers.gather_rows(rows, [None, None])
+
+            joined = gathered(tf.fill([2, width], float(index)))
+            found.append(joined.numpy().tolist())
+        return found
+
+    expected = [[[0.0] * width] * 2 + [[1.0] * width] * 2 for width in (5, 6)]
+    for found in pool(program):
+        assert found == expected
+
+
 # Training.
 
 

@@ -3,20 +3,11 @@
 TensorFlow's runtime of one process can join those of others, if that is said before
 it is first used. Then `CollectiveReduceV2` and its siblings are operations like all
 others, eagerly and in a program, in which they run as soon as their inputs are there.
-
-# Keys
-
-Workers match collectives by an instance key, and the first use of a key fixes the
-shape. A key therefore stands for a kind, a dtype and a shape and is reused for these.
-That is safe since a worker makes one collective after another: each takes the same
-resource, so that a program orders them. Where a shape is known only as a program runs,
-a table in that program gives the key.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +18,7 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.workers.instance_keys import InstanceKeys
 from keras_strategies.engines.tensorflow.workers.tensor_carriers import (
     MOVED_AS,
     REDUCED_AS,
@@ -60,8 +52,6 @@ _STAGGER = 0.3
 _LONGEST_STAGGER = 3.0
 # More devices of a worker than have groups.
 _GROUPS_OF_A_GENERATION = 1000
-# Keys from here on are given by the table of shapes.
-_FIRST_DYNAMIC_KEY = 2**30
 _MERGE = {
     ReduceOp.SUM: "Add",
     ReduceOp.MEAN: "Add",
@@ -96,10 +86,7 @@ class TensorFlowWorkers(Workers):
         global _joined
         _joined = self
         self._server = WorkerServer()
-        # The table of shapes that have keys in programs, and all other keys, by kind,
-        # dtype and shape.
-        self._shapes: Any = None
-        self._keys: dict[tuple[Any, ...], int] = {}
+        self._keys = InstanceKeys()
         # By local device: the group of it and its like on the other workers, and
         # what orders its collectives.
         self._groups: dict[str, tuple[int, tf.Variable]] = {}
@@ -114,7 +101,7 @@ class TensorFlowWorkers(Workers):
 
     def replace(self, group: WorkerGroup) -> None:
         super().replace(group)
-        self._make_table()
+        self._keys.make_table()
 
     def end_waits(self) -> None:
         if self._server.group is not None:
@@ -131,7 +118,6 @@ class TensorFlowWorkers(Workers):
     def _start(self) -> None:
         """Connects the servers of the group, with new keys."""
         self._server.connect(self.group)
-        self._shapes = None
         self._keys.clear()
 
     def use_device(self, device: str) -> None:
@@ -142,14 +128,7 @@ class TensorFlowWorkers(Workers):
                 # Operations that use it keep their order in a program.
                 order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
             self._groups[device] = (len(self._groups) + 1, order)
-        self._make_table()
-
-    def _make_table(self) -> None:
-        if self._shapes is None:
-            with tf.init_scope(), tf.device("/device:CPU:0"):
-                self._shapes = tf.lookup.experimental.MutableHashTable(
-                    tf.int64, tf.int32, -1
-                )
+        self._keys.make_table()
 
     def _abort(self, loss: LostWorker) -> None:
         """Ends the wait for a worker that does not answer."""
@@ -309,41 +288,15 @@ class TensorFlowWorkers(Workers):
         return {
             "group_size": self.group.count,
             "group_key": number,
-            "instance_key": self._key(f"{kind} {tensor.dtype.name} {number}", tensor),
+            "instance_key": self._keys.find(
+                f"{kind} {tensor.dtype.name} {number}", tensor
+            ),
             "ordering_token": [order.handle],
             "communication_hint": _HINTS[implementation],
             "timeout_seconds": self.group.patience
             + _GRACE
             + min(_STAGGER * self.group.index, _LONGEST_STAGGER),
         }
-
-    def _key(self, kind: str, tensor: Any) -> Any:
-        """The instance key, see at the top."""
-        if not tensor.shape.is_fully_defined():
-            return self._key_in_program(kind, tensor)
-        signature = (kind, *tensor.shape)
-        keys = self._keys
-        if signature not in keys:
-            # Not by a counter: a program that one worker alone traces is no harm.
-            key = 1 + _number_of(repr(signature)) % (_FIRST_DYNAMIC_KEY - 1)
-            while key in keys.values():
-                key += 1
-            keys[signature] = key
-        return keys[signature]
-
-    def _key_in_program(self, kind: str, tensor: Any) -> Any:
-        with tf.device("/device:CPU:0"):
-            sizes = tf.shape(tensor, out_type=tf.int64)
-            factors = [_number_of(f"axis {i}") for i in range(tensor.shape.rank)]
-            signature = tf.reduce_sum(sizes * tf.constant(factors, tf.int64))
-            signature += tf.constant(_number_of(kind), tf.int64)
-            table = self._shapes
-            new = _FIRST_DYNAMIC_KEY + tf.cast(table.size(), tf.int32)
-            key = tf.raw_ops.LookupTableFindV2(
-                table_handle=table.resource_handle, keys=signature, default_value=new
-            )
-            table.insert(signature, key)
-            return key
 
 
 def workers_of(placement: Placement) -> TensorFlowWorkers | None:
@@ -375,9 +328,3 @@ def _of_collective(error: Any) -> str | None:
     if isinstance(error, tf.errors.InvalidArgumentError) and not causes:
         return None
     return (causes or lines)[0].strip() if lines else None
-
-
-def _number_of(text: str) -> int:
-    """A number of 62 bits, the same in all processes."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 2
