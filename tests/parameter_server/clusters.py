@@ -35,7 +35,7 @@ def start(workers: int, ps: int, **options):
 
 
 def start_synchronous():
-    """A cluster whose worker computes what one device computes.
+    """A cluster with a worker that computes what one device computes.
 
     One step after the other, variables in two parts on two servers.
     """
