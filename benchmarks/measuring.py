@@ -252,9 +252,11 @@ def _cpu() -> str:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in ("keras", *BACKENDS, "tensorflow_cpu", "tf_keras", "accelerate"):
+    # Another package with the module `keras`; its versions end with ".dev" and a date.
+    keras = ("keras", "keras-nightly")
+    for name in (*keras, *BACKENDS, "tensorflow_cpu", "tf_keras", "accelerate"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield name, importlib.metadata.version(name)
+            yield name.removesuffix("-nightly"), importlib.metadata.version(name)
 
 
 def picture_path(output: Path, name: str) -> Path:

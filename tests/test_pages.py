@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import json
 import re
 import runpy
@@ -110,6 +111,19 @@ def test_results_of_benchmarks_record_how_they_were_measured(tmp_path) -> None:
         assert set(about) == {"date", "commit", "cpu", "cores", "versions"}
         assert all(about.values())
         assert about["versions"]["keras"] == keras.__version__
+
+
+def test_results_of_benchmarks_record_the_version_of_keras_nightly(monkeypatch) -> None:
+    def version(package: str) -> str:
+        if package != "keras-nightly":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "3.16.0.dev2026112203"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    measuring = runpy.run_path(str(ROOT / "benchmarks" / "measuring.py"))
+    versions = measuring["conditions"]()["versions"]
+    assert versions.keys() == {"python", "keras"}
+    assert versions["keras"] == "3.16.0.dev2026112203"
 
 
 def test_every_error_has_an_entry() -> None:
