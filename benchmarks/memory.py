@@ -17,12 +17,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from measuring import BACKENDS, Results, names, options_parser
+from measuring import (
+    BACKENDS,
+    Results,
+    Rounds,
+    medians,
+    names,
+    options_parser,
+    ratio,
+)
 from models import WORKLOADS
 from page import write_page
 from process_trees import Command, Used, arrive, used
@@ -148,8 +155,8 @@ def run(backend: str, contestant: str, model: str) -> Used:
 
 def compare(
     backends: dict[str, str], model: str, rounds: int
-) -> dict[str, dict[str, Any]]:
-    """The memory of contestants, which have a backend each, in turn."""
+) -> dict[str, dict[str, Rounds]]:
+    """Megabytes of contestants, which have a backend each, in turn."""
     runs: dict[str, list[Used]] = {}
     for number in range(rounds):
         for name, backend in backends.items():
@@ -157,9 +164,8 @@ def compare(
             runs.setdefault(name, []).append(run(backend, name, model))
     return {
         name: {
-            "peak": statistics.median(max(each.peaks) for each in found) / MB,
-            "all": statistics.median(sum(each.shares) for each in found) / MB,
-            "peaks": sorted(round(peak / MB) for peak in found[-1].peaks),
+            "peak": [round(max(each.peaks) / MB, 3) for each in found],
+            "all": [round(sum(each.shares) / MB, 3) for each in found],
         }
         for name, found in runs.items()
     }
@@ -194,11 +200,12 @@ def row(
 ) -> list[str]:
     cells = [backend, pair[0], model]
     for name in pair:
-        cells += [f"{found[name]['peak']:.0f} MB", f"{found[name]['all']:.0f} MB"]
+        middle = medians(found[name])
+        cells += [f"{middle['peak']:.0f} MB", f"{middle['all']:.0f} MB"]
     peer = {"two peers": FIT_PEERS[backend]}.get(pair[1], pair[1])
     cells.insert(5, peer)
     for key in ("peak", "all"):
-        cells.append(f"{found[pair[0]][key] / found[pair[1]][key]:.2f}")
+        cells.append(ratio(found[pair[0]][key], found[pair[1]][key]))
     return cells
 
 
@@ -211,6 +218,7 @@ def main() -> None:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--server-models", type=names, default=list(OF_SERVERS))
     parser.add_argument("--parts", type=names, default=list(PARTS))
+    parser.set_defaults(rounds=3)
     options = parser.parse_args()
     if options.worker:
         work(options.worker, options.model)

@@ -26,7 +26,6 @@ import compileall
 import contextlib
 import importlib
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -35,7 +34,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measuring import BACKENDS, Results, names, options_parser
+from measuring import (
+    BACKENDS,
+    Results,
+    Rounds,
+    medians,
+    names,
+    options_parser,
+    ratio,
+)
 from page import write_page
 from process_trees import Command, Used, arrive, used
 from tables import markdown_table
@@ -211,7 +218,9 @@ def peer_commands(backend: str, script: list[str]) -> list[Command]:
     return [Command(script, environment(backend, addresses, i)) for i in range(2)]
 
 
-def medians(contestants: list[tuple[str, str]], rounds: int) -> dict[str, Any]:
+def measure(
+    contestants: list[tuple[str, str]], rounds: int
+) -> dict[str, dict[str, Rounds]]:
     """Runs all in turn: seconds of each by its name."""
     found: dict[str, list[Used]] = {}
     for number in range(rounds):
@@ -220,9 +229,9 @@ def medians(contestants: list[tuple[str, str]], rounds: int) -> dict[str, Any]:
             found.setdefault(contestant, []).append(run(backend, contestant))
     return {
         name: {
-            "wall": statistics.median(each.wall for each in runs),
-            "cpu": statistics.median(each.cpu for each in runs),
-            "import": statistics.median(max(each.facts) for each in runs),
+            "wall": [round(each.wall, 3) for each in runs],
+            "cpu": [round(each.cpu, 3) for each in runs],
+            "import": [round(max(each.facts), 3) for each in runs],
         }
         for name, runs in found.items()
     }
@@ -241,16 +250,16 @@ def ray_cluster() -> Iterator[None]:
 
 
 def servers(backend: str, rounds: int) -> dict[str, Any]:
-    return medians([(backend, SERVERS), ("tensorflow", "tf.distribute")], rounds)
+    return measure([(backend, SERVERS), ("tensorflow", "tf.distribute")], rounds)
 
 
 def on_ray(backend: str, rounds: int) -> dict[str, Any]:
     with ray_cluster():
-        return medians([(backend, "ray")], rounds)
+        return measure([(backend, "ray")], rounds)
 
 
 def processes(kind: tuple[str, ...]) -> Callable[[str, int], dict[str, Any]]:
-    return lambda backend, rounds: medians([(backend, each) for each in kind], rounds)
+    return lambda backend, rounds: measure([(backend, each) for each in kind], rounds)
 
 
 PARTS: dict[str, Callable[[str, int], dict[str, Any]]] = {
@@ -295,13 +304,15 @@ SHOWN = {
 def row(
     backend: str, name: str, beside: tuple[str, str], found: dict[str, Any]
 ) -> list[str]:
-    ours, theirs = found[name], found.get(beside[0])
-    cells = [backend, SHOWN.get(name, name)]
-    cells += [f"{ours[key]:.1f} s" for key in ("import", "wall", "cpu")]
+    def seconds(contestant: str, *keys: str) -> list[str]:
+        middle = medians(found[contestant])
+        return [f"{middle[key]:.1f} s" for key in keys]
+
+    cells = [backend, SHOWN.get(name, name), *seconds(name, "import", "wall", "cpu")]
     cells.append(beside[1])
-    if theirs:
-        cells += [f"{theirs[key]:.1f} s" for key in ("wall", "cpu")]
-        cells.append(f"{ours['wall'] / theirs['wall']:.2f}")
+    if beside[0] in found:
+        cells += seconds(beside[0], "wall", "cpu")
+        cells.append(ratio(found[name]["wall"], found[beside[0]]["wall"]))
     return cells
 
 
