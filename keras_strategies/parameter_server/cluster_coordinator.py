@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_strategies import context
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.parameter_server.coordinator.cluster_status import (
     Status,
     status_of,
@@ -52,8 +52,8 @@ class ClusterCoordinator:
     def __new__(cls, strategy: Any) -> ClusterCoordinator:
         if not isinstance(strategy, ParameterServerStrategy):
             raise InvalidArgumentError(
-                "A ClusterCoordinator requires a ks.ParameterServerStrategy. "
-                f"Received: {strategy!r}"
+                "`strategy` of a ClusterCoordinator must be a "
+                f"ks.ParameterServerStrategy. Received: {strategy!r}"
             )
         made: ClusterCoordinator | None = strategy._coordinator
         if made is None:
@@ -98,8 +98,8 @@ class ClusterCoordinator:
             TypeError: if `fn` is not callable.
         """
         if not callable(fn):
-            raise TypeError(
-                "`schedule` requires a callable. Received: "
+            raise InvalidTypeError(
+                "`fn` of `schedule` must be callable. Received: "
                 f"{fn!r} of type {type(fn).__name__}"
             )
         return self._strategy.functions.schedule(fn, args or (), kwargs or {})
@@ -131,7 +131,7 @@ class ClusterCoordinator:
         """Waits for values.
 
         Args:
-            val: structure of `RemoteValue`s and other things.
+            val: structure of `RemoteValue`s and other objects.
 
         Returns:
             The structure, with the functions' return values.
@@ -170,9 +170,9 @@ class ClusterCoordinator:
             TypeError: if `fn` is not callable.
         """
         if not callable(fn):
-            raise TypeError(
-                "`create_per_worker_values` requires a callable that returns the "
-                f"value. Received: {fn!r}"
+            raise InvalidTypeError(
+                "`fn` of `create_per_worker_values` must be a callable that returns "
+                f"the value. Received: {fn!r} of type {type(fn).__name__}"
             )
         functions = self._strategy.functions
         return PerWorkerValues(functions.add_value(fn), functions.add_iterator)
@@ -199,8 +199,9 @@ class ClusterCoordinator:
         """
         if not self._cluster.starts_processes:
             raise InvalidArgumentError(
-                "The processes of this cluster are not started by the strategy. Start "
-                "another one with `ks.Server(...).join()` and a new task index."
+                "`add_worker` works in local clusters and on Ray, where the strategy "
+                "starts the processes. Start another worker of this cluster with "
+                "`ks.Server(...).join()` and a new task index."
             )
         return self._cluster.scheduler.add_worker()
 

@@ -149,47 +149,12 @@ class ParameterServerStrategy(Strategy):
                 "`variable_partitioner` must be one of ks.experimental.partitioners or "
                 f"a callable of a shape and a dtype. Received: {variable_partitioner!r}"
             )
-        if max_staleness is not None and (
-            isinstance(max_staleness, bool)
-            or not isinstance(max_staleness, int)
-            or max_staleness < 0
-        ):
-            raise InvalidArgumentError(
-                "`max_staleness` must be an int of 0 or more, or None for no "
-                f"bound. Received: {max_staleness!r}"
-            )
-        for name, seconds in (
-            ("snapshot_seconds", snapshot_seconds),
-            ("timeout_seconds", timeout_seconds),
-            ("silence_seconds", silence_seconds),
-            ("start_seconds", start_seconds),
-            ("step_timeout_seconds", step_timeout_seconds),
-        ):
-            if seconds is not None and not seconds > 0:
-                raise InvalidArgumentError(
-                    f"`{name}` must be a positive number of seconds. Received: "
-                    f"{seconds!r}"
-                )
-        if on_snapshot_error not in ("raise", "continue"):
-            raise InvalidArgumentError(
-                "`on_snapshot_error` must be 'raise' or 'continue'. Received: "
-                f"{on_snapshot_error!r}"
-            )
         if cluster_resolver is not None:
             resolver = as_resolver(cluster_resolver, "cluster_resolver")
         else:
             resolver = find_cluster() or LocalClusterResolver()
         spec = resolver.cluster_spec()
         check_parameter_server_cluster(spec)
-        require(get_engine(), Feature.PARAMETER_SERVERS)
-        _check_installed()
-        self._resolver = resolver
-        # Set by `ClusterCoordinator`, which exists once.
-        self._coordinator: Any = None
-        with parameter_server_engine().on_cpu():
-            super().__init__(Placement((_CPU,), _CPU, mirrored=False))
-        patching.install("parameter servers")
-        parameter_server_engine().install()
         options = ClusterOptions(
             workers=spec.num_tasks("worker"),
             servers=spec.num_tasks("ps"),
@@ -203,6 +168,15 @@ class ParameterServerStrategy(Strategy):
             start_seconds=start_seconds,
             step_timeout_seconds=step_timeout_seconds,
         )
+        require(get_engine(), Feature.PARAMETER_SERVERS)
+        _check_installed()
+        self._resolver = resolver
+        # Set by `ClusterCoordinator`, which exists once.
+        self._coordinator: Any = None
+        with parameter_server_engine().on_cpu():
+            super().__init__(Placement((_CPU,), _CPU, mirrored=False))
+        patching.install("parameter servers")
+        parameter_server_engine().install()
         self._cluster = _cluster(resolver, options)
         self._finalizer = weakref.finalize(self, self._cluster.close)
         if lazy_rows is None:
@@ -247,7 +221,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def extended(self) -> StrategyExtended:
-        """Devices, variables and reductions, as `tf.distribute` has them."""
+        """Devices, variables and reductions, as in `tf.distribute`."""
         return ParameterServerExtended(self)
 
     def run(
@@ -300,16 +274,16 @@ class ParameterServerStrategy(Strategy):
 
     def status(self) -> TrainingStatus:
         raise ContextError(
-            "ParameterServerStrategy has no synchronous workers. "
-            "`ks.ClusterCoordinator(strategy).status()` is the status of its workers "
-            "and servers."
+            "`strategy.status()` is for synchronous workers, which "
+            "ParameterServerStrategy does not have. Call "
+            "`ks.ClusterCoordinator(strategy).status()` for its workers and servers."
         )
 
     def input_context(self) -> InputContext:
         return InputContext(1, 0, 1)
 
     def close(self) -> None:
-        """Ends the cluster and its variables; may be called repeatedly."""
+        """Ends the cluster, which deletes its variables; may be called repeatedly."""
         self._finalizer()
 
     def __enter__(self) -> ParameterServerStrategy:

@@ -29,15 +29,15 @@ def start_on_ray(
 ) -> ProcessCluster:
     """Starts workers and servers on the nodes of a Ray cluster.
 
-    Connections are encrypted with keys that the coordinator makes and Ray hands over.
+    Connections are encrypted with keys that the coordinator creates and Ray delivers.
 
     Args:
         resolver: `RayClusterResolver` of the driver.
         options: `ClusterOptions`.
 
     Raises:
-        ValueError: without a Ray cluster, without room in it, or for snapshots without
-            a folder that all nodes share.
+        ValueError: without a Ray cluster or enough free resources in it, or for
+            snapshots without a folder that all nodes share.
     """
     if options.snapshot_seconds is not None and options.snapshot_folder is None:
         raise InvalidArgumentError(
@@ -58,7 +58,7 @@ class RayProcesses(TaskProcesses):
     """Workers and parameter servers in actors.
 
     Resources of the servers and of `min_workers` workers are reserved. Other workers
-    start as soon as the cluster has room for them.
+    start as soon as the cluster has the resources.
 
     Args:
         resolver: `RayClusterResolver`.

@@ -170,7 +170,7 @@ def test_large_variables_are_streamed(
         "keras_strategies.parameter_server.wire.server_connections._CHUNK_BYTES", piece
     )
     monkeypatch.setattr(
-        "keras_strategies.parameter_server.variables.variable_registry._WHOLE_BYTES",
+        "keras_strategies.parameter_server.variables.variable_registry._LOCAL_BYTES",
         piece,
     )
     monkeypatch.setattr(synchronous.registry, "streamed_bytes", piece)

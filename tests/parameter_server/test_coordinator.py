@@ -26,7 +26,7 @@ def test_there_is_one_coordinator(strategy, coordinator) -> None:
     assert ks.ClusterCoordinator(strategy) is coordinator
     with pytest.raises(ks.errors.InvalidArgumentError, match="ParameterServerStrategy"):
         ks.ClusterCoordinator(ks.OneDeviceStrategy("cpu:0"))
-    with pytest.raises(TypeError, match="requires a callable"):
+    with pytest.raises(TypeError, match="must be callable"):
         coordinator.schedule(3)
 
 

@@ -84,7 +84,7 @@ def test_tasks_meet_in_any_order_and_outlive_a_coordinator(tasks, monkeypatch) -
             total = keras.Variable(0.0, name="total", trainable=False)
         coordinator = ks.ClusterCoordinator(strategy)
         with pytest.raises(
-            ks.errors.InvalidArgumentError, match="not started by the strategy"
+            ks.errors.InvalidArgumentError, match="local clusters and on Ray"
         ):
             coordinator.add_worker()
         for _ in range(5):

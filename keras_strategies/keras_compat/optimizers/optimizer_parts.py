@@ -8,7 +8,7 @@ import keras
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
-    """Those that a `MultiOptimizer` (Keras 3.15) gives its variables to.
+    """The inner optimizers of a `MultiOptimizer` (Keras 3.15).
 
     Args:
         optimizer: a Keras optimizer.
@@ -42,7 +42,7 @@ def weight_decay_applies(optimizer: Any, variable: Any) -> bool:
 
 
 def set_weight_decay(optimizer: Any, applies: dict[int, bool]) -> None:
-    """Says by the `id` of variables which of them an optimizer decays."""
+    """Sets whether an optimizer decays variables, by the `id` of each."""
 
     def is_decayed(variable: Any) -> bool:
         return applies.get(id(variable), True)
@@ -50,7 +50,7 @@ def set_weight_decay(optimizer: Any, applies: dict[int, bool]) -> None:
     decay = optimizer._apply_weight_decay
 
     def apply(variables: Any) -> None:
-        # Of a list without any, Keras 3.15 on Torch makes an error.
+        # Keras 3.15 on Torch raises if no variable is decayed.
         if any(map(is_decayed, variables)):
             decay(variables)
 
@@ -59,10 +59,10 @@ def set_weight_decay(optimizer: Any, applies: dict[int, bool]) -> None:
 
 
 def clip_gradients(optimizer: Any, gradients: list[Any]) -> list[Any]:
-    """An optimizer's clipping, by norms of whole gradients (`_clip_gradients`)."""
+    """Gradients clipped by an optimizer, by their norms (`_clip_gradients`)."""
     return list(optimizer._clip_gradients(gradients))
 
 
-def stop_clipping(optimizer: Any) -> None:
-    """Lets an optimizer take gradients as they are."""
+def disable_clipping(optimizer: Any) -> None:
+    """Disables the clipping of gradients by an optimizer."""
     optimizer._clip_gradients = lambda gradients: gradients

@@ -1,4 +1,4 @@
-"""Processes of a cluster: start, kill and reports of their ends."""
+"""Processes of a cluster: start, kill and exit reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
 from keras_strategies.processes.local_cluster import GPUS, LocalTask
 
 _ENTRY = "keras_strategies.processes.keras_import:call_with_keras"
-#: What processes import besides Keras.
+#: Modules that processes import besides Keras.
 _MODULES = (
     "keras_strategies.parameter_server.server.server_process",
     "keras_strategies.parameter_server.worker.worker_process",
@@ -46,9 +46,9 @@ class ProcessCall:
 
 
 class TaskProcesses(abc.ABC):
-    """Processes of workers and parameter servers, which end with this object.
+    """Processes of workers and parameter servers, ended by `close`.
 
-    `start` is called by one thread, and they end with it.
+    One thread makes all calls of `start`, and the processes end with that thread.
     """
 
     @abc.abstractmethod
@@ -71,12 +71,12 @@ class TaskProcesses(abc.ABC):
 class ClusterProcesses(TaskProcesses):
     """Workers and parameter servers on this machine.
 
-    They also end if this process is killed. Where it is safe, they are forked from a
-    process that has imported Keras, so that the import is made once.
+    The processes also end if this one is killed. Where it is safe, they are forked
+    from a process that has imported Keras, so that Keras is imported once.
 
     Args:
         call_of: callable of a task that returns its `ProcessCall`.
-        environment: dict, their environment variables.
+        environment: dict, environment variables of the processes.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ClusterProcesses(TaskProcesses):
             if isinstance(event, Ended):
                 is_error = event.code > 0 and event.last_error
                 reason = event.last_error if is_error else f"it {event.how}"
-                if self._forks is not None and self._forks.owns(event.task):
+                if self._forks is not None and self._forks.is_server(event.task):
                     yield from self._forks.server_ended(reason)
                 else:
                     yield event.task, reason
@@ -145,7 +145,7 @@ def environment(threads: int, outer: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         threads: int, threads of each process.
-        outer: the environment around, which is extended.
+        outer: the inherited environment, which is extended.
     """
     import keras
 
@@ -153,7 +153,7 @@ def environment(threads: int, outer: Mapping[str, str]) -> dict[str, str]:
         **QUIET,
         **outer,
         "KERAS_BACKEND": keras.backend.backend(),
-        # No mapping of memory for the large arrays of each step.
+        # The large arrays of each step are allocated without `mmap`.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
         "MALLOC_TOP_PAD_": str(16 << 20),

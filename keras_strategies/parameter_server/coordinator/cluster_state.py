@@ -22,7 +22,7 @@ class QueuedTask:
         number: int, its number in the queue.
         deaths: int, number of workers that died while they ran it.
         is_started: bool, whether a worker has received it.
-        timeouts: int, number of these that were ended after `step_timeout_seconds`.
+        timeouts: int, number of these deaths that `step_timeout_seconds` caused.
     """
 
     definition: int
@@ -53,6 +53,7 @@ class WorkerState:
     #: Time of its last result, or of the first task of an idle worker.
     last_progress: float = 0.0
     in_flight: collections.deque[QueuedTask] = field(default_factory=collections.deque)
+    #: Kind and number of the definitions, resources and placements sent to it.
     known: set[tuple[str, int]] = field(default_factory=set)
     steps: int = 0
     seconds: float = 0.0

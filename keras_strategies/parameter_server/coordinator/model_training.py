@@ -334,7 +334,7 @@ class ModelTraining:
                     window = far = min(window, scheduler.max_staleness + 1)
                 while len(in_flight) >= window and not is_stopped():
                     if len(in_flight) < far and not scheduler.tasks.wait_for_room(
-                        in_flight[0][1].is_known
+                        in_flight[0][1].is_done
                     ):
                         # A slow worker runs the first task; the others continue.
                         break

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.errors import SnapshotError
+from keras_strategies.errors import InvalidArgumentError, SnapshotError
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
     SHARED_GPU,
     ClusterProcesses,
@@ -40,7 +40,11 @@ from keras_strategies.user_warnings import warn_user
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Options of a cluster; see `ParameterServerStrategy`."""
+    """Options of a cluster; see `ParameterServerStrategy`.
+
+    Raises:
+        ValueError: for an invalid option.
+    """
 
     workers: int = 2
     servers: int = 1
@@ -53,6 +57,28 @@ class ClusterOptions:
     silence_seconds: float = 30.0
     start_seconds: float = 180.0
     step_timeout_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        bound = self.max_staleness
+        if bound is not None and (
+            isinstance(bound, bool) or not isinstance(bound, int) or bound < 0
+        ):
+            raise InvalidArgumentError(
+                "`max_staleness` must be an int of 0 or more, or None for no bound. "
+                f"Received: {bound!r}"
+            )
+        for name, value in vars(self).items():
+            is_time = name.endswith("_seconds") and value is not None
+            if is_time and not value > 0:
+                raise InvalidArgumentError(
+                    f"`{name}` must be a positive number of seconds. Received: "
+                    f"{value!r}"
+                )
+        if self.on_snapshot_error not in ("raise", "continue"):
+            raise InvalidArgumentError(
+                "`on_snapshot_error` must be 'raise' or 'continue'. Received: "
+                f"{self.on_snapshot_error!r}"
+            )
 
 
 class ProcessCluster:
@@ -131,20 +157,24 @@ class ProcessCluster:
         )
         self.servers: ServerConnections | None = None
         try:
-            self.scheduler.start_all()
-            self.scheduler.wait_ready(options.start_seconds)
-            self.servers = ServerConnections(
-                self._addresses,
-                keys,
-                options.timeout_seconds,
-                self.name,
-                check=self.scheduler.raise_fatal,
-            )
-            everyone = dict.fromkeys(range(options.servers), self.name)
-            self.servers.request_all("begin", everyone)
+            self._start()
         except BaseException:
             self.close()
             raise
+
+    def _start(self) -> None:
+        """Starts the processes, and assigns the servers to this coordinator."""
+        self.scheduler.start_all()
+        self.scheduler.wait_ready(self.options.start_seconds)
+        self.servers = ServerConnections(
+            self._addresses,
+            self._keys,
+            self.options.timeout_seconds,
+            self.name,
+            check=self.scheduler.raise_fatal,
+        )
+        owners = dict.fromkeys(range(self.options.servers), self.name)
+        self.servers.request_all("begin", owners)
 
     def _check_snapshots(self, folder: str) -> None:
         """Raises or warns before a process starts if snapshots cannot be written."""
@@ -165,14 +195,14 @@ class ProcessCluster:
         return self._processes is not None
 
     def add_servers(self, count: int) -> None:
-        """Starts servers up to a number; they have no variables yet."""
+        """Starts servers up to a number, without variables."""
         assert self.servers is not None
         self._addresses.resize(count, self._address)
         self.scheduler.add_servers(count, self.options.start_seconds)
         self.servers.resize()
 
     def remove_servers(self, count: int) -> None:
-        """Ends the servers from a number on; they have no variables any longer."""
+        """Ends the servers from a number on, after their variables have moved."""
         assert self.servers is not None
         removed = self.scheduler.forget_servers(count)
         for server in removed:
@@ -225,8 +255,8 @@ class ProcessCluster:
         elif self.servers is not None:
             # Errors of servers must not prevent closing the rest.
             with contextlib.suppress(Exception):
-                everyone = range(len(self.servers))
-                self.servers.request_all("stop", dict.fromkeys(everyone))
+                numbers = range(len(self.servers))
+                self.servers.request_all("stop", dict.fromkeys(numbers))
         if self.servers is not None:
             self.servers.close()
         self._service.close()

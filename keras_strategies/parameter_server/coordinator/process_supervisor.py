@@ -25,7 +25,7 @@ _MAX_FAILED_STARTS = 4
 
 
 class ProcessSupervisor:
-    """Workers and servers by their messages; called in the scheduler's thread.
+    """Tracks and restarts workers and servers, in the scheduler's thread.
 
     Args:
         workers: int, initial number of workers.
@@ -77,14 +77,14 @@ class ProcessSupervisor:
         # Incarnations of removed servers.
         self._removed: dict[int, int] = {}
         self._progress = Progress()
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def handle(self, kind: str, sender: bytes, value: Any) -> None:
         """Handles a message of a process."""
         getattr(self, f"_on_{kind}")(sender, value)
 
     def start_all(self) -> None:
-        """Requires all processes, which `update_processes` starts."""
+        """Queues the start of all processes for `update_processes`."""
         who = (
             f"{counted(len(self.workers), 'worker')} and "
             f"{counted(len(self.servers), 'parameter server')}"
@@ -97,14 +97,14 @@ class ProcessSupervisor:
             self._start("worker", worker.index, worker.incarnation)
 
     def add_worker(self) -> int:
-        """Requires another worker; returns its number."""
+        """Queues the start of another worker; returns its number."""
         index = max(self.workers) + 1
         self.workers[index] = WorkerState(index)
         self._start("worker", index, 0)
         return index
 
     def add_servers(self, count: int) -> None:
-        """Requires servers up to a number."""
+        """Queues the start of servers up to a number."""
         for index in range(len(self.servers), count):
             # The end of a removed process may be reported later.
             incarnation = self._removed.get(index, -1) + 1
@@ -123,7 +123,7 @@ class ProcessSupervisor:
         self._kill("ps", index, self._removed[index])
 
     def missing(self) -> list[str]:
-        """Names of required processes that have not registered."""
+        """Names of the processes that have not registered."""
         missing = [
             f"parameter server {s.index}"
             for s in self.servers.values()
@@ -148,9 +148,9 @@ class ProcessSupervisor:
             self._processes.kill(LocalTask(kind, index, incarnation))
 
     def update_processes(self) -> None:
-        """Starts required processes and handles the ends of others.
+        """Starts queued processes and handles the ends of others.
 
-        Called in the scheduler's thread, which lives as long as the cluster.
+        Called in the scheduler's thread, since the processes end with their starter.
         """
         if self._processes is None:
             return
@@ -169,7 +169,7 @@ class ProcessSupervisor:
         index, incarnation, pid, device = value
         worker = self.workers.setdefault(index, WorkerState(index))
         if self._processes is None and worker.is_alive:
-            # Restarted elsewhere.
+            # A process that was started elsewhere has restarted.
             self._lost(worker, "it was restarted")
             worker.incarnation = incarnation
         if incarnation < worker.incarnation and self._processes is not None:
@@ -286,7 +286,7 @@ class ProcessSupervisor:
             return
         if server.failed_starts >= _MAX_FAILED_STARTS:
             if not server.is_used:
-                # Whoever waits for it has a timeout.
+                # `Scheduler.add_servers`, which waits for it, has a timeout.
                 return
             self._fail(
                 f"Parameter server {server.index} exited {server.failed_starts} times "
@@ -310,9 +310,9 @@ class ProcessSupervisor:
     def check_heartbeats(self) -> None:
         """Kills and restarts processes without recent heartbeats."""
         now = time.monotonic()
-        previous, self._looked = self._looked, now
+        previous, self._checked_at = self._checked_at, now
         if now - previous > self._silence / 4:
-            # This process was stopped itself; heartbeats may be unread.
+            # This process was suspended: received heartbeats may be unread.
             states: list[WorkerState | ServerState] = [*self.workers.values()]
             for state in [*states, *self.servers.values()]:
                 state.last_heartbeat = now

@@ -121,7 +121,7 @@ class RemoteFunctions:
         )
         # Definitions that no later task uses.
         self._replaced: list[int] = []
-        # Functions of values of each worker, which workers call at any time.
+        # Functions of per-worker values, kept alive: workers call them at any time.
         self._makers: list[Any] = []
 
     # Calls
@@ -260,13 +260,13 @@ class RemoteFunctions:
             settings,
         )
         uses = self._uses(number)
-        assert uses is not None, "all of it exists"
+        assert uses is not None, "the pickled objects exist"
         return number, uses
 
     def _uses(self, number: int) -> _UsedObjects | None:
         """Objects that a definition uses; None if one of them no longer exists.
 
-        A function may refer to another model by now.
+        A function may refer to another model than before.
         """
         uses = self._used.get(number)
         if uses is None:
@@ -295,13 +295,13 @@ class RemoteFunctions:
             dumped = dump(what)
         return dumped
 
-    # What no longer exists
+    # Release
 
     def release(self) -> None:
         """Releases variables, optimizers and functions that no longer exist.
 
-        Servers and workers discard them. Tasks refer to all that they use, so that
-        nothing of a task under way is released.
+        Servers and workers discard them. Tasks refer to everything that they use, so
+        objects of a task under way are not released.
         """
         self._registry.delete_released()
         variables = self._registry.take_deleted()

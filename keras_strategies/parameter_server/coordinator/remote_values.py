@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.errors import ClusterTimeoutError
+from keras_strategies.errors import ClusterTimeoutError, InvalidTypeError
 from keras_strategies.parameter_server.wire.task_messages import WorkerReference
 
 
@@ -24,12 +24,12 @@ class RemoteValue:
     """
 
     def __init__(self) -> None:
-        self._known = threading.Event()
+        self._done = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
-        if not self.is_known():
+        if not self.is_done():
             return "<RemoteValue, not yet computed>"
         if self._error is not None:
             return f"<RemoteValue, failed: {type(self._error).__name__}: {self._error}>"
@@ -38,11 +38,11 @@ class RemoteValue:
     def set(self, value: Any, error: BaseException | None) -> None:
         """Sets the value or the error."""
         self._value, self._error = value, error
-        self._known.set()
+        self._done.set()
 
-    def is_known(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the value or an error is available."""
-        return self._known.is_set()
+        return self._done.is_set()
 
     def fetch(self, timeout: float | None = None) -> Any:
         """Waits for the value.
@@ -58,9 +58,11 @@ class RemoteValue:
             RuntimeError: as `ks.errors.ClosureCancelledError`, if it was cancelled;
                 as `ks.errors.ClusterTimeoutError`, if it took too long.
         """
-        if not self._known.wait(timeout):
+        if not self._done.wait(timeout):
             raise ClusterTimeoutError(
-                f"The function did not return within {timeout:g} seconds."
+                f"The function did not return within {timeout:g} seconds. It is still "
+                "queued or running: call `fetch` again, or see "
+                "`coordinator.status()`."
             )
         if self._error is not None:
             raise self._error
@@ -100,10 +102,10 @@ class PerWorkerValues:
         return PerWorkerValues(self._iterate(self.reference), self._iterate)
 
     def __next__(self) -> Any:
-        raise TypeError(
-            "This iterator is over each worker's own dataset. Pass it to a scheduled "
-            "function, `coordinator.schedule(fn, args=(iterator,))`, and call `next` "
-            "there."
+        raise InvalidTypeError(
+            "`next` was called on the coordinator, but this iterator is over a dataset "
+            "of each worker. Pass it to a scheduled function, "
+            "`coordinator.schedule(fn, args=(iterator,))`, and call `next` there."
         )
 
 

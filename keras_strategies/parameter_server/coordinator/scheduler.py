@@ -119,7 +119,7 @@ class Scheduler:
         self._resources: dict[int, WorkerResource] = {}
         self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
         self._is_closed = False
-        # Whether tasks that no worker has received wait.
+        # Whether new tasks wait, as during a resize.
         self._is_paused = False
         self._placement: ShardPlacement | None = None
         self._thread = threading.Thread(
@@ -138,7 +138,7 @@ class Scheduler:
             self._resources[resource.number] = resource
 
     def release(self, released: ReleasedNumbers) -> None:
-        """Discards what no longer exists, here and on workers."""
+        """Discards released definitions here, and all released objects on workers."""
         with self.condition:
             for number in released.definitions:
                 del self._definitions[number]
@@ -196,7 +196,7 @@ class Scheduler:
         self._service.wake()
         return index
 
-    # Another number of servers
+    # Resizing
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -237,7 +237,7 @@ class Scheduler:
         self.wait_ready(seconds)
 
     def use_servers(self) -> None:
-        """From now on, all servers have variables."""
+        """Records that all servers have variables, so that their loss is fatal."""
         with self.condition:
             for server in self.servers.values():
                 server.is_used = True

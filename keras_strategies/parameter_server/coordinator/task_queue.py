@@ -29,7 +29,7 @@ class TaskQueue:
         self.error: BaseException | None = None
         #: The error that has ended the cluster.
         self.fatal: BaseException | None = None
-        #: For the user's thread.
+        #: Warnings to emit in the user's thread.
         self.warnings: collections.deque[str] = collections.deque()
         self._unfinished: set[int] = set()
         self._next_task = 0
@@ -49,20 +49,20 @@ class TaskQueue:
             self._unfinished.add(task.number)
             self.waiting.append(task)
 
-    def wait_for_room(self, is_known: Callable[[], bool]) -> bool:
+    def wait_for_room(self, is_done: Callable[[], bool]) -> bool:
         """Waits until a task is finished, or until the queue is empty.
 
         Args:
-            is_known: whether the task is finished.
+            is_done: whether the task is finished.
 
         Returns:
             Whether it is finished.
         """
         with self.condition:
             self.condition.wait_for(
-                lambda: is_known() or not self.waiting or self._is_broken()
+                lambda: is_done() or not self.waiting or self._is_broken()
             )
-        return is_known()
+        return is_done()
 
     def wait_until_done(self, timeout: float | None = None) -> None:
         """Waits for all tasks; raises the first error."""
@@ -75,7 +75,8 @@ class TaskQueue:
             if not finished:
                 raise ClusterTimeoutError(
                     f"{len(self._unfinished)} scheduled functions had not finished "
-                    f"after {timeout:g} seconds."
+                    f"after {timeout:g} seconds. They are still queued or running: "
+                    "call `join` again, or see `coordinator.status()`."
                 )
 
     def abandon(self, seconds: float) -> None:

@@ -31,7 +31,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     TracedOutputs,
 )
 
-# Kinds of dtypes that Python's buffers have, unlike bfloat16.
+# Kinds of NumPy dtypes that the buffer protocol supports; bfloat16 has none of them.
 _WITH_BUFFER = "biufc"
 
 
@@ -44,7 +44,7 @@ class JaxStepProgram(StepProgram):
         self._traced: list[Any] = []
         self._step = jax.jit(self._pure)
         # Results of traces, by the shapes of the arguments.
-        self._meanings: dict[
+        self._traces: dict[
             Any, tuple[list[OptimizerCall], list[Any], TracedOutputs]
         ] = {}
 
@@ -164,8 +164,8 @@ class JaxStepProgram(StepProgram):
         leaves, structure = jax.tree.flatten((values, positions, batch))
         key = (structure, tuple((np.shape(x), x.dtype) for x in leaves))
         if self._traced:
-            self._meanings[key] = tuple(self._traced)  # type: ignore[assignment]
-        calls, changed_variables, split = self._meanings[key]
+            self._traces[key] = tuple(self._traced)  # type: ignore[assignment]
+        calls, changed_variables, split = self._traces[key]
         outputs, gradients, changed = _arrays((outputs, gradients, changed))
         return StepResult(
             split.filled(outputs),

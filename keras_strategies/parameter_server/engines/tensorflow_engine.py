@@ -30,16 +30,16 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     writable,
 )
 
-# Not NumPy's dtypes.
+# Dtypes that NumPy lacks.
 _WITHOUT_BUFFER = (tf.bfloat16, tf.string)
 # Kinds of NumPy dtypes that TensorFlow has.
 _WITH_BUFFER = "biuf"
 # Alignment of arrays in bytes that TensorFlow requires.
 _ALIGNMENT = 64
-# Attribute of a `tf.Variable`: its value in the next program.
+# Attribute of a `tf.Variable`: the value that the next program assigns.
 _PENDING_VALUE = "_keras_strategies_given"
-# XLA sums the gradients of lookups in half of the time, but compiles each shape: the
-# number of ids from which it does, and of shapes up to which.
+# XLA halves the time to sum the gradients of lookups, but compiles for each shape. It
+# is used from this number of ids on, for this number of shapes.
 _XLA_IDS = 4096
 _XLA_SHAPES = 4
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")

@@ -59,7 +59,7 @@ class NotRecordableError(Exception):
 
 
 class NotFusableError(Exception):
-    """There is no C++ compiler, or it cannot compile a graph."""
+    """No C++ compiler was found, or it cannot compile a graph."""
 
 
 class TensorGraph:

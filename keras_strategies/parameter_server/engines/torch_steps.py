@@ -68,7 +68,7 @@ class TorchStepProgram(StepProgram):
         return found
 
     def _run_for_lookups(self, batch: Any) -> list[tuple[Any, np.ndarray]]:
-        """Runs the step with zeros for rows, and discards all else that it computes."""
+        """Runs the step with zeros for rows, and discards its other results."""
         while True:
             found: list[tuple[Any, np.ndarray]] = []
 
@@ -212,8 +212,8 @@ class TorchStepProgram(StepProgram):
                     "the ids of a lookup are not an array of the batch"
                 )
 
-        looked_up = isinstance(self.body, CompilableStep) and self.body.is_requested
-        return GraphRecorder(step, check, looked_up)
+        is_requested = isinstance(self.body, CompilableStep) and self.body.is_requested
+        return GraphRecorder(step, check, is_requested)
 
     def _run_eagerly(
         self,

@@ -34,7 +34,7 @@ from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
 )
 
-#: Number of transfers to a server that is restarted during each of them.
+#: Attempts at the transfer to a server that restarts during each of them.
 _ATTEMPTS = 4
 
 
@@ -120,8 +120,8 @@ class ClusterResize:
             for old, new in zip(description.shards, shards[number], strict=True)
             if old.server != new.server
         ]
-        # No server applies what a lost worker has still sent, and one that dies now is
-        # restored with all updates.
+        # Servers refuse late messages of lost workers from here on, and a server that
+        # dies is restored with all updates.
         done = self._scheduler.first_unfinished()
         present = [i for i in range(len(self._servers)) if i not in added]
         self._servers.request_all("settle", dict.fromkeys(present, done))
@@ -129,7 +129,7 @@ class ClusterResize:
         for server in sorted(targets):
             own = [move for move in moves if move.target == server]
             self._fill(server, own, described if server in added else {}, done)
-        # From here on, their death is the loss of variables.
+        # From here on, the death of these servers loses variables.
         self._scheduler.use_servers()
         for server in sorted(targets):
             if not self._servers.request(server, "has_adopted", self._token):

@@ -17,8 +17,8 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.keras_classes import is_of_keras
 from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    disable_clipping,
     set_weight_decay,
-    stop_clipping,
 )
 from keras_strategies.keras_compat.optimizers.updates import (
     iterations_variable,
@@ -79,7 +79,7 @@ class OptimizerUpdater:
         plain_optimizer(optimizer)
         # Workers have clipped: only they have the gradients of all variables.
         if not optimizer.gradient_accumulation_steps:
-            stop_clipping(optimizer)
+            disable_clipping(optimizer)
         optimizer.loss_scale_factor = None
         update_without_conditions(optimizer)
         decays = {id(spec.templates[v]): d for v, d in spec.decays.items()}
@@ -93,10 +93,10 @@ class OptimizerUpdater:
             template = spec.templates[number]
             shape = tuple(template.shape)
             self._rows[number] = shape[0] if shape else None
-            if shape and number not in spec.whole:
+            if shape and number not in spec.unsharded:
                 set_variable_shape(template, (None, *shape[1:]))
         # Accumulation and moving averages also change rows without a gradient.
-        self._row_programs_change_others = (
+        self._changes_other_rows = (
             optimizer.use_ema
             or bool(optimizer.gradient_accumulation_steps)
             or (spec.exact_rows and self._changes_without_gradient())
@@ -141,7 +141,7 @@ class OptimizerUpdater:
         return self._by_rows[number]
 
     def _has_unsharded_slots(self, number: int) -> bool:
-        return not self.spec.whole.isdisjoint(self.spec.slots[number])
+        return not self.spec.unsharded.isdisjoint(self.spec.slots[number])
 
     def _numbers(self, number: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
         """Random values of four rows of a variable, its slots and a gradient."""
@@ -218,18 +218,18 @@ class OptimizerUpdater:
         scalars = [store.get((number, 0)) for number in spec.scalars]
         # All updates of this step use the same scalars.
         after: list[np.ndarray] | None = None
-        whole = [ShardUpdate(key, g) for key, g in dense if g is not None]
+        full = [ShardUpdate(key, g) for key, g in dense if g is not None]
         tables = []
         for key, ids, gradients in rows:
             if self._needs_all_rows(key):
-                whole.append(self._as_dense(key, ids, gradients))
+                full.append(self._as_dense(key, ids, gradients))
             elif len(ids):
                 tables.append(ShardUpdate(key, gradients, ids))
-        for key, gradient, _ in whole:
+        for key, gradient, _ in full:
             if key not in self._checked:
                 self._check_unsharded(key, gradient)
                 self._checked.add(key)
-        for group in update_groups(whole, tables):
+        for group in update_groups(full, tables):
             after = self._apply_group(group, scalars)
         if after is None:
             after = self._count_step(scalars)
@@ -279,7 +279,7 @@ class OptimizerUpdater:
 
     def _needs_all_rows(self, key: Key) -> bool:
         return (
-            self._row_programs_change_others
+            self._changes_other_rows
             or key[0] in self.spec.constraints
             or not self._updates_rows_independently(key[0])
         )
@@ -304,9 +304,9 @@ class OptimizerUpdater:
     def _as_dense(
         self, key: Key, ids: np.ndarray, gradients: np.ndarray
     ) -> ShardUpdate:
-        whole = np.zeros_like(self._store.get(key))
-        whole[ids] = gradients[: len(ids)]
-        return ShardUpdate(key, whole)
+        dense = np.zeros_like(self._store.get(key))
+        dense[ids] = gradients[: len(ids)]
+        return ShardUpdate(key, dense)
 
     def _count_step(self, scalars: list[np.ndarray]) -> list[np.ndarray]:
         """The scalars after a step without gradients for this server."""
@@ -319,19 +319,19 @@ class OptimizerUpdater:
 
 
 def update_groups(
-    whole: Sequence[ShardUpdate], tables: Sequence[ShardUpdate]
+    full: Sequence[ShardUpdate], tables: Sequence[ShardUpdate]
 ) -> list[list[ShardUpdate]]:
-    """Updates that are one program each.
+    """Groups of updates, one program for each group.
 
     Args:
-        whole: updates of complete shards. Shards of one variable share a template, so
+        full: updates of complete shards. Shards of one variable share a template, so
             each is in a group of its own.
         tables: updates of rows. A program is compiled for each number of rows, so only
             that of a single table contains other updates, and only a few.
     """
     groups: list[list[ShardUpdate]] = []
     taken: list[set[int]] = []
-    for update in whole:
+    for update in full:
         number = update.key[0]
         for group, numbers in zip(groups, taken, strict=True):
             if number not in numbers:
@@ -341,8 +341,8 @@ def update_groups(
         else:
             groups.append([update])
             taken.append({number})
-    if len(groups) == len(tables) == 1 and len(whole) <= _MOST_WITH_ROWS:
-        return [[*whole, *tables]]
+    if len(groups) == len(tables) == 1 and len(full) <= _MOST_WITH_ROWS:
+        return [[*full, *tables]]
     return [*groups, *([table] for table in tables)]
 
 

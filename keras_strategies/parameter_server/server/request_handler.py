@@ -52,7 +52,7 @@ class ParameterServer:
         self._store = VariableStore()
         self._updaters: dict[int, OptimizerUpdater] = {}
         self._optimizers: dict[int, bytes] = {}
-        # The coordinator that these variables belong to.
+        # Name of the coordinator that owns the variables.
         self._owner: str | None = None
         self._staged = StagedShards()
         # The last transfer of shards to this server.
@@ -111,7 +111,9 @@ class ParameterServer:
         name, argument, *owner = message
         if owner and self._owner is not None and owner[0] != self._owner:
             raise PeerError(
-                f"Parameter server {self._index} is used by another coordinator now."
+                f"Parameter server {self._index} is used by another coordinator now: "
+                f"it is owned by {self._owner!r}, and the request is of {owner[0]!r}. "
+                "Run one coordinator per cluster."
             )
         if name == "step":
             return self.on_step(argument, empty)
@@ -308,7 +310,11 @@ class ParameterServer:
     def on_snapshot(self, argument: None = None) -> str:
         """Writes a snapshot and returns its path."""
         if self._snapshots is None:
-            raise PeerError("This parameter server has no snapshot folder.")
+            raise PeerError(
+                f"Parameter server {self._index} has no snapshot folder. Create the "
+                "strategy with `snapshot_seconds`, or `ks.Server` with "
+                "`snapshot_folder`."
+            )
         self._saved_at = time.monotonic()
         if self._store.version != self._saved_version or self._is_incomplete:
             self._snapshots.save(self._store, self._extra)

@@ -274,7 +274,7 @@ def check_folder(folder: str) -> None:
     """Creates a folder for snapshots and checks that it is writable.
 
     Raises:
-        RuntimeError: `SnapshotError` if they cannot.
+        RuntimeError: `SnapshotError` if the folder cannot be created or written.
     """
     probe = Path(folder) / f"probe-{os.getpid()}"
     try:
@@ -286,7 +286,7 @@ def check_folder(folder: str) -> None:
     except OSError as error:
         raise SnapshotError(
             f"Snapshots cannot be written to snapshot_folder={str(folder)!r}: "
-            f"{error.strerror or error}. {describe_disk(folder)} Name a folder that "
+            f"{error.strerror or error}. {describe_disk(folder)} Name a folder "
             "that is writable, or free space there."
         ) from error
     finally:

@@ -1,4 +1,4 @@
-"""Shards that arrive from another server, until all of them are complete."""
+"""Staging of shards from other servers, until all of them are complete."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from keras_strategies.parameter_server.wire.step_messages import Key
 class StagedShards:
     """Copies of shards that are not used yet.
 
-    They are in no snapshot: after a restart of the server they are missing, and the
-    transfer begins again.
+    Snapshots do not contain them: after a restart of the server they are missing, and
+    the transfer begins again.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ def shard_factory(
         function which computes the shard.
 
     Raises:
-        ValueError: for an initializer with values that depend on each other.
+        ValueError: for an initializer that cannot compute rows independently.
     """
     if not isinstance(initializer, CONSTANTS):
         initializer = _per_shard(initializer, shape)
@@ -69,7 +69,7 @@ def make_initial_values(
         return _values(initializer, shape, dtype)
     row = max(1, math.prod(shape[1:]) * bytes_per_element(dtype))
     step = max(1, _PIECE_BYTES // row)
-    whole: np.ndarray | None = None
+    found: np.ndarray | None = None
     seed = getattr(initializer, "seed", None)
     for first in range(0, max(1, shape[0]), step):
         rows = min(step, shape[0] - first)
@@ -79,11 +79,11 @@ def make_initial_values(
                 initializer, (seed + (start + first) * 1_000_003) % 2**31
             )
         piece = _values(initializer, (rows, *shape[1:]), dtype)
-        if whole is None:
-            whole = np.empty(shape, piece.dtype)
-        whole[first : first + rows] = piece
-    assert whole is not None
-    return whole
+        if found is None:
+            found = np.empty(shape, piece.dtype)
+        found[first : first + rows] = piece
+    assert found is not None
+    return found
 
 
 def _values(initializer: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -91,7 +91,7 @@ def _values(initializer: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _per_shard(initializer: Any, shape: tuple[int, ...]) -> Any:
-    """An initializer with the distribution of another one, for single shards."""
+    """An initializer of single shards, with the distribution of the given one."""
     names = keras.initializers
     independent = (names.RandomNormal, names.RandomUniform, names.TruncatedNormal)
     if isinstance(initializer, independent):

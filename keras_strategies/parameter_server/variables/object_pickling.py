@@ -36,7 +36,7 @@ from keras_strategies.runtime.compiled_functions import original_function
 
 
 class UnpicklingContext:
-    """Objects of the receiving process that stand for pickled ones."""
+    """Objects of the receiving process, by the numbers of the pickled ones."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
@@ -70,11 +70,13 @@ _loading = _Loading()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Args:
-    file: where to.
-    describe: callable of a variable that returns its `VariableDescription`.
-    number_of: callable of an object that returns its number.
-    strategy: replaced by the worker's strategy.
+    """Pickles variables as descriptions, and Keras objects with their numbers.
+
+    Args:
+        file: binary file to write to.
+        describe: callable of a variable that returns its `VariableDescription`.
+        number_of: callable of an object that returns its number.
+        strategy: replaced by the worker's strategy.
     """
 
     def __init__(
@@ -176,9 +178,9 @@ class ObjectPickler:
             pickler.dump(value)
         except (TypeError, pickle.PicklingError, AttributeError) as error:
             error.add_note(
-                "It cannot be sent to a worker with all objects that it refers to. "
-                "Create objects that cannot be pickled, such as locks, files and "
-                "threads, inside of the function or with `create_per_worker_values`."
+                "The function, its arguments or an object that they refer to cannot be "
+                "pickled for a worker. Create objects such as locks, files and threads "
+                "inside of the function or with `create_per_worker_values`."
             )
             raise
         optimizers = [made for made in seen if is_optimizer(made)]

@@ -60,7 +60,7 @@ class OptimizerRegistry:
         # Number of variables of each optimizer when it was sent.
         self._sent: dict[int, int] = {}
         # Slots without a row for each row of their variable.
-        self._whole: set[int] = set()
+        self._unsharded: set[int] = set()
 
     def send_all(self, optimizers: Sequence[Any], variables: Mapping[int, Any]) -> bool:
         """Sends servers the optimizers that they do not have.
@@ -80,9 +80,9 @@ class OptimizerRegistry:
         ]
         if len(unbuilt) > 1:
             raise InvalidArgumentError(
-                f"{len(unbuilt)} optimizers have not been built, so their variables "
-                "are ambiguous. Call `optimizer.build(variables)` in "
-                "the strategy's scope."
+                f"{len(unbuilt)} optimizers of a scheduled function are not built, so "
+                "the variables that each of them trains are ambiguous. Call "
+                "`optimizer.build(variables)` of each in the strategy's scope."
             )
         if unbuilt:
             trainable = [
@@ -106,7 +106,7 @@ class OptimizerRegistry:
         return has_changed
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Deletes optimizers that no longer exist here from the servers."""
+        """Deletes from the servers optimizers that no longer exist here."""
         for number in numbers:
             if self._sent.pop(number, None) is not None:
                 servers = range(len(self._servers))
@@ -157,7 +157,7 @@ class OptimizerRegistry:
             decays,
             self._constraints(optimizer),
             not self._lazy_rows,
-            frozenset(s for own in slots.values() for s in own if s in self._whole),
+            frozenset(s for own in slots.values() for s in own if s in self._unsharded),
         )
         pickled = cloudpickle.dumps(make)
         servers = range(len(self._servers))
@@ -188,14 +188,14 @@ class OptimizerRegistry:
             # Unused variables stay where they are.
             if own:
                 home = self._home(optimizer, variable, own)
-                self._whole.add(registry.colocate(variable, home))
+                self._unsharded.add(registry.colocate(variable, home))
                 has_moved = True
         return has_moved
 
     def _users(
         self, optimizer: Any, trained: dict[int, Any], unplaced: list[Any]
     ) -> list[list[Any]]:
-        """For each variable the trained variables with traced updates that use it."""
+        """The trained variables that use each unplaced one in their traced updates."""
         users: list[list[Any]] = [[] for _ in unplaced]
         for variable in trained.values():
             try:
@@ -249,9 +249,10 @@ class OptimizerRegistry:
             if len(description.shards) > 1:
                 raise InvalidArgumentError(
                     f"Variable {variable.path!r} has the constraint "
-                    f"{variable.constraint!r}, of the unsharded variable, "
-                    f"but it is sharded into {len(description.shards)} shards. Let "
-                    "`variable_partitioner` return 1 for its shape."
+                    f"{variable.constraint!r}, which needs all of its rows, but it is "
+                    f"sharded into {len(description.shards)} shards. Let "
+                    f"`variable_partitioner` return 1 for its shape "
+                    f"{description.shape}, or omit the constraint."
                 )
             found[description.number] = variable.constraint
         return found

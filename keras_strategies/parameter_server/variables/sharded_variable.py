@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies.errors import InvalidTypeError
 from keras_strategies.keras_compat.variables.hosted_variables import host_of
 
 
@@ -83,9 +84,10 @@ class ShardedVariable:
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        raise TypeError(
-            "A ShardedVariable is created by `keras.Variable(...)` in the scope of a "
-            "ks.ParameterServerStrategy with a `variable_partitioner`."
+        raise InvalidTypeError(
+            "ShardedVariable cannot be called. Create a `keras.Variable(...)` in the "
+            "scope of a ks.ParameterServerStrategy with a `variable_partitioner`: it "
+            "becomes a ShardedVariable."
         )
 
     @property

@@ -46,13 +46,13 @@ from keras_strategies.parameter_server.wire.variable_description import (
 from keras_strategies.reports.tables import readable_bytes
 from keras_strategies.user_warnings import warn_user
 
-#: Variables up to this size are initialized here, with the same values as without a
-#: strategy, and then sharded. Larger ones are initialized shard by shard.
-_WHOLE_BYTES = 64 << 20
+#: Variables up to this size are initialized on the coordinator, with the same values as
+#: without a strategy, and then sharded. Larger ones are initialized shard by shard.
+_LOCAL_BYTES = 64 << 20
 _STREAMED_BYTES = 32 << 20
 #: Ratio to an equal share, and difference in bytes, above which a warning is emitted.
-_MUCH = 1.5
-_MUCH_BYTES = 16 << 20
+_IMBALANCE_RATIO = 1.5
+_IMBALANCE_BYTES = 16 << 20
 
 
 class VariableRegistry:
@@ -78,7 +78,7 @@ class VariableRegistry:
         self._numbers = itertools.count()
         self._described: dict[int, VariableDescription] = {}
         self._number_of = WeakNumbers()
-        # Variables that have left the servers, for `take_deleted`.
+        # Numbers of variables deleted from the servers, for `take_deleted`.
         self._deleted: list[int] = []
         self.references: dict[int, int] = {}
         #: For a slot or a colocated variable, the variable that it is colocated with.
@@ -100,7 +100,7 @@ class VariableRegistry:
         array = np.asarray(keras.ops.convert_to_numpy(value))
         with self.lock:
             self._register(variable, tuple(array.shape))
-            self._begin(variable, lambda start, stop: array[start:stop], array)
+            self._create_shards(variable, lambda start, stop: array[start:stop], array)
 
     def create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
         with self.lock:
@@ -112,12 +112,12 @@ class VariableRegistry:
         description = self._register(variable, shape)
         nbytes = math.prod(shape) * bytes_per_element(dtype)
         is_constant = isinstance(initializer, CONSTANTS)
-        if description.kind == "local" or (nbytes <= _WHOLE_BYTES and not is_constant):
+        if description.kind == "local" or (nbytes <= _LOCAL_BYTES and not is_constant):
             value = initializer(shape, dtype=dtype)
             array = np.asarray(keras.ops.convert_to_numpy(value))
-            self._begin(variable, lambda start, stop: array[start:stop], array)
+            self._create_shards(variable, lambda start, stop: array[start:stop], array)
             return
-        self._begin(variable, shard_factory(initializer, shape, dtype), None)
+        self._create_shards(variable, shard_factory(initializer, shape, dtype), None)
 
     def _register(self, variable: Any, shape: tuple[int, ...]) -> VariableDescription:
         self.delete_released()
@@ -176,18 +176,25 @@ class VariableRegistry:
         finally:
             self._colocated = before
 
-    def _begin(
-        self, variable: Any, shard: Callable[[int, int], Any], whole: Any
+    def _create_shards(
+        self, variable: Any, shard: Callable[[int, int], Any], unsharded: Any
     ) -> None:
+        """Creates the shards of a variable on their servers.
+
+        Args:
+            variable: a registered variable.
+            shard: callable of a shard's first and last row (exclusive) that returns its
+                value, an array or a pickled initializer.
+            unsharded: array, the unsharded value; None if it is initialized by shards.
+        """
         description = self.describe(variable)
         if description.kind == "local":
-            self._local.set(description.number, whole)
+            self._local.set(description.number, unsharded)
             return
+        is_scalar = not description.shape and unsharded is not None
         by_server: dict[int, list[Any]] = {}
         for each in description.shards:
-            value = shard(each.start, each.stop) if description.shape else whole
-            if not description.shape and whole is None:
-                value = shard(0, 1)
+            value = unsharded if is_scalar else shard(each.start, each.stop)
             by_server.setdefault(each.server, []).append(
                 ((description.number, each.start), value)
             )
@@ -231,7 +238,7 @@ class VariableRegistry:
         return self._servers.read(description)
 
     def read_slice(self, variable: Any, index: Any) -> np.ndarray:
-        """The result of indexing as in NumPy, from as few rows as possible."""
+        """The result of NumPy indexing, which reads as few rows as possible."""
         description = self.describe(variable)
         if description.kind == "local" or not description.shape:
             return self.read(variable)[index]  # type: ignore[no-any-return]
@@ -312,7 +319,7 @@ class VariableRegistry:
 
         Args:
             variable: a `keras.Variable` of any shape.
-            home: the unsharded variable that its values are for.
+            home: the description of the unsharded variable.
 
         Returns:
             The variable's new number: earlier messages do not refer to it.
@@ -339,7 +346,7 @@ class VariableRegistry:
     # Deleting variables
 
     def delete_released(self) -> None:
-        """Deletes variables from the servers that no longer exist here."""
+        """Deletes from the servers variables that no longer exist here."""
         self._delete(self._number_of.take_released())
 
     def take_deleted(self) -> list[int]:
@@ -364,7 +371,7 @@ class VariableRegistry:
             self._deleted += numbers
         self._servers.request_all("delete", old)
 
-    # Other servers
+    # Resizing
 
     def descriptions(self) -> dict[int, VariableDescription]:
         """The descriptions of all variables, by number."""
@@ -404,7 +411,8 @@ class VariableRegistry:
         bytes_per_server = self.bytes_per_server()
         share = sum(bytes_per_server) / len(bytes_per_server)
         most = max(bytes_per_server)
-        if self._has_warned or most <= _MUCH * share or most - share < _MUCH_BYTES:
+        is_large = most > _IMBALANCE_RATIO * share and most - share >= _IMBALANCE_BYTES
+        if self._has_warned or not is_large:
             return
         self._has_warned = True
         server = bytes_per_server.index(most)

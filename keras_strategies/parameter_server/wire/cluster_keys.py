@@ -57,8 +57,7 @@ def cluster_keys() -> Keys:
         raise InvalidArgumentError(
             f"The environment variable {SECRET} has {len(secret)} characters. Tasks "
             "send code to each other, so they authenticate by a shared secret. Set it "
-            f"to the same value of {SECRET_CHARACTERS} characters or more in all "
-            "tasks, "
+            f"to one value of {SECRET_CHARACTERS} characters or more in all tasks, "
             'for example the output of `python -c "import secrets; '
             'print(secrets.token_hex())"`.'
         )

@@ -1,8 +1,8 @@
 """Heartbeats: liveness of workers and servers, and detection of a lost coordinator.
 
-A thread sends them, so that they continue during a step that hangs; a stopped process
-or a lost machine sends none. The coordinator replies with changed
-addresses of servers, or to end a process whose step hangs.
+Heartbeats are sent by a thread, so that they continue during a step that hangs; a
+stopped process or a lost machine sends none. The coordinator replies with changed
+addresses of servers, or with a request to end a process with a step that hangs.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Connection:
     each is applied once.
 
     Args:
-        address: str, the service's; or a callable that returns it, `""` while it is not
-            known: the connection follows its changes.
+        address: str, the service's; or a callable that returns the current address, or
+            `""` before there is one: the connection follows its changes.
         keys: `Keys`, needed for TCP.
         peer: str, name of the service in errors, such as `"parameter server 0"`.
         check: called periodically while waiting; raises to end the wait.

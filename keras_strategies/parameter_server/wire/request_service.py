@@ -1,8 +1,8 @@
 """Service side of requests between processes, over ZeroMQ.
 
-Processes of one machine use Unix sockets in a folder of their user. Between machines it
-is TCP, authenticated and encrypted by CurveZMQ with the keys of the cluster. All waits
-have timeouts.
+Processes of one machine use Unix sockets in a folder of their user. Those of several
+machines use TCP, authenticated and encrypted by CurveZMQ with the keys of the cluster.
+All waits have timeouts.
 
 A `Service` receives requests, a `Connection` sends them.
 """
@@ -69,7 +69,7 @@ class Service:
             port = self._socket.bind_to_random_port(address[:-2])
             address = f"{address[:-1]}{port}"
         else:
-            self._socket.bind(_own(address))
+            self._socket.bind(_listening_address(address))
         self.address = address
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -158,7 +158,7 @@ class Service:
         return writer.empty
 
     def send(self, receiver: bytes, message: Any, turn: int | None = None) -> None:
-        """Sends a message to a peer; dropped if the peer is gone.
+        """Sends a message to a peer; dropped if the peer has ended.
 
         Args:
             receiver: bytes, the peer.
@@ -187,7 +187,7 @@ class Service:
             buffers.close()
 
 
-def _own(address: str) -> str:
+def _listening_address(address: str) -> str:
     """The address to listen at."""
     if not needs_keys(address):
         return address

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 class ServerAddresses:
     """The current address of each parameter server; safe for threads.
 
-    The coordinator receives them from the servers; its replies to heartbeats bring
-    changes to the workers.
+    Servers report their addresses to the coordinator, and its replies to heartbeats
+    report changes to the workers.
 
     Args:
-        addresses: sequence of str, by server; `""` for one that is not known yet.
+        addresses: sequence of str, by server; `""` for one without an address yet.
     """
 
     def __init__(self, addresses: Sequence[str]):
@@ -25,7 +25,7 @@ class ServerAddresses:
         return len(self._addresses)
 
     def __getitem__(self, server: int) -> str:
-        """The address of a server; `""` if it is not known, or has been removed."""
+        """The address of a server; `""` before it is reported, or if it was removed."""
         with self._lock:
             return self._addresses[server] if server < len(self._addresses) else ""
 

@@ -30,7 +30,7 @@ class ServerConnections:
     Args:
         addresses: `ServerAddresses`, whose changes the connections follow.
         keys: `Keys` for TCP.
-        timeout: float, seconds that a server may take to answer, a restart included.
+        timeout: float, timeout in seconds for a server's reply, including a restart.
         owner: str, the coordinator's name; servers refuse steps of another one.
         check: called periodically while waiting; raises to end the wait.
     """
@@ -52,13 +52,13 @@ class ServerConnections:
             check,
         )
         self._connections = [self._connect(i) for i in range(len(addresses))]
-        # Of closed connections.
+        # Bytes sent and received by closed connections.
         self._earlier_traffic = (0, 0)
         self._timeout = timeout
         self._is_closed = False
         # Callbacks may run in other threads than `fit`.
         self._lock = threading.RLock()
-        # The sender of additions.
+        # Name of this sender: servers apply each of its numbered additions once.
         self._name = secrets.token_hex(8)
         self._additions = itertools.count()
 
@@ -145,9 +145,9 @@ class ServerConnections:
     def _check_open(self) -> None:
         if self._is_closed:
             raise WorkerError(
-                "The cluster of this strategy has been closed, and the values of its "
-                "variables are gone. Save the model before `close()` or the end of the "
-                "`with` block."
+                "The cluster of this strategy has been closed, which deleted its "
+                "variables. Save the model before `close()` or the end of the `with` "
+                "block."
             )
 
     # Unsharded values
@@ -174,7 +174,7 @@ class ServerConnections:
         """Reads a variable in full."""
         pieces = [piece for _, piece in self.pieces(description)]
         if len(pieces) == 1:
-            # A view would keep the memory of the message, which is read-only.
+            # A view would hold the memory of the message, which is read-only.
             return np.array(pieces[0])
         return np.concatenate(pieces)
 

@@ -65,9 +65,9 @@ def split_by_optimizer(call: OptimizerCall) -> list[OptimizerCall]:
     pairs = list(zip(call.variables, call.gradients, strict=True))
     for optimizer in optimizers:
         own = {id(v) for v in trained_variables(optimizer)}
-        mine = [(v, g) for v, g in pairs if id(v) in own]
-        if mine:
-            variables, gradients = map(list, zip(*mine, strict=True))
+        trained = [(v, g) for v, g in pairs if id(v) in own]
+        if trained:
+            variables, gradients = map(list, zip(*trained, strict=True))
             found.append(OptimizerCall(optimizer, variables, gradients))
     return found
 

@@ -1,8 +1,8 @@
 """Prefetched steps: values pulled ahead of the step that is computed.
 
 A message pushes the result of a step and pulls the values of a later one. With
-unbounded staleness that is the step after the next: its values travel, and the servers
-update, while the next one is computed.
+unbounded staleness the later one is the step after the next: its values are in transit,
+and the servers update, while the next step is computed.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class StepExecution:
             ids.append((table, found))
             for i, where in zip(own_lookups, places, strict=True):
                 positions[i] = where.reshape(lookups[i][1].shape)
-        whole: dict[int, list[tuple[Any, int, int]]] = {}
+        dense: dict[int, list[tuple[Any, int, int]]] = {}
         for variable in program.variables.others:
             description = describe(variable)
             if description.kind == "local":
@@ -240,7 +240,7 @@ class StepExecution:
             for shard in description.shards[
                 : 1 if description.kind == "scalar" else None
             ]:
-                whole.setdefault(shard.server, []).append(
+                dense.setdefault(shard.server, []).append(
                     (variable, shard.start, shard.stop)
                 )
         rows_of: dict[int, list[Any]] = {}
@@ -261,13 +261,13 @@ class StepExecution:
         pulls = {
             server: StepRequest(
                 pull=tuple(
-                    (describe(v).number, start) for v, start, _ in whole.get(server, ())
+                    (describe(v).number, start) for v, start, _ in dense.get(server, ())
                 ),
                 pull_rows=tuple(rows_of.get(server, ())),
             )
-            for server in {*whole, *rows_of}
+            for server in {*dense, *rows_of}
         }
-        return PullPlan(ids, lookups, positions, pulls, whole)
+        return PullPlan(ids, lookups, positions, pulls, dense)
 
     def _padded(self, ids: np.ndarray) -> int:
         """Number of rows of a padded window."""
@@ -289,8 +289,8 @@ class StepExecution:
             if pulled_shards:
                 pulled_shards.sort(key=lambda pair: pair[0])
                 arrays = [array for _, array in pulled_shards]
-                whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-                engine.set_value(variable, whole)
+                value = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+                engine.set_value(variable, value)
         answers = {server: iter(pulled[server].rows) for server in pulled}
         for table, found in plan.ids:
             description = describe(table)

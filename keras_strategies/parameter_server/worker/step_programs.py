@@ -32,8 +32,8 @@ class StepPrograms:
         self.variables = execution.variables
         #: Whether variables have local values instead of the servers'.
         self.in_program = True  # Until a task runs.
-        # Programs of each definition. Those of functions have the function too, so
-        # that its id stays its own.
+        # Programs of each definition, with the model or the function: the `id` in a
+        # function's key must not be reused.
         self._programs: dict[int, dict[Hashable, tuple[StepProgram, Any]]] = {}
 
     def clear(self) -> None:

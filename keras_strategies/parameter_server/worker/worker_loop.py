@@ -79,7 +79,7 @@ class Worker:
         self._registration = (index, incarnation, os.getpid(), device)
         self._coordinator_seconds = coordinator_seconds
         self._reconnects = 0
-        self._counted = (0, 0)
+        self._last_traffic = (0, 0)
         self._is_stopped = False
         self._owner: str | None = None
         self._reset()
@@ -118,7 +118,7 @@ class Worker:
                 coordinator_lost_message(connection, self._coordinator_seconds)
             )
         if connection.reconnects > self._reconnects:
-            # A new coordinator does not have this worker yet.
+            # A restarted coordinator has no registration of this worker.
             self._reconnects = connection.reconnects
             self._post("worker", self._registration)
 
@@ -206,9 +206,8 @@ class Worker:
 
     def _traffic(self) -> tuple[int, int]:
         """Bytes sent to and received from the servers since the last call."""
-        before = self._counted
-        self._counted = self._execution.servers.traffic
-        return self._counted[0] - before[0], self._counted[1] - before[1]
+        before, self._last_traffic = self._last_traffic, self._execution.servers.traffic
+        return self._last_traffic[0] - before[0], self._last_traffic[1] - before[1]
 
     def _portable(self, error: Exception) -> Exception:
         return portable_exception(error, f"on worker {self.index}")
@@ -216,9 +215,7 @@ class Worker:
     def _report(self, result: TaskResult) -> None:
         try:
             self._post("result", result)
-        except (
-            Exception
-        ) as error:  # Pickling runs the user's code, which may raise anything.
+        except Exception as error:  # Pickling runs the user's code.
             failed = TaskResult(result.number, error=self._portable(error))
             self._post("result", failed)
 
@@ -312,7 +309,7 @@ class Worker:
     def _upcoming_steps(
         self, task: ScheduledTask, i: int, count: int
     ) -> list[tuple[ScheduledTask, int]]:
-        """The next known steps of models."""
+        """The next received steps of models."""
         found = [(task, index) for index in range(i + 1, len(task.arguments))]
         if len(found) < count:
             self._receive(0.0)

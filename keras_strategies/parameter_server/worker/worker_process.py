@@ -71,9 +71,9 @@ class WorkerStrategy(Strategy):
 
 
 def _default_device(device: Device) -> contextlib.AbstractContextManager[Any]:
-    """Makes the worker's device the one of programs and tensors in this thread."""
+    """A context with the worker's device as this thread's default device."""
     if device == Device("cpu", 0):
-        return contextlib.nullcontext()  # As it is without accelerators.
+        return contextlib.nullcontext()  # The default without accelerators.
     return get_engine().on_device(device)
 
 
@@ -96,7 +96,7 @@ def run_worker(
         control: str, the coordinator's address.
         keys: `Keys` where addresses are not local.
         addresses: list of str, the servers'; `""` for those that the coordinator sends.
-        timeout: float, seconds that a server may take to answer.
+        timeout: float, timeout in seconds for a server's reply.
         coordinator_seconds: float, timeout for a lost coordinator.
     """
     engine = parameter_server_engine()

@@ -1,6 +1,6 @@
-"""Packed messages: a pickled header, and arrays beside it.
+"""Packed messages: a frame with a pickled header, and a frame for each large array.
 
-Pickle's protocol 5 hands out the memory of arrays instead of copying it, so that arrays
+Pickle's protocol 5 exposes the memory of arrays instead of copying it, so that arrays
 are sent from their own memory and read from that of the message.
 
 Peers are authenticated before a message is unpickled (`cluster_keys`); messages contain

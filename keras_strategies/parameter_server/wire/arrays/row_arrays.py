@@ -55,7 +55,7 @@ def pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
 def put_rows(array: np.ndarray, ids: np.ndarray, rows: np.ndarray) -> None:
     """Writes some rows of an array.
 
-    NumPy writes rows number by number. Viewed as one item each, they are copied at
+    NumPy writes rows element by element. Viewed as one item each, rows are copied at
     once, which takes a fifth of the time.
     """
     rows = np.ascontiguousarray(rows, array.dtype)

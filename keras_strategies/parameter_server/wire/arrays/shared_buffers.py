@@ -33,7 +33,7 @@ IS_AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 #: Total bytes of arrays below which a socket is faster.
 LEAST_BYTES = 65536
 _FIRST_BYTES = 1 << 20
-#: Last frame of a message with arrays in shared memory; other frames are not empty.
+#: Last frame of a message with arrays in shared memory; all other frames have bytes.
 _SHARED = b""
 
 
@@ -149,7 +149,7 @@ class SharedBufferWriter:
             # All arrays are written to a larger region.
             size = sum(_padded(array.nbytes) for array in arrays)
             region.close()
-            region = self._regions[-1] = _Region(_room(size))
+            region = self._regions[-1] = _Region(_region_size(size))
             region.number = number
             found = [None] * len(arrays)
         places = []
@@ -172,7 +172,7 @@ class SharedBufferWriter:
                 return region
             region.close()
         while len(self._regions) < 2:
-            self._regions.append(_Region(_room(size)))
+            self._regions.append(_Region(_region_size(size)))
         return self._regions[-1]
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class SharedBufferWriter:
         self._regions.clear()
 
 
-def _room(size: int) -> int:
+def _region_size(size: int) -> int:
     """Size of a region in bytes, with reserve for larger batches."""
     return max(_FIRST_BYTES, 1 << (size * 5 // 4 - 1).bit_length())
 
