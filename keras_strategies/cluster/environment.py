@@ -58,18 +58,18 @@ def find_cluster() -> ClusterResolver | None:
 
     Variables are checked in this order:
 
-    1. `TF_CONFIG`, which our launcher sets too;
+    1. `TF_CONFIG`, which `keras-strategies launch` sets too;
     2. those of `keras.distribution.initialize`, `KERAS_DISTRIBUTION_JOB_ADDRESSES`,
        `KERAS_DISTRIBUTION_NUM_PROCESSES` and `KERAS_DISTRIBUTION_PROCESS_ID`;
-    3. `torchrun`'s `RANK` and `WORLD_SIZE`, which need the other variables then;
-    4. MPI's, of more than one process, as `OMPI_COMM_WORLD_RANK` and `PMI_RANK`;
-    5. SLURM's, of a job step with more than one task. The GPUs of a node are shared
-       among its tasks then (see `SlurmClusterResolver`);
+    3. torchrun's, if `RANK` and `WORLD_SIZE` are set;
+    4. MPI's, such as `OMPI_COMM_WORLD_RANK` and `PMI_RANK`, of more than one process;
+    5. SLURM's, of a job step with more than one task. The GPUs of a node are then
+       shared among its tasks (see `SlurmClusterResolver`);
     6. SageMaker's.
 
-    Where one launcher starts the other, the inner one counts: torchrun in processes of
-    MPI, both in a job step of SLURM. SLURM's, which have addresses, come before MPI's
-    of the same processes (`srun --mpi=pmi2`).
+    If one launcher starts another, the inner one takes precedence: torchrun in
+    processes of MPI, both in a job step of SLURM. SLURM's variables, which have
+    addresses, take precedence over MPI's of the same processes (`srun --mpi=pmi2`).
 
     Resolvers of Kubernetes, Compute Engine and TPUs are never chosen automatically.
 
@@ -77,9 +77,9 @@ def find_cluster() -> ClusterResolver | None:
         A `ClusterResolver`; None if no variable is set, which means one worker.
 
     Raises:
-        ValueError: if a variable is invalid; if only some of a launcher's are set and
-            no others describe the cluster; if the first or second of these describe
-            another number of processes than a launcher has started.
+        ValueError: if a variable is invalid; if only some variables of a launcher are
+            set and no others describe the cluster; if `TF_CONFIG` or Keras's variables
+            have another number of processes than a launcher has started.
 
     Example:
 
@@ -118,9 +118,9 @@ class _Kind:
     Args:
         is_set: callable, whether they describe one of several processes.
         resolver: callable that reads them.
-        number: callable, the number of this process that they have.
-        name: str, the variables where a person or a script sets them; empty for those
-            of launchers and schedulers.
+        number: callable, this process's number in them.
+        name: str, their name in errors if users set them; empty for variables of
+            launchers and schedulers.
     """
 
     is_set: Callable[[], bool]
@@ -185,10 +185,10 @@ _KINDS = (
 
 
 def _check_incomplete() -> None:
-    """Checks that all variables of a launcher are set, or none.
+    """Raises if only some of a launcher's variables are set.
 
-    Each process would train alone. Where other variables are complete, scripts of SLURM
-    may have set some for Torch.
+    Otherwise each process would train alone. It is not called if other variables are
+    complete: scripts of SLURM may set some for Torch.
     """
     if any(os.environ.get(name) for name in keras_distribution.ALL):
         keras_distribution.KerasDistributionClusterResolver()
@@ -206,7 +206,7 @@ def _check_launchers(
     sizes = {tasks} if "evaluator" in spec.jobs else {tasks, tasks + 1}
     for other in others:
         process = None
-        # Variables of which only some are set say nothing against complete ones.
+        # An incomplete set of variables does not contradict a complete one.
         with contextlib.suppress(ClusterError):
             process = other.number()
         if spec and process and process.size > 1 and process.size not in sizes:
@@ -214,5 +214,5 @@ def _check_launchers(
                 f"{name} describes {tasks} tasks, {spec!r}, but a launcher has started "
                 f"this process with {process.variables}. Unset the variables that do "
                 "not describe this run, or pass a resolver of ks.cluster_resolver to "
-                "the strategy, which reads no others."
+                "the strategy."
             )

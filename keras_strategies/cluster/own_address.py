@@ -12,9 +12,9 @@ _IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"
 def own_address(host: str) -> str:
     """The address to listen at, of a host that the cluster names.
 
-    It is the host itself, except in a pod of Kubernetes. The name of a pod, such as
-    `trainer-0.trainer`, enters DNS seconds after the pod's start, and names the pod
-    before it until then; its own address is in `/etc/hosts` under `trainer-0`.
+    This is the host itself, except in a pod of Kubernetes. DNS resolves the name of a
+    pod, such as `trainer-0.trainer`, seconds after the pod's start, and to the previous
+    pod's address until then; the own address is in `/etc/hosts` under `trainer-0`.
 
     Args:
         host: str, a name or an address of this machine.

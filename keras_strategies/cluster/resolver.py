@@ -58,7 +58,7 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks and their addresses, as known now."""
+        """The current tasks and their addresses."""
 
     @property
     def task_type(self) -> str | None:
@@ -89,7 +89,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str:
-        """str, where the cluster runs: `""` for no place in particular."""
+        """str, the platform of the cluster, such as `"google"`; `""` if unknown."""
         return self._environment
 
     def master(
@@ -152,29 +152,31 @@ class ClusterResolver(abc.ABC):
         """Checks that this process is one of the cluster's tasks.
 
         Raises:
-            ValueError: that shows the task and the cluster.
+            ValueError: if it is not.
         """
         spec = self.cluster_spec()
         if not spec:
             return
         if self.task_type is None or self.task_id is None:
             raise ClusterError(
-                f"Cannot tell which task of {spec!r} this process runs. Pass "
-                f"`task_type` and `task_id` to {type(self).__name__}."
+                f"The cluster is {spec!r}, but the task of this process is unknown. "
+                f"Pass `task_type` and `task_id` to {type(self).__name__}."
             )
         if self.task_type == "evaluator" and "evaluator" not in spec.jobs:
             return  # A separate cluster, which need not be listed.
         if self.task_type not in spec.jobs:
             raise ClusterError(
                 f"This process is the task {self.task_type!r} {self.task_id}, but "
-                f"the cluster has the jobs {spec.jobs}."
+                f"the cluster has the jobs {spec.jobs}. Correct the task's type, or "
+                "add the job."
             )
         if self.task_id not in spec.task_indices(self.task_type):
             raise ClusterError(
                 f"This process is the task {self.task_type!r} {self.task_id}, but "
                 f"the cluster has {spec.num_tasks(self.task_type)} of them, numbered "
                 f"{spec.task_indices(self.task_type)}: "
-                f"{spec.job_tasks(self.task_type)}."
+                f"{spec.job_tasks(self.task_type)}. Correct the task's index, or add "
+                "its address."
             )
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ class ClusterSpec:
     Args:
         cluster: dict from the name of a job to the addresses of its tasks
             (`"host:port"`): a list, or a dict from task number to address where
-            some tasks are not known. Or another `ClusterSpec`.
+            some addresses are unknown. Or another `ClusterSpec`.
 
     Raises:
         ValueError: for anything else, an address that is not a string, or one that
@@ -63,7 +63,7 @@ class ClusterSpec:
         return list(self._tasks)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks of a job are known.
+        """The number of tasks of a job with an address.
 
         Args:
             job_name: str.
@@ -89,12 +89,13 @@ class ClusterSpec:
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ClusterError(
-                f"Job {job_name!r} has no task {task_index}; it has {sorted(tasks)}."
+                f"Job {job_name!r} has no task {task_index}; its tasks are "
+                f"{sorted(tasks)}."
             )
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a job, with None for tasks that are not known."""
+        """The addresses of a job, with None for tasks without one."""
         tasks = self._job(job_name)
         return [tasks.get(i) for i in range(max(tasks, default=-1) + 1)]
 
@@ -103,8 +104,8 @@ class ClusterSpec:
         found: dict[str, Any] = {}
         for job in self._tasks:
             addresses = self.job_tasks(job)
-            known = all(address is not None for address in addresses)
-            found[job] = addresses if known else dict(self._tasks[job])
+            is_complete = all(address is not None for address in addresses)
+            found[job] = addresses if is_complete else dict(self._tasks[job])
         return found
 
     def _job(self, name: str) -> dict[int, str]:
@@ -183,7 +184,7 @@ def check_training_cluster(spec: ClusterSpec) -> None:
     if "evaluator" in spec.jobs and spec.num_tasks("evaluator") > 1:
         raise ClusterError(
             f"The cluster has {spec.num_tasks('evaluator')} evaluators, at "
-            f"{spec.job_tasks('evaluator')}. At most one is allowed."
+            f"{spec.job_tasks('evaluator')}. At most one is allowed; remove the others."
         )
     if worker_count(spec) == 0:
         raise ClusterError(

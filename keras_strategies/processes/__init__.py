@@ -1,4 +1,4 @@
-"""Groups of processes: environment, start, output, watch and end.
+"""Groups of processes: environment, start, output, supervision and end.
 
 No module imports Keras; the started processes do.
 """

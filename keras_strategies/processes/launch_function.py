@@ -36,12 +36,11 @@ def launch(
 ) -> list[Any]:
     """Calls a function on several worker processes on this machine.
 
-    Each process finds its place in the variable `TF_CONFIG`, as under
-    `keras-strategies launch`, so `ks.MultiWorkerMirroredStrategy()` in the function
-    finds its cluster. Their output has the prefix `[worker 1]`. The
-    function, its arguments and its results are sent by cloudpickle, so it may be
-    defined in a notebook; import what it needs inside of it. No process is left when
-    `launch` returns.
+    As under `keras-strategies launch`, the variable `TF_CONFIG` describes the cluster
+    and the task of each process for `ks.MultiWorkerMirroredStrategy()` in the function.
+    Lines of output have the prefix `[worker 1]`. The function, its arguments and its
+    results are sent by cloudpickle, so it may be defined in a notebook; import modules
+    inside of it. All processes have ended when `launch` returns.
 
     Args:
         function: callable, called once in each process.
@@ -54,12 +53,12 @@ def launch(
             wait as long as it takes.
 
     Returns:
-        list with the result of each worker, in their order.
+        list of the workers' results, in their order.
 
     Raises:
         Exception: the error of the function on the worker that failed first, with the
             traceback of that process as a note.
-        RuntimeError: as `ks.errors.WorkerError`, if a worker died, or was not ready
+        RuntimeError: as `ks.errors.WorkerError`, if a worker died, or did not return
             in time.
         ValueError: for invalid numbers, or if `function` is not callable.
 
@@ -77,7 +76,7 @@ def launch(
 
     if not callable(function):
         raise InvalidArgumentError(
-            "`launch` needs a function for each worker to call. Received: "
+            "`function` of `launch` must be callable. Received: "
             f"{function!r}. To start a script, use `keras-strategies launch`."
         )
     if timeout_seconds is not None and not timeout_seconds > 0:
@@ -112,8 +111,8 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
             if event is None:
                 raise WorkerError(
                     f"{_names(waiting)} had not returned after {timeout:g} seconds "
-                    "(`timeout_seconds`), and all workers were ended. Their last "
-                    "output may show what they waited for."
+                    "(`timeout_seconds`), and all workers were ended. See their last "
+                    "output, or raise `timeout_seconds`."
                 )
             if isinstance(event, Ended):
                 _check(event, directory)
@@ -121,7 +120,7 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The workers use the same backend as this process."""
+    """Environment variables of the workers, with the backend of this process."""
     if "keras" not in sys.modules:
         return dict(os.environ)
     return {**os.environ, "KERAS_BACKEND": sys.modules["keras"].backend.backend()}

@@ -65,7 +65,7 @@ class CallOutcome:
 
     @classmethod
     def of_error(cls, error: BaseException) -> CallOutcome:
-        # The first entry is the call in `main`, which says nothing to its reader.
+        # Without the first entry, the call in `outcome_of`.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(error.with_traceback(trace)))
         return cls(pickled_error=pickle_exception(error), traceback=text)

@@ -25,8 +25,8 @@ from keras_strategies.processes.process_group import (
     RunningGroup,
 )
 
-# What a task has printed has come through the pipe when the task has ended, unless
-# one of its own children still holds the pipe.
+# Seconds to wait for the rest of an ended task's output: a child process may still hold
+# the pipe.
 _PIPE_SECONDS = 1.0
 
 
@@ -35,7 +35,7 @@ class Ended:
     """A task has ended, with an exit code or with minus the number of a signal.
 
     Args:
-        task: which one.
+        task: the task.
         code: int.
         last_error: str, the last line of its standard error.
     """
@@ -64,7 +64,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Signalled:
-    """The launcher got a signal."""
+    """The launcher has received a signal."""
 
     number: int
 
@@ -94,7 +94,7 @@ class ProcessLauncher:
     """The running processes of one cluster; leaving the context ends them.
 
     Args:
-        events: where `Ended` is put for each task.
+        events: receives an `Ended` for each task.
         grace_seconds: float, seconds between the signal to end a process and SIGKILL.
         out: stream for the output of tasks, None for `sys.stdout`.
         err: stream for their errors, None for `sys.stderr`.
@@ -117,7 +117,7 @@ class ProcessLauncher:
         self._threads: dict[LocalTask, list[threading.Thread]] = {}
         self._last_errors: dict[LocalTask, str] = {}
         self._guard: ProcessGroup
-        # The last signal that came, also while processes were being ended.
+        # The last signal that was received, also while processes were being ended.
         self.signalled: Signalled | None = None
 
     def __enter__(self) -> ProcessLauncher:
@@ -145,7 +145,7 @@ class ProcessLauncher:
     ) -> None:
         """Starts one task in a new process group.
 
-        It must be called by a thread that lives as long as the tasks are to.
+        The task ends with the calling thread.
         """
         process = ProcessGroup(
             command,
@@ -210,7 +210,7 @@ class ProcessLauncher:
             process = self._running.pop(event.task)
             del self._threads[event.task]
             if not process.exists:
-                # Its number may soon be that of another group.
+                # The system may give its number to another group.
                 self._groups.discard(process)
                 self._notify_guard(f"-{process.pid}")
             else:

@@ -75,8 +75,7 @@ class LocalCluster:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 raise InvalidArgumentError(
-                    f"`{name}` must be a number of {minimum} or more. Received: "
-                    f"{value!r}"
+                    f"`{name}` must be an int of {minimum} or more. Received: {value!r}"
                 )
 
     @property
@@ -92,10 +91,10 @@ class LocalCluster:
 
     @property
     def decisive(self) -> frozenset[LocalTask]:
-        """The tasks that the cluster ends with.
+        """The cluster has ended when these tasks have.
 
-        Parameter servers, workers with a coordinator, and evaluators run until they are
-        terminated.
+        The others, which are parameter servers, workers with a coordinator, and
+        evaluators, run until they are terminated.
         """
         serving = {"ps", "evaluator"}
         if self.ps and self.chief:
@@ -112,8 +111,8 @@ class LocalCluster:
         """The environment of each task, with free addresses.
 
         Args:
-            outer: the environment around; it is extended, without the numbers that
-                another launcher has given to this process.
+            outer: the inherited environment, which is extended; process numbers of
+                another launcher are removed.
 
         Returns:
             dict from task to its environment.
@@ -156,14 +155,14 @@ class LocalCluster:
             return {task: set_for if task in computing else {} for task in self.tasks}
         if each is None:
             each = len(gpus) // len(computing)
-            if not each:  # Workers that have to share a GPU are left to do so.
+            if not each:  # Fewer GPUs than tasks: all tasks share all GPUs.
                 return {t: {} if t in computing else {GPUS: ""} for t in self.tasks}
         if each * len(computing) > len(gpus):
             raise InvalidArgumentError(
                 f"{len(computing)} tasks with {each} devices each need "
                 f"{each * len(computing)} GPUs, but {len(gpus)} are visible: "
-                f"{', '.join(gpus)}. Request fewer, or set {GPUS}= to nothing for "
-                "virtual CPU devices."
+                f"{', '.join(gpus)}. Request fewer, or set {GPUS} to the empty text "
+                "for virtual CPU devices."
             )
         shares = {
             task: ",".join(gpus[i * each : (i + 1) * each])
@@ -173,7 +172,7 @@ class LocalCluster:
 
 
 def _cores() -> int:
-    """The cores that this process may use, which may be fewer than there are."""
+    """Number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

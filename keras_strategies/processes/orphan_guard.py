@@ -1,6 +1,6 @@
 """Guard process: kills process groups that outlive the launcher.
 
-It is run by its path, without the package, so that it starts in milliseconds:
+It runs by its path, without the package, so that it starts in milliseconds:
 
     python -I -S orphan_guard.py watch
         Reads lines "+42" and "-42", process groups that began and ended. When the
@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Iterable
 
-# <linux/prctl.h>. It stays through an exec, and means the thread that forked.
+# <linux/prctl.h>. It persists through `exec`, and the parent is the thread that forked.
 PR_SET_PDEATHSIG = 1
 
 
@@ -39,7 +39,7 @@ def watch(lines: Iterable[str]) -> None:
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Lets the kernel send a signal to this process when its parent ends, on Linux."""
+    """Makes the kernel signal this process when its parent ends, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # The parent ended before the call of `prctl`.
@@ -53,7 +53,7 @@ def run(parent: int, command: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "watch":
-        # Ctrl-C is for the launcher, which ends the groups in good order.
+        # The launcher handles Ctrl-C and ends the groups.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         watch(sys.stdin)

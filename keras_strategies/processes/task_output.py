@@ -17,10 +17,10 @@ _lock = threading.Lock()
 
 
 def lines(descriptor: int) -> Iterator[str]:
-    """The lines that come through a pipe, as soon as each is complete.
+    """The lines of a pipe, as soon as each is complete.
 
     Args:
-        descriptor: int, the reading end; it is read until the last writer is gone.
+        descriptor: int, the reading end; it is read until its last writer is closed.
 
     Yields:
         str, without the end of the line. Invalid UTF-8 is replaced.

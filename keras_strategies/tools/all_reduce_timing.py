@@ -1,7 +1,7 @@
 """Timing of an all-reduce between the workers of a cluster, in a separate process.
 
-Engines start once for a process, and the doctor has initialized devices before and
-reports any failure.
+The process is separate because an engine starts once per process, and the doctor has
+initialized devices already; the doctor reports its failure.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from keras_strategies.errors import TROUBLESHOOTING
 from keras_strategies.reports.tables import readable_bytes
 
-#: What is sent, in bytes: a small message, and one as large as gradients travel in.
+#: Sizes in bytes: a small message, and a pack of gradients.
 SIZES = (2**20, 25 * 2**20)
 _ROUNDS = 5
-# Until a process has imported Keras and a framework, on a busy machine.
+# Time in which a process imports Keras and a framework, on a busy machine.
 _START_SECONDS = 30.0
 
 
@@ -43,7 +43,7 @@ class Timing:
 
 
 def timed_all_reduce(timeout: float) -> list[Timing]:
-    """Starts a worker, which connects to those of the other tasks.
+    """Times an all-reduce with the workers that the other tasks' doctors start.
 
     Args:
         timeout: float, seconds that workers wait for each other, without their start.
@@ -100,7 +100,7 @@ def main(timeout: float) -> None:
     for nbytes in SIZES:
         tensor = engine.to_device(np.ones(nbytes // 4, "float32"), device)
         seconds = []
-        # The first one makes connections and compiles.
+        # The first round makes connections and compiles.
         for _ in range(1 + _ROUNDS):
             workers.group.barrier("a timed all-reduce")
             start = time.perf_counter()
@@ -110,8 +110,8 @@ def main(timeout: float) -> None:
             seconds.append(time.perf_counter() - start)
             if found != workers.group.count:
                 raise RuntimeError(
-                    f"The sum of a 1 of each worker is {found:g}, with "
-                    f"{workers.group.count} workers."
+                    f"The all-reduce of a 1 of each of {workers.group.count} workers "
+                    f"is {found:g}. Compare the versions of all workers."
                 )
         timings.append((nbytes, statistics.median(seconds[1:])))
     print(json.dumps(timings), flush=True)

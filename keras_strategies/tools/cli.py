@@ -17,12 +17,12 @@ from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elast
 from keras_strategies.tools.launch_command import launch_command
 
 _LAUNCH = (
-    "Start a Python script as a cluster of processes on this machine. Each task "
-    "gets its place\nin the environment variable TF_CONFIG, where "
-    "MultiWorkerMirroredStrategy and\nParameterServerStrategy look for it. Each "
-    "line of output has the name of its task in\nfront. When a task fails, all are "
-    "ended, and its exit code is returned; with\n--elastic it is started again, and "
-    "training continues with the others meanwhile.\n"
+    "Start a Python script as a cluster of processes on this machine. The environment "
+    "variable\nTF_CONFIG describes the cluster and the task of each process for "
+    "MultiWorkerMirroredStrategy\nand ParameterServerStrategy. Each line of output "
+    "begins with the name of its task. When a\ntask fails, all are ended, and its exit "
+    "code is returned; with --elastic it is started\nagain, and training continues "
+    "with the others meanwhile.\n"
 )
 _DOCTOR = (
     "Report what this process would train on: versions, devices, the cluster's "
@@ -44,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # What a task prints should not end the launcher on a terminal that
-            # cannot show it.
+            # Characters that the terminal does not have must not end the launcher.
             stream.reconfigure(errors="replace")
     parser = _parser()
     options = parser.parse_args(arguments)

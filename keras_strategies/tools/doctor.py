@@ -25,9 +25,9 @@ from keras_strategies.tools.reachability import find_peers, listening
 _WIDTH = 72
 _NAMES = 24
 _FRAMEWORKS = ("jax", "torch", "tensorflow")
-# The same module comes under several names.
-_ALSO = {"tensorflow": ("tensorflow_cpu", "tf_nightly"), "keras": ("keras-nightly",)}
-_CONFIGURES = ("CUDA_VISIBLE_DEVICES", DEVICES_PER_WORKER, "JAX_PLATFORMS", "XLA_FLAGS")
+# Other distributions of the same module.
+_ALIASES = {"tensorflow": ("tensorflow_cpu", "tf_nightly"), "keras": ("keras-nightly",)}
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", DEVICES_PER_WORKER, "JAX_PLATFORMS", "XLA_FLAGS")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def doctor(timeout_seconds: float = 10.0) -> int:
     """Prints versions, devices, the cluster and its other tasks, and what to do next.
 
     Args:
-        timeout_seconds: float, how long to wait for the other tasks.
+        timeout_seconds: float, time to wait for the other tasks.
 
     Returns:
         int, 0, or 1 if there are problems.
@@ -108,8 +108,8 @@ def next_steps(around: Surroundings, problems: int) -> list[str]:
     """Recommended next steps.
 
     Args:
-        around: what was found.
-        problems: int, how many problems were found.
+        around: results of the checks.
+        problems: int, number of problems found.
     """
     if around.backend not in around.installed:
         return [_choose_a_backend(around.installed)]
@@ -181,7 +181,7 @@ def _versions(around: Surroundings) -> Iterator[Finding]:
 
 
 def _version(package: str) -> str:
-    for name in (package, *_ALSO.get(package, ())):
+    for name in (package, *_ALIASES.get(package, ())):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -190,7 +190,7 @@ def _version(package: str) -> str:
 
 
 def _devices(around: Surroundings) -> Iterator[Finding]:
-    for name in _CONFIGURES:
+    for name in _VARIABLES:
         if name in os.environ:
             yield Finding(name, repr(os.environ[name]))
     # The first use of Keras and of its framework, which may fail in any way.
@@ -283,7 +283,7 @@ def _all_reduce(around: Surroundings) -> Iterator[Finding]:
         for index in spec.task_indices(job)
     }
     missing = sorted(workers - around.doctors - {own})
-    # What the others are is said under "peers".
+    # The other tasks are listed under "peers".
     if "ps" in spec.jobs or own not in workers:
         yield Finding("all-reduce", "none: it needs workers without parameter servers")
     elif missing:

@@ -1,4 +1,4 @@
-"""`keras-strategies launch --elastic`: tasks that are started again when they fail."""
+"""`keras-strategies launch --elastic`: workers with restarts after failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keras_strategies.tools.launch_command import print_line
 
 #: Default number of restarts of a task.
 DEFAULT_RESTARTS = 3
-# A task that has run for so many seconds has all of its restarts again.
+# The restarts of a task that has run for so many seconds are counted from 0 again.
 _STABLE_SECONDS = 600.0
 # Seconds before the first restart of a task, twice as many before each further one.
 _FIRST_DELAY = 1.0
@@ -36,16 +36,17 @@ def launch_elastic(
     max_restarts: int = DEFAULT_RESTARTS,
     grace_seconds: float = 10.0,
 ) -> int:
-    """Runs a command as every worker, and again when one fails, until training ends.
+    """Runs a command as every worker, restarts failed ones, until training ends.
 
-    Training has ended when a worker has ended well. Then no other one is started again,
-    and restarted ones, which may be too late to take part, get the grace period.
+    Training has ended when a worker has exited with code 0. From then on no worker is
+    restarted, and restarted ones, which may be too late to take part, get the grace
+    period.
 
     Args:
         workers: the workers; their addresses stay the same.
         command: list of str, the program and its arguments.
-        min_workers: int, with fewer the others are ended.
-        max_restarts: int, how often each worker is started again in ten minutes.
+        min_workers: int, if fewer are left, they are ended.
+        max_restarts: int, restarts of each worker in ten minutes.
         grace_seconds: float, seconds that workers get to end before they are killed.
 
     Returns:
@@ -70,13 +71,13 @@ class _Worker:
     environment: dict[str, str]
     begin: float = 0.0
     restarts: int = 0
-    # When to start it again; None while it runs, or for one that has ended.
+    # Time of its next start; None while it runs or if it has ended.
     due: float | None = None
     is_running: bool = False
 
     @property
     def is_left(self) -> bool:
-        """Whether it runs or will."""
+        """Whether it runs or will be started again."""
         return self.is_running or self.due is not None
 
 
@@ -101,12 +102,12 @@ class _ElasticRun:
             task.index: _Worker(task, environment)
             for task, environment in cluster.environments(outer).items()
         }
-        # When the first worker had ended well.
+        # Time of the first exit with code 0.
         self._done: float | None = None
         self._code = 0
 
     def run(self) -> int:
-        """The exit code."""
+        """Runs the workers; returns the exit code."""
         for worker in self._workers.values():
             self._start(worker)
         while self._is_going_on():
@@ -136,9 +137,9 @@ class _ElasticRun:
         return False
 
     def _may_be_late(self, worker: _Worker) -> bool:
-        """Whether it was restarted, and others have been there for longer.
+        """Whether a restarted worker may be too late to take part in training.
 
-        The first of all is the chief, which may still save.
+        The oldest worker is the chief, which may still save.
         """
         oldest = min(self._workers.values(), key=lambda each: each.begin)
         return worker.task.incarnation > 0 and worker is not oldest
@@ -172,7 +173,7 @@ class _ElasticRun:
                 for each in self._workers.values():
                     each.due = None
             return
-        # Its child processes, which would be in the way of the next one.
+        # Ends its child processes, which may use its address and devices.
         self._processes.kill(event.task)
         self._code = event.exit_code
         if self._done is not None:

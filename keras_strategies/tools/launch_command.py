@@ -27,14 +27,14 @@ def launch_command(
 ) -> int:
     """Runs a command as every task of a cluster, until the cluster has ended.
 
-    It has ended when every task has, but for those that serve a chief or workers.
-    When a task fails, the others are ended too. All of this happens again, with
-    other ports, as often as `max_restarts` says.
+    The cluster has ended when all of `LocalCluster.decisive` have. When a task fails,
+    the others are ended, and the cluster is started again, with other ports, up to
+    `max_restarts` times.
 
     Args:
         cluster: the tasks.
         command: list of str, the program and its arguments.
-        max_restarts: int, how often a cluster that failed is started again.
+        max_restarts: int, number of restarts after failures.
         grace_seconds: float, seconds that tasks get to end before they are killed.
 
     Returns:
@@ -59,7 +59,7 @@ def launch_command(
 def _run(
     cluster: LocalCluster, command: Sequence[str], events: Events, grace_seconds: float
 ) -> Ended | Signalled | None:
-    """Runs the cluster once; what ended it, or None if all went well."""
+    """Runs the cluster once; returns its failure or a signal, None on success."""
     failed = None
     with ProcessLauncher(events, grace_seconds) as processes:
         for task, environment in cluster.environments(os.environ).items():
@@ -76,7 +76,7 @@ def _run(
                 if event.code:
                     print_line(f"{event}; ending the others.")
                     failed = event
-    # A signal during that end counts too: it prevents a restart.
+    # A signal while the others are ended also prevents a restart.
     return processes.signalled or failed
 
 

@@ -71,7 +71,7 @@ def open_ports(resolver: ClusterResolver, backend: str) -> Iterator[PortUse]:
         reachable = "programs of all users of this machine"
     else:
         reachable = (
-            "every machine that no firewall keeps away: give workers a\n"
+            "every machine that no firewall blocks: give workers a\n"
             "network of their own, see docs/security.md"
         )
     yield PortUse("reachable by", reachable)

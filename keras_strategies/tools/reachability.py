@@ -21,7 +21,7 @@ from keras_strategies.cluster.spec import ClusterSpec, split_address
 from keras_strategies.errors import ClusterError
 
 _HELLO = b"keras-strategies doctor: "
-# Another program does not greet; it is not waited for longer than this.
+# Time to wait for the greeting, which another program does not send.
 _GREETING_SECONDS = 1.0
 _RETRY_SECONDS = 0.1
 
@@ -55,7 +55,7 @@ class Listener:
     arrived: threading.Condition = field(default_factory=threading.Condition)
 
     def wait_for(self, tasks: set[str], timeout: float) -> bool:
-        """Whether all these tasks have come within `timeout` seconds."""
+        """Whether all these tasks have connected within `timeout` seconds."""
         with self.arrived:
             return self.arrived.wait_for(lambda: tasks <= self.visitors, timeout)
 
@@ -63,7 +63,7 @@ class Listener:
         while True:
             try:
                 connection, _ = server.accept()
-            except OSError:  # It was closed: the doctor is done.
+            except OSError:  # The doctor has closed it.
                 return
             with contextlib.suppress(OSError), connection:
                 connection.settimeout(_GREETING_SECONDS)
@@ -77,7 +77,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listening(task: str, address: str) -> Iterator[Listener]:
-    """Listens on a task's address; says in `problem` why it cannot."""
+    """Listens on a task's address; sets `problem` to the reason if it cannot."""
     listener = Listener(task)
     try:
         host, port = split_address(address)
@@ -148,7 +148,7 @@ def _probe(own: str, task: str, address: str, deadline: float) -> Peer:
     try:
         host, port = split_address(address)
     except ClusterError:
-        return Peer(task, address, False, "the address is not known on this machine")
+        return Peer(task, address, False, "the address is unknown on this machine")
     while True:
         left = deadline - time.monotonic()
         try:
@@ -167,11 +167,11 @@ def _exchange_greetings(
     connection.settimeout(_GREETING_SECONDS)
     there = _greeting(connection)
     if not there:
-        # Nothing is said to it: training in progress should not notice.
+        # No greeting is sent, which could disturb training in progress.
         return Peer(task, address, True, "answers (another program than a doctor)")
     connection.sendall(_HELLO + own.encode() + b"\n")
     if there != task:
-        return Peer(task, address, False, f"a doctor answers that is {there}", True)
+        return Peer(task, address, False, f"the doctor of {there} answers", True)
     return Peer(task, address, True, "answers", True)
 
 

@@ -254,7 +254,7 @@ def test_too_few_workers_after_a_loss_are_an_error(joined):
 def test_without_rejoin_a_new_worker_is_refused(joined):
     addresses = free_addresses(2)
     joined += join_all(addresses, [0], patience=0.5, rejoin=False)
-    with pytest.raises(WorkerError, match="`rejoin=False`"):
+    with pytest.raises(WorkerError, match=r"`Elastic\(rejoin=False\)`"):
         join(addresses, 1, limits())
 
 
@@ -265,7 +265,7 @@ def test_without_rejoin_lost_workers_are_not_replaced(joined):
     joined.pop().leave()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(joined[0].reform, 5)
-        with pytest.raises(WorkerError, match="`rejoin=False`"):
+        with pytest.raises(WorkerError, match=r"`Elastic\(rejoin=False\)`"):
             join(addresses, 1, limits())
         with pytest.raises(WorkerError, match="At least 2 are needed"):
             waiting.result(TIMEOUT)

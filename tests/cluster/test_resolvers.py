@@ -81,12 +81,12 @@ def test_no_cluster_is_one_worker(environment, text) -> None:
     "text, message",
     [
         ("{'cluster': 1}", "is not JSON"),
-        ("[1]", "it is a dict"),
+        ("[1]", "it must be a JSON object"),
         (tf_config(task=3), '"task" must be a dict'),
         (tf_config(task={"type": "worker", "index": "x"}), '"index" of "task"'),
         (tf_config(task={"type": "boss", "index": 0}), "the task 'boss' 0"),
         (tf_config(task={"type": "worker", "index": 2}), "has 2 of them"),
-        (tf_config(task={}), "Cannot tell which task"),
+        (tf_config(task={}), "the task of this process is unknown"),
         (tf_config(cluster={"worker": "b:1"}), "a list of addresses"),
     ],
 )
@@ -136,7 +136,7 @@ def test_union() -> None:
         cluster.UnionResolver(at_two, other).cluster_spec()
     with pytest.raises(ValueError, match="at least one resolver"):
         cluster.UnionResolver()
-    with pytest.raises(TypeError, match="Received: dict"):
+    with pytest.raises(TypeError, match="of type dict"):
         cluster.UnionResolver({})
 
 
@@ -210,7 +210,7 @@ def test_torchrun(environment) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"RANK": ""}, r"\['RANK'\] are not set"),
+        ({"RANK": ""}, "RANK.* not set"),
         ({"RANK": "two"}, "RANK is 'two'"),
         ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
@@ -303,10 +303,10 @@ def test_the_first_host_of_mpi_without_an_address(environment) -> None:
 @pytest.mark.parametrize(
     "variables, message",
     [
-        ({"PMI_RANK": "0"}, r"PMI_RANK is '0', but \['PMI_SIZE'\] are not set"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"\['OMPI_COMM_WORLD_RANK'\] are not set"),
+        ({"PMI_RANK": "0"}, "PMI_RANK is '0', but PMI_SIZE is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
         ({"KERAS_DISTRIBUTION_JOB_ADDRESSES": "a:1"}, "NUM_PROCESSES'.*are not set"),
-        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE is '2', but \['RANK'\] are not set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is '2', but RANK is not set"),
     ],
 )
 def test_half_of_a_launchers_variables(environment, variables, message) -> None:
@@ -399,7 +399,7 @@ def test_sagemaker_counts_hosts_alike_everywhere(environment) -> None:
     "hosts, current, message",
     [
         ("", "a", r"\['SM_HOSTS'\] are not set"),
-        ("a,b", "a", "is not a JSON list"),
+        ("a,b", "a", "must be a JSON list"),
         ('["a"]', "b", "'b', which is not among"),
     ],
 )

@@ -89,7 +89,7 @@ def test_asking_for_what_is_not_there() -> None:
     spec = ClusterSpec({"worker": ["a:1"]})
     with pytest.raises(ValueError, match=r"no job 'ps'. Its jobs are \['worker'\]"):
         spec.num_tasks("ps")
-    with pytest.raises(ValueError, match=r"no task 4; it has \[0\]"):
+    with pytest.raises(ValueError, match=r"no task 4; its tasks are \[0\]"):
         spec.task_address("worker", 4)
 
 

@@ -75,7 +75,7 @@ class Tasks:
             for task, reason in self.forks.update():
                 self.ends[task.job] = reason
             event = self._launcher.next_event(0.02)
-            if isinstance(event, Ended) and self.forks.owns(event.task):
+            if isinstance(event, Ended) and self.forks.is_server(event.task):
                 for task, reason in self.forks.server_ended(event.how):
                     self.ends[task.job] = reason
             elif isinstance(event, Ended):

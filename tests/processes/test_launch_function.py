@@ -172,9 +172,9 @@ def test_nothing_outlives_a_process_that_launches(tmp_path, number):
     "arguments, message",
     [
         ((3,), "Received: 3"),
-        ((print, 0), "`workers` must be a number of 1 or more. Received: 0"),
+        ((print, 0), "`workers` must be an int of 1 or more. Received: 0"),
         ((print, 1.5), "Received: 1.5"),
-        ((print, 1, (), None, 0), "`devices_per_worker` must be a number"),
+        ((print, 1, (), None, 0), "`devices_per_worker` must be an int"),
     ],
 )
 def test_what_cannot_be_launched(arguments, message):

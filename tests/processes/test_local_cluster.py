@@ -94,7 +94,7 @@ def test_visible_gpus(text, gpus) -> None:
     "arguments", [{"workers": True}, {"workers": 1, "devices_per_worker": 0}]
 )
 def test_numbers_that_cannot_be(arguments) -> None:
-    with pytest.raises(ValueError, match="must be a number of 1 or more"):
+    with pytest.raises(ValueError, match="must be an int of 1 or more"):
         LocalCluster(**arguments)
 
 

@@ -12,7 +12,7 @@ Resolver = ks.cluster_resolver.RayClusterResolver
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"workers": 0}, "`workers` must be a number of 1 or more"),
+        ({"workers": 0}, "`workers` must be an int of 1 or more"),
         ({"workers": 2, "min_workers": 3}, "`min_workers` must be `workers` or fewer"),
         ({"placement": "NEAR"}, "`placement` must be one of 'SPREAD', 'PACK'"),
         ({"start_seconds": 0}, "`start_seconds` must be a number of seconds above 0"),

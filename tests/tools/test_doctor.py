@@ -98,7 +98,7 @@ def test_what_to_do_next(around: dict, problems: int, step: str) -> None:
                 "TensorFlow's server     a port of each worker, at all addresses",
                 "programs that reach it can read and write files there",
                 "protection              none: not authenticated, not encrypted",
-                "reachable by            every machine that no firewall keeps away",
+                "reachable by            every machine that no firewall blocks",
             ],
         ),
         (
@@ -184,7 +184,7 @@ def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
     problems = len(re.findall("^! ", printed, re.M))
     assert problems >= 3 and f"next ({problems} problems)" in printed
     assert "the machine's name cannot be resolved" in printed
-    assert "rank-3  the address is not known on this machine" in printed
+    assert "rank-3  the address is unknown on this machine" in printed
     missing = "worker 0, worker 1, worker 2, worker 3"
     assert f"not measured: no doctor answers as {missing}" in printed
 
@@ -224,7 +224,7 @@ def test_a_doctor_that_is_another_task_is_a_problem() -> None:
         peers = find_peers(spec, "worker 0", timeout=0.3)
     assert not listener.problem
     assert (peers[0].answers, peers[0].is_doctor) == (False, True)
-    assert peers[0].found == "a doctor answers that is worker 2"
+    assert peers[0].found == "the doctor of worker 2 answers"
     assert listener.visitors == {"worker 0"}
 
 

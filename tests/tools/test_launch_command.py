@@ -412,11 +412,11 @@ def test_a_signal_ends_elastic_workers_and_restarts(script, tmp_path):
     [
         (
             ["--workers", "0", __file__],
-            "`workers` must be a number of 1 or more. Received: 0",
+            "`workers` must be an int of 1 or more. Received: 0",
         ),
         (
             ["--workers", "1", "--ps", "-1", __file__],
-            "`ps` must be a number of 0 or more",
+            "`ps` must be an int of 0 or more",
         ),
         (["--workers", "1", "there.py"], "script 'there.py' not found"),
         (["--workers", "1", "--max-restarts", "-1", __file__], "-1 is below 0"),

@@ -78,7 +78,7 @@ class ExitWatchdog:
         # On its own thread, since the group's thread continues to receive messages.
         self._loss = loss
         threading.Thread(
-            target=self._watch, args=(loss,), name="last-resort", daemon=True
+            target=self._watch, args=(loss,), name="exit-watchdog", daemon=True
         ).start()
 
     def _watch(self, loss: LostWorker) -> None:
@@ -104,11 +104,12 @@ class ExitWatchdog:
     def limit_exit(self) -> None:
         """Limits the exit of a process that has lost a worker.
 
-        The engine's threads may wait in a collective, and the interpreter, which is
-        ending, for them. Python code no longer runs then, so this is `faulthandler`'s.
+        The engine's threads may wait in a collective, and the exiting interpreter waits
+        for them. Python code no longer runs at that point, so `faulthandler` ends the
+        process.
         """
         if self._loss is not None:
-            # Kept open for the output at the timeout.
+            # Open until the timeout, when the traceback is written.
             self._nowhere = open(os.devnull, "w")  # noqa: SIM115
             faulthandler.dump_traceback_later(
                 self._grace, exit=True, file=self._nowhere

@@ -16,23 +16,23 @@ Message = tuple[dict[str, Any], bytes]
 
 # Interval of heartbeats in seconds.
 BEAT = 0.25
-# The loss of a worker with an open connection.
+# Reason for the loss of a worker with an open connection.
 NO_HEARTBEAT = "no heartbeat"
 
 
 class Silence:
     """Time since the last message of another process, without pauses of this one.
 
-    A process that was stopped, or whose interpreter was busy in one call, has received
-    nothing meanwhile, and would take live workers for lost, even itself.
+    A process that was stopped, or busy in one call, has received nothing in that time,
+    and would report live workers as lost.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._counted = time.monotonic()
 
-    def end(self) -> None:
-        """Begins again, after a message."""
+    def reset(self) -> None:
+        """Restarts the time, after a message."""
         self._seconds = 0.0
 
     def count(self) -> float:
@@ -70,10 +70,10 @@ class MessageConnection:
             while (message := self._outgoing.get()) is not None:
                 self._connection.send_bytes(message)
         except OSError:
-            pass  # The reader sees that the connection has ended.
+            pass  # The reader detects the end of the connection.
 
     def wait(self, timeout: float) -> bool:
-        """Whether a message, or the end of the connection, comes in time.
+        """Waits for a message or the end of the connection; False after the timeout.
 
         Raises:
             EOFError: if this end is closed.
@@ -84,10 +84,10 @@ class MessageConnection:
             raise EOFError(str(error)) from error
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message; None if none has come in time.
+        """The next message; None after the timeout.
 
         Raises:
-            EOFError: if the connection has ended, or the other end is no worker.
+            EOFError: if the connection has ended, or the other end is not a worker.
         """
         try:
             if not self._connection.poll(timeout):
@@ -109,8 +109,8 @@ class MessageConnection:
     def abort(self) -> None:
         """Ends the connection at once; the readers at both ends get an error."""
         self._outgoing.put(None)
-        # It is closed with its last reference: a reader in this process could wait for
-        # another connection that has the same number.
+        # The last reference closes the descriptor. Closed here, its number could be
+        # reused while a reader of this process waits on it.
         try:
             with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)

@@ -120,7 +120,7 @@ class Hub:
     def is_complete(self) -> bool:
         return len(self._members) == len(self._addresses)
 
-    # Meeting.
+    # Rendezvous.
 
     def _accept(self, server: socket.socket) -> None:
         for connected in accepted(server):
@@ -207,7 +207,7 @@ class Hub:
         for member in self._members.values():
             member.line.send(header, payload)
 
-    # Watching.
+    # Heartbeats and losses.
 
     def _watch(self) -> None:
         deadline = time.monotonic() + self._timeout
@@ -259,7 +259,7 @@ class Hub:
             {
                 "kind": "lost",
                 "index": index,
-                # Its last message says more than the end of the connection.
+                # Its own failure report has more details than the lost connection.
                 "how": member.failure or how,
                 "progress": member.progress,
                 "host": member.info["host"],
@@ -273,7 +273,7 @@ class Hub:
         kind = header.get("kind")
         with self._lock:
             member = self._members[index]
-            member.silence.end()
+            member.silence.reset()
             if kind == "beat":
                 member.times = tuple(header["times"])
                 # The progress of a failed worker is reported.
@@ -302,7 +302,7 @@ class Hub:
             elif kind == "stop":
                 if self._stops is None:
                     self._stops = {}
-                    self._send_to_all({"kind": "stop", "asked_by": index})
+                    self._send_to_all({"kind": "stop"})
             elif kind == "begun":
                 assert self._stops is not None
                 self._stops[index] = int(header["count"])

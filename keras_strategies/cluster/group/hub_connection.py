@@ -13,7 +13,7 @@ from keras_strategies.errors import ClusterError, WorkerError
 
 
 def listen(host: str, ports: list[int]) -> socket.socket:
-    """A server at the first port that is free."""
+    """A listening socket at the first free port."""
     problem: OSError | None = None
     own = own_address(host)
     for port in ports:
@@ -66,7 +66,7 @@ def connect(
                     raise (WorkerError if answer["is_late"] else ClusterError)(
                         answer["why"]
                     )
-                problem = "the chief there belongs to another cluster"
+                problem = "the chief there is of another cluster"
             line.close()
         time.sleep(0.1)
     raise WorkerError(

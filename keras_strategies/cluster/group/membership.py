@@ -27,7 +27,7 @@ from keras_strategies.cluster.group.rendezvous_listener import RendezvousListene
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.errors import WorkerError
 
-# Seconds in which a loss is reported that a collective has noticed.
+# Seconds within which the loss behind a failed collective is reported.
 _LOSS_SECONDS = 2.0
 
 
@@ -261,7 +261,7 @@ class Membership:
             self._is_agreed = False
         formed = self._rendezvous.form(step, silent, is_ready=is_ready, admits=admits)
         self._rendezvous.only_joins = False
-        generation = self._note(formed)
+        generation = self._begin_generation(formed)
         self._newcomer()
         return generation
 
@@ -272,11 +272,11 @@ class Membership:
         return self.generation.members[loss.index].index
 
     def _finish_together(self, group: WorkerGroup) -> None:
-        # No worker closes its connections while another one is in the last step.
+        # Workers close their connections only after all have finished the last step.
         with contextlib.suppress(WorkerError):
             group.barrier("the end of a generation")
 
-    def _note(self, formed: Formed) -> Generation:
+    def _begin_generation(self, formed: Formed) -> Generation:
         facts = formed.facts
         members = facts["members"]
         uids = [each["uid"] for each in members]

@@ -10,10 +10,10 @@ have not voted:
 
 - connection refused: the process has ended;
 - no answer within the timeout: the process is stopped, and excluded;
-- no connection within the timeout: the network may be cut. The group continues only if
-  it has more members than there are such workers, or as many and the first of all of
-  them. So of two halves of a network at most one continues. That counts until the
-  worker answers: the other half may have continued with it before it ended;
+- no connection within the timeout: the network may be partitioned. The group continues
+  only if it has more members than there are such workers, or as many and the first of
+  all of them. So of two partitions at most one continues. The worker counts until it
+  answers: the other partition may have continued with it before it ended;
 - an answer: the worker is busy with a step; the probe ends its generation.
 
 Then the leader, now the chief, makes the votes' connections those of the new group (see
@@ -23,8 +23,8 @@ chief, where they wait for the next generation.
 Votes carry the last finished step of a worker; a worker without training state has
 none. A process without training state does not lead workers that have it: it may have
 the index of a lost one, and answers their votes with `new`, so that they pass over it.
-A new worker waits when it is ready to train: before that, it learns that the others
-train and forms no group. New workers begin after a step where the furthest worker
+A new worker waits once it is ready to train: before that, it detects that the others
+train, and forms no group. New workers begin after a step at which the furthest worker
 admits them.
 """
 
@@ -233,7 +233,7 @@ class Rendezvous:
             raise GroupIsRunningError
 
     def _join_as_new(self) -> None:
-        """Notes that a generation has formed without this worker: its state is old."""
+        """Discards this worker's old state: a generation has formed without it."""
         with self._own.changed:
             self._own.phase = JOINING
             self._own.target, self._own.previous, self._step = 0, {}, None
@@ -355,16 +355,16 @@ class Rendezvous:
         voters.sort(key=lambda voter: voter.uid != self._own.uid)
         chosen = (voters + newcomers)[: max(limit, len(voters) if previous else 0)]
         with self._own.changed:
-            was_cut = set(self._probes.cut)
-        is_cut = {i for i in missing if state_of(findings, i) == UNREACHABLE}
-        cut = [i for i in missing if i in is_cut | was_cut]
-        is_quorum = not previous or _is_quorum([v.index for v in voters], cut)
+            was_unreachable = set(self._probes.unreachable)
+        is_now = {i for i in missing if state_of(findings, i) == UNREACHABLE}
+        unreachable = [i for i in missing if i in is_now | was_unreachable]
+        is_quorum = not previous or _is_quorum([v.index for v in voters], unreachable)
         is_enough = len(chosen) >= self._own.limits.min_workers
         if is_enough and is_quorum and (previous or not self.only_joins):
             return self._welcome(chosen, previous)
         if is_late:
             self._refuse_all(
-                self._too_few(chosen, missing, cut, is_quorum), is_late=True
+                self._too_few(chosen, missing, unreachable, is_quorum), is_late=True
             )
         return None
 
@@ -413,7 +413,7 @@ class Rendezvous:
         self,
         chosen: list[Candidate],
         missing: list[int],
-        cut: list[int],
+        unreachable: list[int],
         is_quorum: bool,
     ) -> str:
         named = " and ".join(f"worker {i} ({self._own.addresses[i]})" for i in missing)
@@ -423,12 +423,14 @@ class Rendezvous:
         )
         if self.only_joins:
             return text + (
-                "The workers that trained have ended, so this one cannot join them."
+                "The workers that trained have ended, so this one cannot join them. "
+                "Restart all workers."
             )
         if not is_quorum:
             return text + (
-                f"{len(cut)} cannot be reached and may continue without this one; a "
-                "group continues only with the larger part of its workers."
+                f"{len(unreachable)} cannot be reached and may continue without this "
+                "one; only the larger part of a group continues. Check the network "
+                "between the workers, and restart this one."
             )
         return text + (
             f"At least {self._own.limits.min_workers} are needed "
@@ -450,7 +452,7 @@ class Rendezvous:
             waiting = list(map(id, self._own.candidates.values()))
             if not all(id(each) in waiting for each in chosen):
                 return None
-            # First of all messages.
+            # The welcome is the first message to each worker.
             hub.welcome(facts)
             for rank, each in enumerate(chosen):
                 del self._own.candidates[each.uid]
@@ -462,14 +464,14 @@ def _steps_of(candidate: Candidate) -> int:
     return -1 if candidate.step is None else candidate.step
 
 
-def _is_quorum(present: list[int], cut: list[int]) -> bool:
-    """Whether a group may continue, if the workers that are cut off may, too.
+def _is_quorum(present: list[int], unreachable: list[int]) -> bool:
+    """Whether a group may continue although unreachable workers may form another one.
 
     >>> _is_quorum([0, 1], [2]), _is_quorum([2], [0, 1])
     (True, False)
     >>> _is_quorum([0], [1]), _is_quorum([1], [0])
     (True, False)
     """
-    if len(present) != len(cut):
-        return len(present) > len(cut)
-    return min(present) < min(cut)
+    if len(present) != len(unreachable):
+        return len(present) > len(unreachable)
+    return min(present) < min(unreachable)

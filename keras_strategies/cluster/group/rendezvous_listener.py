@@ -76,7 +76,7 @@ class RendezvousListener:
         on_end: Callable[[int], None],
         on_newcomer: Callable[[], None],
     ):
-        # Of workers that are replaced elsewhere, those of the latest processes.
+        # Addresses of the latest processes: workers may be replaced on other machines.
         self.addresses = list(settings.addresses)
         self.index = settings.index
         self.limits = settings.limits
@@ -170,7 +170,7 @@ class RendezvousListener:
             }
 
     def _note(self, header: dict[str, Any]) -> None:
-        """Notices that the generation of this worker has ended."""
+        """Ends this worker's generation if a peer forms a later one."""
         previous = {int(index): uid for index, uid in header["previous"]}
         with self.changed:
             is_of_mine = previous.get(self.index) == self.uid
@@ -237,7 +237,10 @@ class RendezvousListener:
     def refusal(self, candidate: Candidate) -> dict[str, Any] | None:
         """The reason to refuse a new worker; None to accept it."""
         if not self.limits.rejoin:
-            why = "The workers train with `rejoin=False`: no worker can join."
+            why = (
+                f"Worker {candidate.index} cannot join: the others train with "
+                "`Elastic(rejoin=False)`. Restart all workers, or set `rejoin=True`."
+            )
             return {"why": why, "is_late": True}
         return self.difference(candidate)
 
@@ -300,7 +303,7 @@ class RendezvousListener:
             return min(len(waiting - set(members)), limit - len(members))
 
     def forget(self) -> None:
-        """Makes this worker one that has not been in any generation."""
+        """Discards all generations, as before the first one."""
         with self.changed:
             self.phase, self.generation, self.target = STARTING, -1, 0
             self.previous, self.chief, self.leads = {}, None, False

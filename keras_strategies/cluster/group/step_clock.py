@@ -1,8 +1,9 @@
 """Times of a worker's steps without its waits for others, and slow workers.
 
-Synchronous workers finish a step together, whoever is late. A worker's own time is
-therefore that of the step without waits for other workers. Where an engine waits inside
-of compiled programs, it is the processor time of the process, and the time of input.
+Synchronous workers finish a step together, regardless of which one is late. A worker's
+own time is therefore that of the step without waits for other workers. Where an engine
+waits inside of compiled programs, it is the processor time of the process, and the time
+of input.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-#: Steps that a worker's times are the means of.
+#: Number of steps over which times are averaged.
 WINDOW = 20
-# Longest steps of a window that do not count: compilation, a checkpoint.
+# Number of longest steps of a window that are excluded: compilation, a checkpoint.
 _OUTLIERS = WINDOW // 10
 # A slow worker takes this many times as long as the median of the others.
 _FACTOR = 2
-# Differences in seconds below this are those of a scheduler.
+# Smaller differences, in seconds, may be due to the scheduler of the system.
 _LEAST = 0.02
 
 
@@ -54,7 +55,7 @@ class StepClock:
         self._steps = 0
         self._count = 0
         self._begin = self._processor = 0.0
-        # Waits under way at once, the begin of the first, and the total.
+        # Number of concurrent waits, the start of the first, and the total.
         self._waiting = 0
         self._wait_begin = self._waited = 0.0
         # Time of input beyond its processor time.
@@ -89,7 +90,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Entered around a wait for other workers; by several threads, too."""
+        """Context of a wait for other workers; several threads may be in it."""
         with self._lock:
             if not self._waiting:
                 self._wait_begin = time.perf_counter()
@@ -104,7 +105,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Entered around the read of a batch, by the thread of the steps."""
+        """Context of the read of a batch, in the thread of the steps."""
         begin, processor = time.perf_counter(), time.process_time()
         waited = self._waited
         try:

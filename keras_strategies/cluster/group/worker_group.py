@@ -30,7 +30,7 @@ from keras_strategies.cluster.group.step_clock import (
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 
-# Ports after the first one's that the hub may be at (see `WorkerGroup.join`).
+# Number of ports after the first address's at which the hub may listen (see `join`).
 _MORE_PORTS = 16
 # The groups of this process; one, outside of tests.
 _joined: list[WorkerGroup] = []
@@ -122,7 +122,7 @@ class WorkerGroup:
         for target in (self._read, self._beat):
             threading.Thread(target=target, name="group", daemon=True).start()
 
-    # Meeting.
+    # Rendezvous.
 
     @classmethod
     def join(
@@ -200,14 +200,14 @@ class WorkerGroup:
         """bool, whether this worker is the chief."""
         return self.index == 0
 
-    # Agreeing.
+    # Exchange of bytes and values.
 
     def gather(self, what: str, payload: bytes, stream: str = "") -> list[bytes]:
         """Every worker's bytes, on every worker.
 
         Args:
-            what: str, what is gathered; the same on all workers.
-            payload: bytes, what this worker gives.
+            what: str, name of the gathered values; the same on all workers.
+            payload: bytes of this worker.
             stream: str, separates the calls of different threads: the n-th call of a
                 stream matches the n-th one of the other workers.
 
@@ -293,7 +293,7 @@ class WorkerGroup:
                     "same script on the same data on all workers."
                 )
 
-    # Stopping together.
+    # Stop after a common step.
 
     def request_stop(self) -> None:
         """Requests that all workers stop after the same step; from any thread."""
@@ -325,7 +325,7 @@ class WorkerGroup:
         with self._condition:
             self._is_stopping, self._last_step, self._begun = False, None, 0
 
-    # Watching.
+    # Heartbeats and losses.
 
     def check(self) -> None:
         """Raises `WorkerError` if a worker is lost."""
@@ -339,8 +339,7 @@ class WorkerGroup:
         late = self.lateness(loss.index)
         return (
             f"{loss}{late}{own} Training cannot continue without it. Restart all "
-            "workers; with keras.callbacks.BackupAndRestore they resume where they "
-            "stopped."
+            "workers; with ks.callbacks.Resume they continue at their last snapshot."
         )
 
     def slow_workers(self) -> list[int]:
@@ -430,7 +429,7 @@ class WorkerGroup:
         place = str(chief["host"]), int(chief["pid"])
         progress = self._chief_progress
         if self._failure is not None and self._failure.index == 0:
-            # Its last message says more than the end of the connection.
+            # Its own failure report has more details than the lost connection.
             how, progress = self._failure.how, self._failure.progress
         self._lost(LostWorker(0, how, progress, *place))
 
@@ -448,7 +447,7 @@ class WorkerGroup:
             while not self._closed.is_set():
                 received = self._line.receive()
                 if received is not None:
-                    self._silence.end()
+                    self._silence.reset()
                     self._handle(*received)
         except EOFError:
             if not self._closed.is_set():

@@ -1,4 +1,4 @@
-"""Probes: which other workers are alive, stopped or out of reach."""
+"""Probes: other workers as alive, stopped, dead or unreachable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProbeResult:
     """Result of a probe.
 
     Args:
-        state: str, one of those above.
+        state: str, `DEAD`, `STOPPED`, `UNREACHABLE` or `ALIVE`.
         answer: dict, the message of a worker that is alive.
     """
 
@@ -32,7 +32,7 @@ class ProbeResult:
 
 
 class WorkerProbes:
-    """Connections of one worker to others, and what they show.
+    """Probes of the other workers by one worker, and their results.
 
     Args:
         listener: `RendezvousListener` of this worker.
@@ -46,10 +46,10 @@ class WorkerProbes:
         self._message = message
         # A worker that has sent no heartbeat for the timeout.
         self._silent: int | None = None
-        #: Workers that have accepted a connection since, but have not answered.
+        #: Workers that have accepted a connection since `reset` without an answer.
         self.stopped: set[int] = set()
-        #: Workers that could not be reached since.
-        self.cut: set[int] = set()
+        #: Workers that could not be reached since `reset`.
+        self.unreachable: set[int] = set()
 
     def reset(self, silent: int | None) -> None:
         """Begins the probes for another generation.
@@ -59,7 +59,7 @@ class WorkerProbes:
         """
         self._silent = silent
         self.stopped.clear()
-        self.cut.clear()
+        self.unreachable.clear()
 
     def answer_time(self, index: int) -> float:
         """Seconds to wait for the first answer of a worker."""
@@ -80,7 +80,7 @@ class WorkerProbes:
     def repeat(
         self, index: int, findings: dict[int, ProbeResult], ended: threading.Event
     ) -> None:
-        """Probes a worker until `ended` is set, and notes its states in `findings`."""
+        """Probes a worker until `ended` is set, and puts its states into `findings`."""
         while not ended.is_set() and not self._own.closed.is_set():
             found = self._probe(index)
             if found is not None:
@@ -91,15 +91,15 @@ class WorkerProbes:
             ended.wait(BEAT)
 
     def _note_reachability(self, index: int, found: ProbeResult) -> None:
-        """Notes a worker that could not be reached.
+        """Records whether a worker could be reached.
 
-        The other part may have continued with it, also if it has ended or stopped
-        since: only its own answer counts.
+        Another partition of the network may have continued with the worker, even if it
+        has ended or stopped since: only its own answer clears the record.
         """
         if found.state == UNREACHABLE:
-            self.cut.add(index)
+            self.unreachable.add(index)
         elif found.answer.get("uid") == self._own.previous.get(index):
-            self.cut.discard(index)
+            self.unreachable.discard(index)
 
     def _probe(self, index: int) -> ProbeResult | None:
         """The state of a worker; None if it is not clear."""
@@ -121,7 +121,7 @@ class WorkerProbes:
     def without_answer(self, index: int) -> ProbeResult:
         """The state of a worker that has accepted a connection and not answered."""
         try:
-            # The network may have been cut since.
+            # The network may have failed since.
             self.dial(index).abort()
         except OSError as error:
             return _not_connected(error)

@@ -51,7 +51,7 @@ def free_addresses(count: int) -> list[str]:
 class LocalClusterResolver(ClusterResolver):
     """A cluster on this machine; the strategy starts its processes.
 
-    This process is its chief. Addresses are on the loopback only.
+    This process is the chief. Addresses are on the loopback only.
 
     Args:
         workers: int, at least 1.

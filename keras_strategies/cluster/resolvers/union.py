@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from keras_strategies.cluster.resolver import ClusterResolver, as_resolver
 from keras_strategies.cluster.spec import ClusterSpec
-from keras_strategies.errors import ClusterError
+from keras_strategies.errors import ClusterError, InvalidTypeError
 
 
 class UnionResolver(ClusterResolver):
     """Joins the jobs of several resolvers.
 
-    Where two have the same job, tasks that are numbered by lists are appended in the
-    order of the resolvers, and tasks with numbers of their own are kept under them.
-    The task, the protocol and the environment are those of the first resolver that
-    has one.
+    If two resolvers have the same job, tasks of lists are appended in the order of the
+    resolvers, and tasks with explicit numbers have the same numbers in the union. The
+    task, the protocol and the environment are those of the first resolver that has one.
 
     Args:
         *resolvers: `ClusterResolver`s, at least one.
@@ -22,8 +21,8 @@ class UnionResolver(ClusterResolver):
         rpc_layer: str, the protocol instead of theirs.
 
     Raises:
-        TypeError: for what is no resolver.
-        ValueError: without a resolver, or when two have a task in common.
+        TypeError: if an argument is not a resolver.
+        ValueError: without a resolver, or if two have different addresses for a task.
 
     Example:
 
@@ -41,9 +40,10 @@ class UnionResolver(ClusterResolver):
             raise ClusterError("UnionResolver needs at least one resolver.")
         for resolver in resolvers:
             if not callable(getattr(resolver, "cluster_spec", None)):
-                raise TypeError(
-                    "UnionResolver takes ClusterResolvers. Received: "
-                    f"{type(resolver).__name__}."
+                raise InvalidTypeError(
+                    "Arguments of UnionResolver must be resolvers of "
+                    f"ks.cluster_resolver. Received: {resolver!r} of type "
+                    f"{type(resolver).__name__}"
                 )
         resolvers = tuple(as_resolver(each, "resolvers") for each in resolvers)
         self._resolvers = resolvers
@@ -68,7 +68,8 @@ class UnionResolver(ClusterResolver):
                     if tasks.get(index, address) != address:
                         raise ClusterError(
                             f"Task {job!r} {index} is at {tasks[index]!r} in one of "
-                            f"the joined clusters and at {address!r} in another."
+                            f"the joined clusters and at {address!r} in another. Give "
+                            "each task one address."
                         )
                     tasks[index] = address
         return ClusterSpec(joined)

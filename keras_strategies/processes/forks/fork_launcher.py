@@ -1,4 +1,4 @@
-"""Start of tasks by a fork server, watched by a `ProcessLauncher`."""
+"""Start of tasks by a fork server, under a `ProcessLauncher`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ForkedGroup(RunningGroup):
         self._code: int | None = None
 
     def has_started(self) -> bool:
-        """Whether it has been forked, or, with `pid` 0, cannot be."""
+        """Whether the fork was made or, with `pid` 0, has failed."""
         if not self._is_readable(0.0):
             return False
         found = os.read(self._status, STATUS.size)
@@ -77,8 +77,8 @@ class ForkedGroup(RunningGroup):
 class ForkLauncher:
     """Forks tasks from a server that starts with the first of them.
 
-    Methods are called by one thread. A server that has ended is replaced; tasks that it
-    has forked end with it.
+    Methods are called by one thread. The tasks of a server end with it, and the next
+    task starts another server.
 
     Args:
         launcher: `ProcessLauncher`, which watches the server and the tasks.
@@ -102,7 +102,7 @@ class ForkLauncher:
         self._killed: set[LocalTask] = set()
 
     def start(self, task: LocalTask, entry: str, arguments: Mapping[str, Any]) -> None:
-        """Starts a task, which `update` notices once it runs."""
+        """Requests a fork for a task; `update` reports its start."""
         if self._control is None:
             self._start_server()
         assert self._control is not None
@@ -137,7 +137,7 @@ class ForkLauncher:
             self._launcher.kill(task)
 
     def update(self) -> Iterator[tuple[LocalTask, str]]:
-        """Watches tasks that have been forked; those that cannot be, and the reason."""
+        """Watches new forks; yields tasks that could not be forked, with the reason."""
         for task, group in list(self._starting.items()):
             if not group.has_started():
                 continue
@@ -151,12 +151,12 @@ class ForkLauncher:
                 self._launcher.kill(task)
         self._killed &= self._starting.keys()
 
-    def owns(self, task: LocalTask) -> bool:
+    def is_server(self, task: LocalTask) -> bool:
         """Whether a task of the launcher is a fork server."""
         return task.job == _JOB
 
     def server_ended(self, reason: str) -> Iterator[tuple[LocalTask, str]]:
-        """Handles the end of the server: tasks that it had to fork end with it."""
+        """Handles the end of the server; yields its pending tasks, with the reason."""
         self._close_control()
         for task, group in self._starting.items():
             group.close()

@@ -1,10 +1,11 @@
 """Fork server: a process that imports Keras and forks itself for each task.
 
-It receives requests on a socket: JSON of the function and its arguments, with three
-file descriptors, for standard output, standard error and the task's status. The fork
-writes its process id to the status, the server its exit code when it has ended, each as
-eight bytes; a process id of 0 means that it could not be forked. The server and its
-forks end with the socket's other end, and with the thread that started the server.
+Requests arrive on a socket: JSON of the function and its arguments, with three file
+descriptors, for standard output, standard error and the task's status. The fork writes
+its process id to the status, and the server writes its exit code when it has ended,
+each as eight bytes; a process id of 0 means that the fork has failed. The server and
+its forks end when the other end of the socket is closed, and with the thread that
+started the server.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class _ForkServer:
     def __init__(self, control: socket.socket):
         self._control = control
         self._statuses: dict[int, int] = {}
-        # The number of a signal comes when it does.
+        # Receives the number of each signal.
         self._signals, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._is_forkable = can_fork()
@@ -124,7 +125,7 @@ class _ForkServer:
             return None
         end_with_parent(server)
         self._close()
-        # A group of its own, which can be ended as a whole.
+        # A group of its own, so that its child processes can be killed with it.
         os.setsid()
         for number, descriptor in ((1, out), (2, err)):
             os.dup2(descriptor, number)
@@ -135,11 +136,11 @@ class _ForkServer:
             entry = "keras_strategies.processes.keras_import:call_with_keras"
             command = function_command(entry, call)
             os.execv(command[0], command)
-        _seed_anew()
+        _reseed_numpy()
         return call
 
     def _close(self) -> None:
-        """Closes in a fork what belongs to the server."""
+        """Closes the server's descriptors in a fork."""
         signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -179,7 +180,7 @@ def _freeze_objects() -> None:
     gc.freeze()
 
 
-def _seed_anew() -> None:
-    """Gives NumPy's global generator a state of its own, as in a started process."""
+def _reseed_numpy() -> None:
+    """Reseeds NumPy's global generator, which is random in a new process."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -107,10 +107,10 @@ class TaskActors:
         self.close()
 
     def start(self, task: LocalTask) -> None:
-        """Starts a task's process, as soon as there is room for it.
+        """Starts a task's process, as soon as its resources are free.
 
         A process that has ended is replaced by another actor, with the next
-        incarnation: Ray's own restarts would not be told from the first start.
+        incarnation: Ray's own restarts cannot be distinguished from the first start.
         """
         given = dict(self._plan.runtime_env)
         variables = {**self._environment, **given.pop("env_vars", {})}
@@ -165,8 +165,8 @@ def _reason(error: BaseException) -> str:
     # "The actor died ...\n\tclass_name: A\n\tactor_id: ...\nThe actor died because its
     # node has died. Node Id: 9e18\n\tthe actor's node was terminated unexpectedly: ..."
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines[1:] if not _is_number(line)] or lines[:1]
-    return " ".join(told).partition(" Some common causes include")[0]
+    facts = [line for line in lines[1:] if not _is_number(line)] or lines[:1]
+    return " ".join(facts).partition(" Some common causes include")[0]
 
 
 def _is_number(line: str) -> bool:
@@ -192,6 +192,7 @@ def call_pickled(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
         pickled: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
     except Exception as error:
         raise WorkerError(
-            f"The function or its arguments cannot be sent to the workers: {error}"
+            "The function or its arguments cannot be pickled for the workers: "
+            f"{error}. Create objects such as locks and files inside of the function."
         ) from error
     return pickled

@@ -17,7 +17,7 @@ from keras_strategies.reports.tables import readable_bytes
 PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Longer waits are reported.
 _SHORT_SECONDS = 2.0
-#: Arguments of Ray for resources that are no custom ones.
+#: Arguments of Ray for its predefined resources.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
@@ -42,7 +42,7 @@ class ClusterPlan:
     start_seconds: float
 
     def options(self, task: LocalTask) -> dict[str, Any]:
-        """Options of a task's actor for its resources."""
+        """Ray's options for the resources of a task's actor."""
         given = self.resources[task.job]
         found: dict[str, Any] = {
             "num_cpus": 0,
@@ -54,14 +54,14 @@ class ClusterPlan:
 class Reservation:
     """Resources of a cluster's tasks, reserved until the context is left.
 
-    Ray reserves the resources of a lost node elsewhere, as soon as there is room.
+    Ray reserves the resources of a lost node on other nodes, as soon as they are free.
 
     Args:
         plan: `ClusterPlan`.
-        tasks: the tasks to reserve resources for; others wait for free ones.
+        tasks: the tasks to reserve resources for; others wait for free resources.
 
     Raises:
-        ClusterError: from `__enter__`, without room for all after `start_seconds`.
+        ClusterError: from `__enter__`, if resources are missing after `start_seconds`.
     """
 
     def __init__(self, plan: ClusterPlan, tasks: tuple[LocalTask, ...]):
@@ -99,17 +99,17 @@ class Reservation:
         short = min(seconds, _SHORT_SECONDS)
         if self._group.wait(short):
             return
-        Progress().report(f"waiting for room for {self._asked()}; {_available()}")
+        Progress().report(f"waiting for room for {self._requested()}; {_available()}")
         if seconds > short and self._group.wait(seconds - short):
             return
         raise ClusterError(
-            f"The Ray cluster has had no room for {self._asked()} for {seconds:g} "
-            f"seconds (`start_seconds`): {_available()} Add nodes, ask for fewer or "
+            f"The Ray cluster has had no room for {self._requested()} for {seconds:g} "
+            f"seconds (`start_seconds`): {_available()} Add nodes, request fewer or "
             "smaller tasks, or end other programs of the cluster (`ray status` shows "
             "what they use)."
         )
 
-    def _asked(self) -> str:
+    def _requested(self) -> str:
         jobs = {"worker": "worker", "ps": "parameter server"}
         counts = {job: [j for j, _ in self._bundles].count(job) for job in jobs}
         parts = [

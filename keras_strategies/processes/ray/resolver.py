@@ -34,7 +34,7 @@ class RayClusterResolver(ClusterResolver):
         workers: int, 1 or more.
         ps: int, parameter servers; `run` starts none.
         min_workers: int, workers with which `ParameterServerStrategy` begins; others
-            join when the cluster has room for them. None for all.
+            join when their resources are free. None for all.
         resources_per_worker: dict, such as `{"CPU": 4, "GPU": 1}`, with Ray's names;
             custom ones and `"memory"`, in bytes, too. None for `{"CPU": 1}`.
         resources_per_server: dict for each parameter server. None for `{"CPU": 1}`.
@@ -42,7 +42,7 @@ class RayClusterResolver(ClusterResolver):
             `"STRICT_SPREAD"` or `"STRICT_PACK"`.
         runtime_env: dict, Ray's runtime environment of the tasks, such as
             `{"working_dir": ".", "pip": [...]}`.
-        start_seconds: float, seconds to wait until the cluster has room.
+        start_seconds: float, seconds to wait for free resources.
 
     Raises:
         ValueError: for invalid numbers, resources or placements.
@@ -120,7 +120,7 @@ class RayClusterResolver(ClusterResolver):
         return self._inner is None
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks; in the driver with names in place of addresses."""
+        """The tasks; in the driver with names instead of addresses."""
         if (inner := self._inner) is not None:
             return inner.cluster_spec()
         tasks = {"worker": [f"worker-{i}" for i in range(self.plan.workers)]}
@@ -137,7 +137,10 @@ class RayClusterResolver(ClusterResolver):
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
-        raise ContextError("Ray chooses the task of each process.")
+        raise ContextError(
+            f"`task_type` cannot be set to {task_type!r}: Ray assigns the job of each "
+            "process."
+        )
 
     @property
     def task_id(self) -> int | None:
@@ -147,7 +150,10 @@ class RayClusterResolver(ClusterResolver):
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
-        raise ContextError("Ray chooses the task of each process.")
+        raise ContextError(
+            f"`task_id` cannot be set to {task_id!r}: Ray assigns the number of each "
+            "process."
+        )
 
     def num_accelerators(
         self,
@@ -171,9 +177,9 @@ class RayClusterResolver(ClusterResolver):
     ) -> list[Any]:
         """Calls a function on each worker, in processes that Ray starts.
 
-        `ks.MultiWorkerMirroredStrategy()` in the function finds its cluster. The
-        function, its arguments and its results are sent by cloudpickle: import what it
-        needs inside of it. No process is left when `run` returns.
+        `ks.MultiWorkerMirroredStrategy()` in the function connects the workers. The
+        function, its arguments and its results are sent by cloudpickle: import modules
+        inside of it. All processes have ended when `run` returns.
 
         Args:
             function: callable, called once in each process.
@@ -189,16 +195,16 @@ class RayClusterResolver(ClusterResolver):
                 wait as long as it takes.
 
         Returns:
-            list with the result of each worker, in their order; with `elastic` None for
-            one that was lost.
+            list of the workers' results, in their order; with `elastic` None for a
+            lost worker.
 
         Raises:
             Exception: the error of the function on a worker, with the traceback of
                 that process as a note.
             RuntimeError: as `ks.errors.WorkerError`, if a worker or its node was lost,
                 or had not returned in time.
-            ValueError: as `ks.errors.ClusterError`, without a Ray cluster, or without
-                room in it for `start_seconds`.
+            ValueError: as `ks.errors.ClusterError`, without a Ray cluster, or if its
+                resources are not free within `start_seconds`.
             ImportError: without ray.
 
         Example:
@@ -214,8 +220,8 @@ class RayClusterResolver(ClusterResolver):
         """
         if not callable(function):
             raise InvalidArgumentError(
-                "`run` needs a function for each worker to call. Received: "
-                f"{function!r}"
+                "`function` of `run` must be callable. Received: "
+                f"{function!r} of type {type(function).__name__}"
             )
         _check_count("max_restarts", max_restarts, 0)
         Elastic.check(elastic)
@@ -253,7 +259,7 @@ class RayClusterResolver(ClusterResolver):
 def _check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidArgumentError(
-            f"`{name}` must be a number of {least} or more. Received: {value!r}"
+            f"`{name}` must be an int of {least} or more. Received: {value!r}"
         )
 
 

@@ -31,7 +31,7 @@ class TrainWorker(ClusterResolver):
 
 
 def is_train_worker() -> bool:
-    """Whether this process is a worker of Ray Train, which has imported it then."""
+    """Whether this process is a worker of Ray Train, which imports `ray.train`."""
     return "ray.train" in sys.modules and _context() is not None
 
 

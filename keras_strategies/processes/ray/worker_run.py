@@ -26,10 +26,10 @@ from keras_strategies.types import Elastic
 
 #: Name of the engine in `TF_CONFIG`.
 ENGINE = "ray"
-# Other workers report the loss of one at once, before Ray does; or their error is
-# followed by that of the worker that has caused it.
+# Seconds to wait for the error that has caused another: workers report a lost worker
+# before Ray does.
 _CAUSE_SECONDS = 5.0
-#: Starts of a worker, of which all end before its function runs, until the run fails.
+#: Starts of a worker without a call of its function after which the run fails.
 _MAX_STARTS = 4
 
 
@@ -85,7 +85,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass
 class _Run:
-    """One start of all workers, of which elastic ones are replaced.
+    """One start of all workers; lost elastic workers are replaced.
 
     Args:
         settings: `RunSettings`.
@@ -96,7 +96,7 @@ class _Run:
     settings: RunSettings
     actors: TaskActors
     deadline: float | None
-    #: Whether there is no time left for another one.
+    #: Whether no time is left for a restart.
     is_over: bool = False
     _name: str = field(default_factory=secrets.token_hex)
     _addresses: dict[int, str] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class _Run:
             self._handle_address(self._next())
         for task in list(self._current.values()):
             self._call(task)
-        # Replacements that have not started when the others are done are not needed.
+        # Replacements that start after all others have returned are not needed.
         while self._running or not self._outcomes:
             self._handle(self._next())
         return [
@@ -158,7 +158,8 @@ class _Run:
                 raise WorkerError(
                     f"{', '.join(f'worker {i}' for i in missing)} had not returned "
                     f"after {self.settings.timeout_seconds:g} seconds "
-                    "(`timeout_seconds`), and all workers were ended."
+                    "(`timeout_seconds`), and all workers were ended. See their last "
+                    "output, or raise `timeout_seconds`."
                 )
             if self._current.get(reply.task.index) == reply.task:
                 return reply
@@ -168,7 +169,7 @@ class _Run:
         if not reply.lost:
             self._addresses[task.index] = reply.value
         elif self._starts[task.index] < _MAX_STARTS:
-            # On a node, for example, that Ray did not know to be lost.
+            # For example on a node that was lost before Ray detected it.
             self.actors.kill(task)
             self._start(dataclasses.replace(task, incarnation=task.incarnation + 1))
         else:
@@ -212,7 +213,7 @@ class _Run:
         self._start(LocalTask(task.job, task.index, task.incarnation + 1))
 
     def _fail(self, reply: Reply, outcome: CallOutcome | None) -> None:
-        """Raises the error that has ended the run, if a worker failed after it."""
+        """Raises the error of the worker that failed, not one that followed it."""
         until = time.monotonic() + _CAUSE_SECONDS
         while outcome is not None and isinstance(outcome.error(), ReplicaError):
             other = self.actors.next_reply(max(0.0, until - time.monotonic()))

@@ -40,7 +40,7 @@ class ProcessNumber:
         if len(given) == 1:
             missing = size if given == [rank] else rank
             raise ClusterError(
-                f"{given[0]} is {os.environ[given[0]]!r}, but {[missing]} are not set. "
+                f"{given[0]} is {os.environ[given[0]]!r}, but {missing} is not set. "
                 "A launcher sets both for each process. Set both, or unset "
                 f"{given[0]} to train as one worker."
             )
@@ -58,7 +58,8 @@ def number(name: str) -> int:
     text = os.environ[name]
     if not text.strip().isdecimal():
         raise ClusterError(
-            f"The environment variable {name} is {text!r}, not a number."
+            f"The environment variable {name} is {text!r}, not a number. Set it to a "
+            "number of 0 or more, or unset it."
         )
     return int(text)
 
@@ -67,19 +68,19 @@ def check_rank(rank: str, size: str) -> None:
     """Checks that a rank is below its size, if both variables are set.
 
     Raises:
-        ValueError: with both.
+        ValueError: if it is not.
     """
     if not (os.environ.get(rank) and os.environ.get(size)):
         return
     if number(rank) >= number(size):
         raise ClusterError(
             f"{rank} is {number(rank)} and {size} is {number(size)}; ranks go from "
-            "0 to the number of processes - 1."
+            "0 to the number of processes - 1. Correct one of the variables."
         )
 
 
 def workers_of(first: str, size: int) -> list[str]:
-    """The addresses of workers of which only the first is known.
+    """The addresses of workers, from that of the first one only.
 
     The others appear under their rank, as `"rank-3"`, which is not an address: engines
     need only the first one.

@@ -47,7 +47,8 @@ class SageMakerClusterResolver(ClusterResolver):
         if missing:
             raise ClusterError(
                 f"The environment variables {missing} are not set; SageMaker sets "
-                "them on each host of a training job."
+                "them on each host of a training job. Run the script in such a job, or "
+                "use another resolver."
             )
         text, current = os.environ[HOSTS], os.environ[CURRENT_HOST]
         try:
@@ -56,14 +57,15 @@ class SageMakerClusterResolver(ClusterResolver):
             hosts = None
         if not isinstance(hosts, list) or not all(isinstance(h, str) for h in hosts):
             raise ClusterError(
-                f"The environment variable {HOSTS} is not a JSON list of names: "
-                f"{text!r}."
+                f"The environment variable {HOSTS} must be a JSON list of names, such "
+                f'as ["algo-1", "algo-2"]. Found: {text!r}.'
             )
         # The order must be the same on every host.
         hosts = sorted(hosts)
         if current not in hosts:
             raise ClusterError(
-                f"{CURRENT_HOST} is {current!r}, which is not among {HOSTS}: {hosts}."
+                f"{CURRENT_HOST} is {current!r}, which is not among {HOSTS}: {hosts}. "
+                "Correct one of the variables."
             )
         self._spec = ClusterSpec({"worker": [f"{host}:{port}" for host in hosts]})
         super().__init__(

@@ -17,7 +17,7 @@ from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
-# Of a job step, and of the whole job where there is no step.
+# Variables of a job step, and of the job where there is no step.
 NODE_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -78,7 +78,10 @@ def _expand(pattern: str, text: str) -> list[str]:
     for part in match[1].split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if found is None:
-            raise ClusterError(f"{part!r} in the node list {text!r} is not a range.")
+            raise ClusterError(
+                f"{part!r} in the node list {text!r} is not a number or a range, such "
+                'as "01-03".'
+            )
         first, last = found[1], found[2] or found[1]
         if int(last) < int(first):
             raise ClusterError(
@@ -115,9 +118,9 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Reads what SLURM says about a job step.
+    """Reads the variables of a SLURM job step: each of its tasks is one of the cluster.
 
-    Tasks are placed on nodes as `srun --distribution` says: `block`, `cyclic` or
+    Tasks are placed on nodes according to `srun --distribution`: `block`, `cyclic` or
     `plane`.
 
     Args:
@@ -164,14 +167,14 @@ class SlurmClusterResolver(ClusterResolver):
             raise ClusterError(
                 f"The jobs {self._jobs} have {sum(self._jobs.values())} tasks, but "
                 f"SLURM runs {total} on {self._hosts} ({self._counts} of them on "
-                "each)."
+                "each). Change `jobs`, or `--ntasks` of `srun`."
             )
         self._port_base = port_base
         process = _number((PROCESS,))
         if process >= total:
             raise ClusterError(
                 f"{PROCESS} is {process}, but there are only {total} tasks, numbered "
-                "from 0."
+                "from 0. Check `tasks_per_node`."
             )
         self._places = _distribute(self._counts)
         self._check_place(process)
@@ -193,7 +196,7 @@ class SlurmClusterResolver(ClusterResolver):
             if set(given) != set(self._hosts):
                 raise ClusterError(
                     f"`tasks_per_node` names the nodes {sorted(given)}, but SLURM "
-                    f"runs on {self._hosts}."
+                    f"runs on {self._hosts}. Name each of these."
                 )
             counts = [int(given[host]) for host in self._hosts]
         elif given is not None:
@@ -206,7 +209,7 @@ class SlurmClusterResolver(ClusterResolver):
         if len(counts) != nodes:
             raise ClusterError(
                 f"There are {nodes} nodes, {self._hosts}, but task counts for "
-                f"{len(counts)}: {counts}."
+                f"{len(counts)}: {counts}. Give `tasks_per_node` one number per node."
             )
         return counts
 
@@ -251,7 +254,8 @@ class SlurmClusterResolver(ClusterResolver):
         if share * self._counts[node] > len(names):
             raise ClusterError(
                 f"{self._counts[node]} tasks on node {self._hosts[node]!r} need "
-                f"{share} GPUs each, but there are {len(names)}: {names}."
+                f"{share} GPUs each, but there are {len(names)}: {names}. Lower "
+                "`gpus_per_task`, or start fewer tasks per node."
             )
         return names[place * share : (place + 1) * share]
 

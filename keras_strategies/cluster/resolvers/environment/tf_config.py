@@ -28,8 +28,8 @@ class TFConfigClusterResolver(ClusterResolver):
         environment: str, instead of `environment`.
 
     Raises:
-        ValueError: if the variable is not JSON, or does not describe a cluster that
-            this process is a task of; the message shows what was read.
+        ValueError: if the variable is not JSON, does not describe a cluster, or this
+            process is not one of its tasks; the message shows its text.
 
     Example:
 
@@ -80,7 +80,7 @@ class TFConfigClusterResolver(ClusterResolver):
                 f"The environment variable {VARIABLE} is not JSON: {error}. "
                 f"{self._shown()}"
             ) from None
-        self._expect(isinstance(config, dict), "it is a dict")
+        self._expect(isinstance(config, dict), "it must be a JSON object")
         found: dict[str, Any] = config
         return found
 

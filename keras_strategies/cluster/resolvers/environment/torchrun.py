@@ -68,7 +68,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     @property
     def local_world_size(self) -> int:
-        """int, how many processes are on this machine; 1 where it is not set."""
+        """int, the number of processes on this machine; 1 where it is not set."""
         is_set = os.environ.get(LOCAL_WORLD_SIZE)
         return number(LOCAL_WORLD_SIZE) if is_set else 1
 

@@ -25,7 +25,7 @@ WORKER_ID = "TPU_WORKER_ID"
 ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"
 # The variable for `tpu=None`, as in TensorFlow.
 NAME = "TPU_NAME"
-# Another metadata server than metadata.google.internal, as Google's clients read it.
+# A metadata server other than metadata.google.internal, as in Google's clients.
 METADATA_HOST = "GCE_METADATA_HOST"
 DEVICES = ("/dev/accel0", "/dev/vfio/0")
 # Product name in the firmware of Compute Engine's machines.
@@ -57,7 +57,7 @@ class TPUClusterResolver(ClusterResolver):
         rpc_layer: str, the protocol for `master()`.
 
     Raises:
-        ValueError: where there is no TPU, with what was looked for.
+        ValueError: if no TPU is found; the message lists the places searched.
         ImportError: for a name without the package `google-api-python-client`.
 
     Example:
@@ -87,7 +87,7 @@ class TPUClusterResolver(ClusterResolver):
         elif "://" in name or ":" in name:
             addresses = ["{}:{}".format(*split_address(name))]
         elif name and (zone or project or service is not None):
-            addresses = self._ask_for(name, zone, project, service, port)
+            addresses = self._look_up(name, zone, project, service, port)
         else:
             found = _own_slice()
             if found is None:
@@ -98,7 +98,7 @@ class TPUClusterResolver(ClusterResolver):
         self._spec = ClusterSpec({job_name: addresses})
         super().__init__(job_name, number, rpc_layer)
 
-    def _ask_for(
+    def _look_up(
         self, name: str, zone: str | None, project: str | None, service: Any, port: int
     ) -> list[str]:
         """Addresses of a named TPU, from the Cloud TPU service."""
@@ -126,7 +126,7 @@ class TPUClusterResolver(ClusterResolver):
 
     @property
     def accelerator_type(self) -> str:
-        """str, the kind of the slice, such as `"v5litepod-16"`; `""` if not said."""
+        """str, the kind of the slice, such as `"v5litepod-16"`; `""` if unknown."""
         return os.environ.get(ACCELERATOR_TYPE, self._accelerator_type)
 
 
@@ -147,7 +147,7 @@ def _own_slice() -> _Slice | None:
         raise ClusterError(
             f"This machine is number {number!r} of its TPU slice ({WORKER_ID} is "
             f"{os.environ.get(WORKER_ID)!r}), and {source} names the machines "
-            f"{list(names)}, numbered from 0."
+            f"{list(names)}, numbered from 0. Set {WORKER_ID} to one of these numbers."
         )
     return _Slice(names, int(number), kind)
 
@@ -176,10 +176,14 @@ def _metadata(key: str) -> str:
     except urllib.error.HTTPError as error:
         if error.code == 404:  # A machine of Compute Engine without a TPU.
             return ""
-        raise ClusterError(f"The metadata server {host!r} says {error}.") from error
+        raise ClusterError(
+            f"The metadata server {host!r} answered the request for {key!r} with "
+            f"{error}. Set {WORKER_HOSTNAMES} and {WORKER_ID} instead."
+        ) from error
     except OSError as error:
         raise ClusterError(
-            f"The metadata server {host!r} of this machine does not answer: {error}."
+            f"The metadata server {host!r} of this machine does not answer: {error}. "
+            f"Set {WORKER_HOSTNAMES} and {WORKER_ID} instead."
         ) from error
     return text.decode().strip()
 

@@ -90,7 +90,7 @@ class GCEClusterResolver(ClusterResolver):
             raise ClusterError(
                 f"The instance group {self._group!r} of project "
                 f"{self._place['project']!r} in zone {self._place['zone']!r} has no "
-                "running machine."
+                "running machine. Start its machines, or correct the names."
             )
         return sorted(names, key=natural_order)
 
