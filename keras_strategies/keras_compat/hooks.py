@@ -1,4 +1,4 @@
-"""Functions that are called instead of Keras's, and the hooks that they call."""
+"""Replacements of Keras's functions, and the hooks that they call."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
 class MethodBeginsAgain(BaseException):
-    """Leaves a method of a model, which is called again with the same arguments.
+    """Unwinds a method of a model, which is then called again with the same arguments.
 
     Args:
-        name: str, of the method; others that it has called are left.
+        name: str, the method, such as `"fit"`; methods that it called are unwound too.
     """
 
     def __init__(self, name: str):
@@ -39,10 +39,10 @@ class ModelHooks(Protocol):
         """Entered around `Variable.__init__`."""
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
-        """The first three arguments of `Variable.__init__`, of which one is a value."""
+        """Replaces the arguments of `Variable.__init__` for a variable with a value."""
 
     def check_strategy(self, model: Any, name: str) -> None:
-        """A method of a model without a strategy is called while a scope is open."""
+        """Checks a model without a strategy, of which a method is called in a scope."""
 
     def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[Any]:
         """Entered around `fit`, `evaluate`, ... and `compile`."""
@@ -59,10 +59,10 @@ class ModelHooks(Protocol):
         """Changes of the arguments, by name, of a data adapter."""
 
     def input_made(self, adapter: Any) -> None:
-        """`fit` or one of its siblings has made a data adapter of its input."""
+        """`fit`, `evaluate` or `predict` has made a data adapter of its input."""
 
     def building(self, model: Any, batch: Any) -> None:
-        """A model is to be built from the shapes of its first batch."""
+        """Called before a model is built from the shapes of its first batch."""
 
     def step_function(
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
@@ -83,13 +83,13 @@ class ModelHooks(Protocol):
         """Instead of `variable.assign_add(delta)`."""
 
     def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
-        """Entered around the writing of a file, to the path that it gives."""
+        """Entered around the writing of a file; returns the path to write to."""
 
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Entered around `model.export`."""
 
     def loaded(self, model: Any, source: Any) -> None:
-        """A model has its weights from a path, or from an open `.keras` file."""
+        """A model's weights were loaded from a path, or from an open `.keras` file."""
 
     def saves(self, model: Any) -> bool:
         """Whether this process writes the files of a model that is saved."""
@@ -199,6 +199,6 @@ def load_weights(
     _Installed.hooks.loaded(model, filepath)
 
 
-def refuse_foreign(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def check_model_scope(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     _Installed.hooks.check_strategy(self, original.__name__)
     return original(self, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""All that is replaced in Keras.
+"""Attributes of Keras that are replaced.
 
-A row says what is replaced, by what and why. `patching` installs the rows of a group;
-`tests/test_manifest.py` compares each row with the installed Keras and says what has
-moved. What is used without being replaced is in `private_names`.
+A row has an attribute, its replacement and the reason. `patching` installs the rows of
+a group; `tests/test_manifest.py` compares each row with the installed Keras. Attributes
+that are used without being replaced are in `private_names`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Patch:
         signature: str, the original's, of several versions likewise.
         around: str, the function of this package that is called instead, as
             `around(original, *args, **kwargs)`: its module and its name.
-        why: str.
+        why: str, the reason.
         backend: str, the backend that has it; empty for all.
         versions: tuple of str, the versions of Keras that have it.
     """
@@ -43,9 +43,9 @@ class Group:
     """Patches that are installed together.
 
     Args:
-        when: str, the time that they are there.
+        when: str, the time in which they are installed.
         patches: tuple of `Patch`.
-        is_temporary: bool, whether they are removed while the process goes on.
+        is_temporary: bool, whether they are removed before the process ends.
     """
 
     when: str
@@ -74,7 +74,7 @@ GROUPS: dict[str, Group] = {
                 "__init__",
                 "(self)",
                 "hooks.trainer_init",
-                "A model that is made in a scope belongs to the strategy.",
+                "A model that is made in a scope is recorded with the strategy.",
             ),
             Patch(
                 _VARIABLE,
@@ -83,8 +83,8 @@ GROUPS: dict[str, Group] = {
                 "autocast=True, aggregation='none', synchronization='auto', "
                 "name=None, layout=None, **kwargs)",
                 "hooks.variable_init",
-                "A variable that is made in a scope belongs to the strategy, and so "
-                "does its initial value to a traced program.",
+                "A variable that is made in a scope is recorded with the strategy; the "
+                "policy of a `StateScope` replaces its initial value.",
             ),
             Patch(
                 "keras.src.trainers.epoch_iterator.EpochIterator",
@@ -108,8 +108,8 @@ GROUPS: dict[str, Group] = {
                 "load_weights",
                 "(model, filepath, skip_mismatch=False, **kwargs)",
                 "hooks.load_weights",
-                "`load_weights` restores them too, also those of a plain model from a "
-                "file of a strategy.",
+                "`load_weights` restores them too, also in a model without a strategy "
+                "from a file of one.",
             ),
         ),
     ),
@@ -121,8 +121,8 @@ GROUPS: dict[str, Group] = {
                 "assign_add",
                 "(self, value)",
                 "hooks.assign_add",
-                "Replicas in `run` may add to any variable. What they add is summed, "
-                "not what they assign.",
+                "Replicas in `run` may add to any variable. The added values are "
+                "summed, not the assigned ones.",
             ),
             Patch(
                 _VARIABLE,
@@ -173,8 +173,8 @@ GROUPS: dict[str, Group] = {
                 "shuffle=True, class_weight=None, sample_weight=None, "
                 "initial_epoch=0, steps_per_epoch=None, validation_steps=None, "
                 "validation_batch_size=None, validation_freq=1)",
-                "hooks.refuse_foreign",
-                "A model that was made outside of the scope is an error in it.",
+                "hooks.check_model_scope",
+                "A model that was made outside of the scope raises an error in it.",
             ),
             Patch(
                 "keras.src.models.model.Trainer",
@@ -182,38 +182,38 @@ GROUPS: dict[str, Group] = {
                 "(self, x=None, y=None, batch_size=None, verbose='auto', "
                 "sample_weight=None, steps=None, callbacks=None, return_dict=False, "
                 "**kwargs)",
-                "hooks.refuse_foreign",
-                "A model that was made outside of the scope is an error in it.",
+                "hooks.check_model_scope",
+                "A model that was made outside of the scope raises an error in it.",
             ),
             Patch(
                 "keras.src.models.model.Trainer",
                 "predict",
                 "(self, x, batch_size=None, verbose='auto', steps=None, "
                 "callbacks=None)",
-                "hooks.refuse_foreign",
-                "A model that was made outside of the scope is an error in it.",
+                "hooks.check_model_scope",
+                "A model that was made outside of the scope raises an error in it.",
             ),
             Patch(
                 "keras.src.models.model.Trainer",
                 "train_on_batch",
                 "(self, x, y=None, sample_weight=None, class_weight=None, "
                 "return_dict=False)",
-                "hooks.refuse_foreign",
-                "A model that was made outside of the scope is an error in it.",
+                "hooks.check_model_scope",
+                "A model that was made outside of the scope raises an error in it.",
             ),
             Patch(
                 "keras.src.models.model.Trainer",
                 "test_on_batch",
                 "(self, x, y=None, sample_weight=None, return_dict=False)",
-                "hooks.refuse_foreign",
-                "A model that was made outside of the scope is an error in it.",
+                "hooks.check_model_scope",
+                "A model that was made outside of the scope raises an error in it.",
             ),
             Patch(
                 "keras.src.models.model.Trainer",
                 "predict_on_batch",
                 "(self, x)",
-                "hooks.refuse_foreign",
-                "A model that was made outside of the scope is an error in it.",
+                "hooks.check_model_scope",
+                "A model that was made outside of the scope raises an error in it.",
             ),
             Patch(
                 _TRAINER,
@@ -221,7 +221,7 @@ GROUPS: dict[str, Group] = {
                 "(self, optimizer='rmsprop', loss=None, loss_weights=None, "
                 "metrics=None, weighted_metrics=None, run_eagerly=False, "
                 "steps_per_execution=1, jit_compile='auto', auto_scale_loss=True)",
-                "hooks.refuse_foreign",
+                "hooks.check_model_scope",
                 "As `fit`.",
             ),
         ),
@@ -249,7 +249,7 @@ GROUPS: dict[str, Group] = {
                 "_distribute_data",
                 "(data, layouts=None) | (data, layouts=None, is_super_batch=False)",
                 "backends.keras_on_jax.distribute_data",
-                "`train_on_batch` and its siblings place batches by it.",
+                "`train_on_batch` and the like place batches by it.",
                 backend="jax",
             ),
             Patch(
@@ -257,7 +257,7 @@ GROUPS: dict[str, Group] = {
                 "_get_iterator",
                 "(self)",
                 "backends.keras_on_jax.epoch_batches",
-                "It has the layouts of the first batch for all.",
+                "It uses the layouts of the first batch for all batches.",
                 backend="jax",
             ),
             Patch(
@@ -287,7 +287,7 @@ GROUPS: dict[str, Group] = {
                 "distribute_tensor",
                 "(tensor, layout)",
                 "backends.keras_on_jax.distribute_tensor",
-                "`jax.device_put` compares the value in all processes, of which one "
+                "`jax.device_put` compares the value in all processes, but only one "
                 "may have it.",
                 backend="jax",
             ),
@@ -340,8 +340,8 @@ GROUPS: dict[str, Group] = {
                 "convert_to_numpy",
                 "(x)",
                 "backends.keras_on_torch.to_numpy",
-                "Models are saved by it. It gathers shards, for which every process "
-                "would have to save.",
+                "Saving calls it. It gathers shards, for which every process would "
+                "have to save.",
                 backend="torch",
                 versions=VERSIONS[1:],
             ),
@@ -360,8 +360,7 @@ GROUPS: dict[str, Group] = {
                 "(query, key, value, bias=None, mask=None, scale=None, "
                 "is_causal=False, flash_attention=None, attn_logits_soft_cap=None)",
                 "backends.keras_on_torch.attention",
-                "It takes the local shards of its arguments for parts that fit "
-                "together.",
+                "It assumes that the local shards of its arguments match.",
                 backend="torch",
                 versions=VERSIONS[1:],
             ),
@@ -398,7 +397,7 @@ GROUPS: dict[str, Group] = {
                 "stateless_apply",
                 "(self, optimizer_variables, grads, trainable_variables)",
                 "optimizers.applying.stateless_apply",
-                "It would apply its inner optimizer in a condition.",
+                "It would apply its inner optimizer in a branch of a condition.",
             ),
         ),
     ),
@@ -461,7 +460,7 @@ GROUPS: dict[str, Group] = {
                 "_enumerate_iterator",
                 "(self)",
                 "models.fit_position.epoch_steps",
-                "`Resume` skips steps, and acts between two.",
+                "`Resume` skips steps, and runs between steps.",
             ),
         ),
     ),
@@ -473,7 +472,7 @@ GROUPS: dict[str, Group] = {
                 "__setitem__",
                 "(self, key, value)",
                 "saving.streaming.write_variable",
-                "One array for each variable: too large for a process.",
+                "It makes one array of each variable, too large for a process.",
             ),
             Patch(
                 f"{_SAVING}.ShardedH5IOStore",
@@ -504,7 +503,7 @@ GROUPS: dict[str, Group] = {
                 "is_memory_sufficient",
                 "(model)",
                 "saving.streaming.memory_suffices",
-                "It lets whole files be held in memory.",
+                "It makes Keras read entire files into memory.",
             ),
             Patch(
                 _OPTIMIZER,

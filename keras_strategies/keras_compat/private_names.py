@@ -1,7 +1,7 @@
 """All private names of Keras that are used without being replaced.
 
-`tests/test_manifest.py` says which of them the installed Keras no longer has, and which
-ones `keras_compat` uses that no row names.
+`tests/test_manifest.py` finds names that the installed Keras no longer has, and names
+that `keras_compat` uses without a row here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Private:
     Args:
         owner: str, its full name; several versions are separated by `" | "`.
         names: tuple of str.
-        why: str, what they are used for.
+        why: str, their use.
         backend: str, the backend that has them; empty for all.
     """
 
@@ -113,7 +113,7 @@ PRIVATE = (
     Private(
         "keras.src.utils.torch_utils",
         ("TorchModuleWrapper",),
-        "Torch modules have parameters that no scope sees.",
+        "Torch modules have parameters outside of every scope.",
     ),
     Private("keras.src.backend", ("compute_output_spec",), "Traces of updates."),
     Private(

@@ -1,4 +1,4 @@
-"""The scope in which variables have values other than their own, and its policies."""
+"""A scope that replaces the values of variables, and its policies."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def current_stateless_scope() -> Any:
 
 @contextlib.contextmanager
 def outside_stateless_scopes() -> Iterator[None]:
-    """Reads and assigns variables themselves, whatever scope is open.
+    """A context without a stateless scope: variables themselves are read and assigned.
 
     Keras 3.15: the global attribute "stateless_scope".
     """
@@ -43,14 +43,14 @@ def thread_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def with_thread_state(state: dict[str, Any]) -> Iterator[None]:
-    """Gives this thread another thread's Keras state."""
+    """A context with another thread's Keras state in this thread."""
     from keras.src.backend.common import global_state
 
     own = vars(global_state.GLOBAL_STATE_TRACKER)
     saved = dict(own)
     own.clear()
     own.update(state)
-    # The call context belongs to the thread whose layers are being called.
+    # The call context is that of the thread that calls layers.
     own.pop("current_call_ctx", None)
     try:
         yield

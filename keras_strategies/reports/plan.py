@@ -14,7 +14,7 @@ from keras_strategies.keras_compat.models.building import symbolic_build
 from keras_strategies.keras_compat.state_scope import ShapesOnly
 from keras_strategies.keras_compat.variables.deferred import (
     build_optimizer_without_values,
-    forgetting_deferred_variables,
+    discarding_deferred_variables,
 )
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.describe import (
@@ -175,7 +175,7 @@ def plan(
     batch = _abstract_batch(batch_shapes)
     with (
         strategy.scope(),
-        forgetting_deferred_variables(),
+        discarding_deferred_variables(),
         ShapesOnly().scope(),
     ):
         model = build_fn()

@@ -18,7 +18,7 @@ from keras_strategies.errors import (
 )
 from keras_strategies.keras_compat.hooks import MethodBeginsAgain
 from keras_strategies.keras_compat.models.fit_loop import (
-    initial_epoch,
+    resumed_epoch,
     set_initial_epoch,
 )
 from keras_strategies.keras_compat.models.input_adapters import is_adapter
@@ -220,7 +220,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
             # The others have begun before.
             return
         # The chief may have restored a backup, and a worker alone have a callback.
-        own = [initial_epoch(self.model), self.times.each_batch]
+        own = [resumed_epoch(self.model), self.times.each_batch]
         found = self._workers.gather_values("the first epoch", own)
         self.times.each_batch = any(acts for _, acts in found)
         set_initial_epoch(self.model, found[0][0])

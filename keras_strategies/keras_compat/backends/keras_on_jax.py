@@ -10,7 +10,7 @@ from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.input_adapters import thread_input
 from keras_strategies.keras_compat.variables.values import raw_value
 
-# What each kind of loop carries from step to step, in the order of its state.
+# Groups of variables in the state of each kind of loop, in its order.
 _STATE_NAMES = {
     "train": (
         "trainable_variables",
@@ -50,16 +50,16 @@ def hook_jax_placement(
     is_spread: Callable[[Any], bool],
     read: Callable[[Any, Any], Any],
 ) -> None:
-    """Lets variables lie on devices of several processes.
+    """Installs hooks for variables on devices of several processes.
 
-    `Variable.__array__` is what `numpy`, `get_weights`, `convert_to_numpy` and what
-    saves a model call.
+    `numpy`, `get_weights`, `convert_to_numpy` and the saving of models read a variable
+    by `Variable.__array__`.
 
     Args:
-        put: places an array that this process has.
-        is_spread: says whether an array lies on devices of several processes.
-        read: makes a NumPy array of a variable's value, given both; None for what JAX
-            reads itself.
+        put: callable of an array of this process and a sharding; places the array.
+        is_spread: callable of an array, whether it is on devices of several processes.
+        read: callable of a variable and its value that returns a NumPy array; None for
+            values that JAX reads itself.
     """
     _Placement.put, _Placement.is_spread, _Placement.read = put, is_spread, read
     patching.install("jax workers")
@@ -94,11 +94,11 @@ def variable_array(variable: Any, original: Callable[..., Any], dtype: Any) -> A
 
 
 def record_jax_state(model: Any, kind: str, state: Any) -> None:
-    """Says which arrays the variables stand for while a loop is under way.
+    """Records the current arrays of a model's variables during a loop.
 
-    Keras 3.15 on JAX takes the values away from the variables for the length of
-    an epoch and notes the current ones in `_jax_state` after each step, which is
-    too late for an exception in a step.
+    Keras 3.15 on JAX empties the variables for the length of an epoch and records
+    their arrays in `_jax_state` after each step, which is too late for an exception in
+    a step.
     """
     # object.__setattr__: Keras would track the arrays.
     names = _STATE_NAMES[kind]
@@ -106,7 +106,7 @@ def record_jax_state(model: Any, kind: str, state: Any) -> None:
 
 
 def hold_jax_state(model: Any, kind: str, state: Any) -> None:
-    """Records arrays that a loop has, while the variables are empty."""
+    """Records the arrays of a loop, while the variables are empty."""
     record_jax_state(model, kind, state)
     model._jax_state_synced = False
 
@@ -160,33 +160,33 @@ def record_read_jax_state(
 
 
 def variables_are_empty(model: Any) -> bool:
-    """Whether a loop of Keras has the values of a model's variables.
+    """Whether a loop of Keras has emptied a model's variables.
 
-    Those of 3.15 empty the variables for the length of an epoch, and `train_on_batch`
-    does not.
+    Loops of Keras 3.15 empty them for the length of an epoch; `train_on_batch` does
+    not.
     """
     return any(raw_value(v) is None for v in model.variables)
 
 
 def sync_jax_state(model: Any) -> None:
-    """Gives the variables of a model in a loop their current values."""
+    """Assigns the current arrays of a loop to the model's variables."""
     model.jax_state_sync()
 
 
 def restore_jax_state(model: Any) -> None:
-    """Gives the variables their values back after a loop ended with an error.
+    """Assigns the arrays of a loop to the variables after it ended with an error.
 
     `fit` of Keras 3.15 does so, `evaluate`, `predict` and `*_on_batch` do not.
     """
     state = getattr(model, "_jax_state", None) or {}
     arrays = [array for group in state.values() for array in group]
-    # A program that failed while it ran has used up what it was given.
+    # A program that failed during execution has deleted its donated inputs.
     if not any(array.is_deleted() for array in arrays):
         model.jax_state_sync()
 
 
 def move_variable(variable: Any, layout: Any) -> None:
-    """Changes the layout that a variable's values have, now and in future.
+    """Changes the layout of a variable's present and future values.
 
     Keras 3.15: `JaxVariable._layout` (None, or a `TensorLayout`), which
     `_direct_assign` applies.
@@ -197,7 +197,7 @@ def move_variable(variable: Any, layout: Any) -> None:
 
 
 def set_layout(variable: Any, layout: Any) -> None:
-    """Gives a variable without a value the layout that one would have.
+    """Sets the layout of the future values of a variable without a value.
 
     Keras 3.15: `JaxVariable._layout`.
     """
@@ -205,5 +205,5 @@ def set_layout(variable: Any, layout: Any) -> None:
 
 
 def layout_of(variable: Any) -> Any:
-    """The layout that a variable's values have on JAX, None without one."""
+    """The layout of a variable's values on JAX; None without one."""
     return getattr(variable, "_layout", None)

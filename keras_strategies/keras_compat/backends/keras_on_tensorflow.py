@@ -31,9 +31,9 @@ def hook_tensorflow(
         has_several_devices: whether a model is trained on several devices.
         initialize: `initialize(variable, original, value)`, called instead of
             `original(value)`, which makes the `tf.Variable` of a variable.
-        outside_replicas: gives the context in which TensorFlow's default strategy is
+        outside_replicas: returns a context in which TensorFlow's default strategy is
             the current one.
-        in_strategy: whether one of our strategies is current.
+        in_strategy: whether a strategy of this package is the current one.
     """
     _Replicas.on_replica = on_replica
     _Replicas.has_several_devices = has_several_devices
@@ -57,7 +57,7 @@ def scale_loss(original: Any, value: Any) -> Any:
 def initialize(variable: Any, original: Callable[[Any], None], value: Any) -> None:
     """Makes the `tf.Variable` of a variable, which may be mirrored.
 
-    Keras 3.15: `KerasVariable._initialize`, at once or later.
+    Keras 3.15: `KerasVariable._initialize`, immediate or deferred.
     """
     if patching.is_installed("tensorflow replicas"):
         _Replicas.initialize(variable, original, value)

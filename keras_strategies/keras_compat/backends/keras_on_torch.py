@@ -1,6 +1,6 @@
 """Use of Keras on Torch beyond its public interface, with DTensors as variables.
 
-All of it is of Keras 3.16, which shards variables with `torch.distributed`.
+This is for Keras 3.16, which shards variables with `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ def distribution_class() -> Any:
 
 
 class _Tensors:
-    whole: Callable[[Any], Any]
-    alike: Callable[..., tuple[Any, ...]]
+    full_tensor: Callable[[Any], Any]
+    align_shards: Callable[..., tuple[Any, ...]]
     read: Callable[[Any], Any]
 
 
 def hook_torch_dtensors(
-    whole: Callable[[Any], Any],
-    alike: Callable[..., tuple[Any, ...]],
+    full_tensor: Callable[[Any], Any],
+    align_shards: Callable[..., tuple[Any, ...]],
     read: Callable[[Any], Any],
 ) -> None:
-    """Lets models of strategies compute with DTensors; later calls do nothing.
+    """Installs hooks for models with DTensors as variables; later calls do nothing.
 
     Args:
-        whole: makes an ordinary tensor of a DTensor, and leaves others as they are.
-        alike: makes parts of the query, key, value, bias and mask of attention belong
-            together.
-        read: gives the value of a variable or its tensor, a NumPy array, where it has
-            been gathered, and None elsewhere.
+        full_tensor: gathers a DTensor into an ordinary tensor; others are unchanged.
+        align_shards: redistributes query, key, value, bias and mask of attention, so
+            that their local shards match.
+        read: returns the value of a variable or its tensor, a NumPy array, if it has
+            been gathered, else None.
     """
-    _Tensors.whole, _Tensors.alike, _Tensors.read = whole, alike, read
+    _Tensors.full_tensor, _Tensors.align_shards = full_tensor, align_shards
+    _Tensors.read = read
     patching.install("torch dtensors")
 
 
@@ -51,12 +52,12 @@ def attention(
     mask: Any = None,
     **kwargs: Any,
 ) -> Any:
-    query, key, value, bias, mask = _Tensors.alike(query, key, value, bias, mask)
+    query, key, value, bias, mask = _Tensors.align_shards(query, key, value, bias, mask)
     return original(query, key, value, bias=bias, mask=mask, **kwargs)
 
 
 def regularization_losses(original: Any, self: Any) -> list[Any]:
-    return [_Tensors.whole(loss) for loss in original(self)]
+    return [_Tensors.full_tensor(loss) for loss in original(self)]
 
 
 def to_numpy(original: Any, x: Any) -> Any:

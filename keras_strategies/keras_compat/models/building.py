@@ -26,7 +26,7 @@ def is_built(layer: Any) -> bool:
 
 
 def compiled_parts(model: Any) -> tuple[Any, Any]:
-    """The metrics and the loss that `compile` has made; None where it was not called.
+    """The metrics and the loss of `compile`; None before it is called.
 
     Keras 3.15: `Trainer._compile_metrics`, `_compile_loss`.
     """
@@ -36,7 +36,7 @@ def compiled_parts(model: Any) -> tuple[Any, Any]:
 
 
 def is_unbuilt(model: Any) -> bool:
-    """Whether `Trainer._symbolic_build` of Keras 3.15 will look at a batch."""
+    """Whether `Trainer._symbolic_build` of Keras 3.15 needs a batch."""
     parts = compiled_parts(model)
     unbuilt = [part for part in parts if part is not None and not part.built]
     return bool(unbuilt) or not is_built(model)
@@ -79,12 +79,12 @@ def symbolic_build(model: Any, batch: Any) -> None:
     """Builds model, losses, metrics and optimizer from the shapes of a batch.
 
     Keras 3.15: `Trainer._symbolic_build(data_batch=...)`, which reads `shape` and
-    `dtype` of the leaves only. It traces the model for the shapes of its outputs, which
-    those of a functional model have already.
+    `dtype` of the leaves only. It traces the model for the shapes of its outputs; a
+    functional model has symbolic outputs already.
     """
     outputs = _known_outputs(model)
     if outputs is not None:
-        with contextlib.suppress(Exception):  # Keras's own way raises the error.
+        with contextlib.suppress(Exception):  # Keras's own build raises the error.
             _build_from_outputs(model, batch, outputs)
     model._symbolic_build(data_batch=batch)
 
@@ -147,7 +147,7 @@ def all_variables(model: Any) -> list[Any]:
 
 
 def build_optimizer(model: Any) -> None:
-    """Makes the optimizer's variables of a built model, which `fit` does at once."""
+    """Makes the optimizer's variables of a built model."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and model.built and not optimizer.built:
         optimizer.build(model.trainable_variables)

@@ -24,9 +24,7 @@ def epoch_iterator(**arguments: Any) -> Any:
 
 
 def callback_list(callbacks: Any, **arguments: Any) -> Any:
-    """`keras.callbacks.CallbackList`, of what `fit` was given."""
-    import keras
-
+    """The `keras.callbacks.CallbackList` of the callbacks passed to `fit`."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     return keras.callbacks.CallbackList(callbacks, **arguments)
@@ -42,13 +40,8 @@ def should_evaluate(model: Any, epoch: int, frequency: Any) -> bool:
     return bool(model._should_eval(epoch, frequency))
 
 
-def resumed_epoch(model: Any) -> Any:
-    """The epoch that `BackupAndRestore` has restored (`Trainer._initial_epoch`)."""
-    return model._initial_epoch
-
-
 def metrics_or_logs(model: Any, logs: Any) -> dict[str, Any]:
-    """The metrics' results, or what a step returned (`_get_metrics_result_or_logs`)."""
+    """The metrics' results, or a step's logs (`_get_metrics_result_or_logs`)."""
     return dict(model._get_metrics_result_or_logs(logs))
 
 
@@ -71,8 +64,8 @@ def sample_weights(y: Any, class_weight: Any) -> Any:
     return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
-def initial_epoch(model: Any) -> int:
-    """The epoch that `fit` begins with, where a backup has been restored.
+def resumed_epoch(model: Any) -> int:
+    """The epoch that `fit` resumes at; 0 if no backup has been restored.
 
     Keras 3.15: `BackupAndRestore` sets `_initial_epoch`.
     """
@@ -80,6 +73,7 @@ def initial_epoch(model: Any) -> int:
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Sets the epoch that `fit` resumes at."""
     model._initial_epoch = epoch
 
 
@@ -98,8 +92,8 @@ def skip_steps(
 
     Args:
         model: a model whose `fit` has begun.
-        count: int, how many calls.
-        logs: dict, what they return.
+        count: int, number of calls.
+        logs: dict, their return value.
         metrics: the values of the metrics' variables afterwards.
         at_end: called after the last one.
     """

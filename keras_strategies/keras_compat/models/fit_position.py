@@ -106,9 +106,9 @@ def callback_list_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
 
 def set_position(epochs: Any, position: Position) -> None:
-    """Makes a position give the steps of an epoch iterator.
+    """Makes an epoch iterator take its steps from a position.
 
-    Keras 3.15: `EpochIterator._enumerate_iterator` gives them on every backend.
+    Keras 3.15: `EpochIterator._enumerate_iterator` yields them on every backend.
     """
     setattr(epochs, _POSITION, position)
 
@@ -228,13 +228,13 @@ def replay_passes(epochs: Any, count: int, num_batches: int | None) -> None:
     All batches are read where the end of a pass changes the order of the next one: of
     loaders with a generator of their own, and of `PyDataset`s with workers.
 
-    Keras 3.15: `EpochIterator._enumerate_iterator` begins another pass after each
-    whose number of batches is known, and drops it.
+    Keras 3.15: `EpochIterator._enumerate_iterator` begins another pass after each pass
+    of a known length, and discards it.
 
     Args:
         epochs: the epoch iterator of `fit`.
-        count: int, how many passes.
-        num_batches: int, the length of a pass, once it was known.
+        count: int, number of passes.
+        num_batches: int, the length of a pass; None if it was unknown.
     """
     adapter = epochs.data_adapter
     reads_all = getattr(adapter, "enqueuer", None) is not None
@@ -254,7 +254,7 @@ def skip_batches(epochs: Any, count: int) -> int:
     """Reads batches of finished epochs that have shared passes.
 
     Returns:
-        int, how many there were.
+        int, number of batches read.
     """
     batches = begin_pass(epochs, 0)
     for done in range(count):
@@ -269,7 +269,7 @@ def skip_batches(epochs: Any, count: int) -> int:
 
 
 def read_batches(batches: Iterator[Any], count: int | None) -> int:
-    """Reads batches, None for all, and drops them; returns how many there were."""
+    """Reads and discards batches, all for None; returns their number."""
     return sum(1 for _ in itertools.islice(batches, count))
 
 

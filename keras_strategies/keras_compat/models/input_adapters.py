@@ -35,13 +35,13 @@ def batches_adapter(
     """An `x` for `fit`, `evaluate` and `predict`, from a function of batches.
 
     Keras 3.15: `get_data_adapter` returns a `DataAdapter` as it is, without regard to
-    `class_weight`; `GeneratorDataAdapter` turns an iterator into what each backend
-    reads, without a length or a second pass.
+    `class_weight`; `GeneratorDataAdapter` converts an iterator for each backend,
+    without a length or a second pass.
 
     Args:
         batches: starts a pass: an iterator of `x`, `(x, y)` or
             `(x, y, sample_weight)`.
-        num_batches: int, how many there are; None where it is unknown.
+        num_batches: int, their number; None if it is unknown.
         class_weight: dict, weights of samples by their class.
     """
     from keras.src.trainers.data_adapters import data_adapter_utils
@@ -51,7 +51,7 @@ def batches_adapter(
 
     def standard() -> Iterator[Any]:
         for batch in batches():
-            # A list, as loaders make it, is one array to TensorFlow.
+            # TensorFlow converts a list, as loaders yield it, to one array.
             yield tuple(batch) if isinstance(batch, list) else batch
 
     def weighted() -> Iterator[Any]:
@@ -85,7 +85,7 @@ def batches_adapter(
 
 
 def is_adapter(value: Any) -> bool:
-    """Whether a value is what `batches_adapter` makes."""
+    """Whether a value is a data adapter, such as from `batches_adapter`."""
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
     return isinstance(value, DataAdapter)
@@ -117,7 +117,7 @@ thread_input = _Input()
 def batches_placed_by(
     placer: BatchPlacer | DatasetPlacer | None,
 ) -> Iterator[None]:
-    """Makes a placer this thread's own; None leaves batches to Keras."""
+    """Sets this thread's placer of batches; None leaves placement to Keras."""
     if placer is not None:
         patching.install("input")
     previous = thread_input.placer

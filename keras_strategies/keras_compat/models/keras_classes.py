@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-#: Packages without state from one call to the next that a graph would miss.
+#: Packages without state between calls that a recorded graph would miss.
 _KNOWN = ("keras", "torch", "builtins", "numpy")
 
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def is_of_keras(made: Any) -> bool:
-    """Whether an object refers to no code but Keras's.
+    """Whether an object refers only to code of Keras.
 
     All callables among its attributes, and theirs in turn, are checked: layers and
     losses of the user's, functions for an activation or a metric.

@@ -25,8 +25,8 @@ def embedding_tables(layer: Any) -> list[Any]:
 def layer_settings(layer: Any) -> Any:
     """The settings of a layer's call, without weights; equal if calls are equal.
 
-    Switches of Keras's own begin with an
-    underscore, except for `built`, which the first call changes.
+    Keras's own flags begin with an underscore, except for `built`, which the first call
+    changes.
     """
     return tuple(
         (
@@ -68,7 +68,7 @@ def compute_dtypes(layer: Any) -> set[str]:
 
 
 def clear_losses(layer: Any) -> None:
-    """Forgets the losses of the last call, as an outermost call does.
+    """Discards the losses of the last call, as an outermost call does.
 
     Keras 3.15: `Layer._get_call_context` calls `Layer._clear_losses`.
     """

@@ -37,13 +37,13 @@ from keras_strategies.keras_compat.variables.strategy_variables import (
 def set_strategy(made: Any, strategy: Any) -> None:
     """Records the strategy of a model or a variable.
 
-    It becomes one of a subclass of its class, so that no model and no variable without
-    a strategy has other methods than Keras's.
+    The class of the model or variable becomes a subclass, so that those without a
+    strategy have Keras's methods.
     """
     if isinstance(made, keras.Variable):
         set_variable_strategy(made, strategy)
         return
-    # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
+    # object.__setattr__: neither Keras nor TensorFlow may track a strategy.
     object.__setattr__(made, STRATEGY_ATTRIBUTE, strategy)
     if isinstance(made, keras.Model) and not isinstance(made, StrategyModel):
         # `__class__` of an object of the subclass is the class of the user.
@@ -72,7 +72,7 @@ def _signature(method: Callable[..., Any]) -> inspect.Signature:
 
 
 def _method(name: str) -> Any:
-    """`fit`, one of its siblings or `compile`, in the strategy's scope."""
+    """`compile`, `fit` or another training method, in the strategy's scope."""
 
     @functools.wraps(getattr(keras.Model, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def _method(name: str) -> Any:
         try:
             bound = _signature(original).bind(self, *args, **kwargs)
         except TypeError:
-            return original(self, *args, **kwargs)  # It raises the same.
+            return original(self, *args, **kwargs)  # Raises the same error.
         hooks = installed_hooks()
         is_long = name in ("fit", "evaluate", "predict")
         with _running(is_long), hooks.method(self, name):
@@ -100,7 +100,7 @@ def _method(name: str) -> Any:
 
 
 class _Running:
-    """How many methods of models are under way in the process."""
+    """Number of running methods of models in this process."""
 
     count = 0
     lock = threading.Lock()
@@ -108,7 +108,7 @@ class _Running:
 
 @contextlib.contextmanager
 def _running(is_long: bool) -> Iterator[None]:
-    """Around a method of a model. The end of the last one removes what steps need."""
+    """Counts a method of a model; the end of the last one removes patches of steps."""
     with _Running.lock:
         _Running.count += 1
     try:
@@ -123,7 +123,7 @@ def _running(is_long: bool) -> Iterator[None]:
 
 
 def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-    """Writes a file by a method of Keras, in the process that does so."""
+    """Writes a file with a method of Keras, in the process that saves."""
     hooks = installed_hooks()
     if not hooks.saves(model):
         return None

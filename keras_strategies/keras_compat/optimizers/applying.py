@@ -62,7 +62,7 @@ def applying_through(sink: Callable[..., Any]) -> Iterator[None]:
 def shared_apply(
     original: Any, self: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
-    # Without a sink, it is the optimizers that it calls that matter.
+    # Without a sink, the `apply` of its inner optimizers is replaced.
     call = original if applying.sink is None else applying.sink
     return call(self, grads, trainable_variables)
 

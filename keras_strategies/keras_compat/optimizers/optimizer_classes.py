@@ -1,4 +1,4 @@
-"""Classes of optimizers without what binds them to one backend."""
+"""Optimizer classes without the methods of one backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_
 
 
 def plain_optimizer(optimizer: Any) -> None:
-    """Takes from an optimizer what binds it to `tf.Variable`s.
+    """Replaces the methods of an optimizer that need `tf.Variable`s.
 
     Keras 3.15 on TensorFlow: `TFOptimizer` reads the `tf.Variable` of each variable
     and updates through `tf.distribute`. With the methods of `BaseOptimizer` it works
@@ -39,12 +39,12 @@ def _plain(kind: Any) -> Any:
     }
     methods = {name: _of(BaseOptimizer, name) for name in names}
     # Next to the backend's class, so that an optimizer's own methods come before it.
-    stands_before = type("PlainOptimizer", (backend_kinds[0],), methods)
-    return type(kind.__name__, (kind, stands_before), {"__module__": kind.__module__})
+    plain_base = type("PlainOptimizer", (backend_kinds[0],), methods)
+    return type(kind.__name__, (kind, plain_base), {"__module__": kind.__module__})
 
 
 def _of(kind: Any, name: str) -> Callable[..., Any]:
-    """A method that is a class's at the time of the call: hooks come and go."""
+    """A method that calls the class's current one: patches change over time."""
 
     @functools.wraps(getattr(kind, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +61,10 @@ def optimizer_kind(optimizer: Any) -> Any:
 
 @contextlib.contextmanager
 def portable_optimizer(model: Any) -> Iterator[None]:
-    """Saves a model's optimizer as one that every backend has.
+    """A context in which a model's optimizer is of a class of every backend.
 
     Keras 3.15 on Torch: an optimizer is of a class in `keras.src.backend.torch`, and a
-    file that says so makes an optimizer for Torch tensors on any backend.
+    file with this class would load an optimizer for Torch tensors on any backend.
     """
     optimizers = [getattr(model, "optimizer", None)]
     changed = []

@@ -1,4 +1,4 @@
-"""Updates with accumulation and averages, without conditions."""
+"""Updates with gradient accumulation and moving averages, without conditions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from keras_strategies.keras_compat.thread_state import current_stateless_scope
 def iterations_variable(optimizer: Any) -> Any:
     """The counter of an optimizer's steps (`BaseOptimizer._iterations`).
 
-    `iterations` is another with gradient accumulation.
+    With gradient accumulation, `iterations` counts updates instead.
     """
     return optimizer._iterations
 
 
 def update_without_conditions(optimizer: Any) -> None:
-    """Lets an optimizer accumulate and average in a `StatelessScope`.
+    """Makes accumulation and averages of an optimizer work in a `StatelessScope`.
 
     Keras 3.15: `BaseOptimizer._backend_apply_gradients`. Where steps differ, by
     `gradient_accumulation_steps` or `ema_overwrite_frequency`, Keras assigns variables
-    in the branches of a condition, of which TensorFlow lets nothing out; on JAX it
+    in the branches of a condition, from which TensorFlow returns no values; on JAX it
     makes zeros of `Variable.shape`, which may be open; and on Torch a variable and its
-    average become one tensor, which is written into. Here both values are computed, and
-    one is chosen.
+    average become one tensor, which is updated in place. Here both values are computed,
+    and one is selected.
 
     Args:
         optimizer: a Keras optimizer that has been built.

@@ -9,8 +9,7 @@ from keras_strategies.keras_compat.optimizers.optimizer_classes import optimizer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 
-# What is left out of the state of models and layers that go to another process:
-# programs, and what TensorFlow notes of its own.
+# Attributes that are not sent with a model: compiled functions, and arrays of a loop.
 _NOT_SENT = ("train_function", "test_function", "predict_function", "_jax_state")
 
 
@@ -21,7 +20,7 @@ def object_state(made: Any) -> dict[str, Any] | None:
     make others; here identities are preserved, and variables are references.
 
     Returns:
-        dict of attributes; None for what pickle can take as it is.
+        dict of attributes; None for objects that pickle handles.
     """
     from keras.src.ops.operation import Operation
     from keras.src.saving.keras_saveable import KerasSaveable
@@ -62,7 +61,7 @@ def rebuilt(made: Any) -> tuple[Any, ...] | None:
 
 
 def container_state(made: Any) -> tuple[Any, ...] | None:
-    """The contents and the tracker of a tracked container; None for other things.
+    """The contents and the tracker of a tracked container; None for other objects.
 
     Keras 3.15: containers and trackers of `keras.src.utils.tracking` store the `id`
     of what they track.
@@ -79,7 +78,7 @@ def container_state(made: Any) -> tuple[Any, ...] | None:
 
 
 def fill_container(made: Any, state: tuple[Any, ...]) -> None:
-    """Gives a recreated container its contents."""
+    """Fills a recreated container."""
     contents, rest = state
     if contents is None:
         vars(made).update(rest)

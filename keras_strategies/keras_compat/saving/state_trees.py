@@ -6,16 +6,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from keras_strategies.errors import CheckpointError
 from keras_strategies.keras_compat.models.building import build_optimizer
 
 _NUMBER = re.compile(r"(.*?)(?:_(\d+))?$")
 
 
 def tree_of_model(model: Any, tree: Any) -> dict[str, dict[str, Any]]:
-    """A state tree with the paths of a model's variables, of all or none.
+    """A state tree with the paths of a model's variables; raises if one has no match.
 
     Keras 3.15 and 3.16: `Model.set_state_tree` assigns to variables whose path is in
-    the tree and says nothing of the others. Paths change from model to model: Keras
+    the tree and ignores the others. Paths change from model to model: Keras
     numbers layers that have no names, and a `Sequential` that is made from its config
     has no name of its own in them. So `load_model` and `load_weights` of an Orbax
     checkpoint may leave a model as it was initialized.
@@ -45,7 +46,7 @@ def _renamed(model: Any, tree: Any) -> dict[str, dict[str, Any]]:
         _check(set(own), set(renamed), "optimizer")
         found["optimizer_variables"] = {own[k]: v for k, v in renamed.items()}
     if "metrics_variables" in flat:
-        # Metrics start over with each epoch, and some are made by the first.
+        # Metrics are reset in each epoch, and some are made in the first one.
         found["metrics_variables"] = flat["metrics_variables"]
     return found
 
@@ -82,7 +83,7 @@ def _order(path: str) -> list[tuple[str, int]]:
 def _pairs(
     paths: Sequence[str], variables: Sequence[Any], values: dict[str, Any]
 ) -> dict[str, str]:
-    """For each path of the tree that of a variable."""
+    """The path of a variable for each path of the tree."""
     own = {variable.path: variable for variable in variables}
     if set(own) == set(paths):
         return {path: path for path in paths}
@@ -104,7 +105,7 @@ def _pairs(
 
 
 def _without_root(paths: list[str]) -> list[tuple[str, str]]:
-    """Pairs of a path without the name of the model, where it begins so, and itself."""
+    """Pairs of a path without a common model name at its start, and the full path."""
     roots = [path.split("/", 1)[0] for path in paths if path.count("/") > 1]
     root = f"{roots[0]}/" if roots and len(set(roots)) == 1 else ""
     return [(path.removeprefix(root), path) for path in paths]
@@ -113,7 +114,7 @@ def _without_root(paths: list[str]) -> list[tuple[str, str]]:
 def _check(own: set[str], given: set[str], what: str) -> None:
     if own == given:
         return
-    raise ValueError(
+    raise CheckpointError(
         f"The checkpoint's variables are not those of the {what}. Only in the "
         f"checkpoint: {sorted(given - own)[:5]}; only in the {what}: "
         f"{sorted(own - given)[:5]}. An OrbaxCheckpoint finds variables by their "

@@ -1,4 +1,4 @@
-"""Variables that are saved and loaded piece by piece, because no process holds them."""
+"""Saving and loading, piece by piece, of variables too large for one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.variables.hosted_variables import is_streamed
 
@@ -40,12 +41,12 @@ class StoredRows:
             yield start, rows if rows.dtype == self.dtype else rows.view(self.dtype)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        whole = np.concatenate([rows for _, rows in self.pieces()])
-        return whole if dtype is None else whole.astype(dtype)
+        found = np.concatenate([rows for _, rows in self.pieces()])
+        return found if dtype is None else found.astype(dtype)
 
 
 class _Loading(threading.local):
-    # Whether what is loaded now has its variables elsewhere.
+    # Whether the object that is being loaded has hosted variables.
     is_hosted = False
 
 
@@ -74,12 +75,12 @@ def write_sharded(original: Any, self: Any, key: str, value: Any) -> None:
         return
     size = _nbytes(value)
     if size > self.max_shard_size:
-        raise ValueError(
+        raise InvalidArgumentError(
             f"Variable {value.path!r} has {size / 1024**3:.3f} GB, more than "
             f"`max_shard_size`, {self.max_shard_size / 1024**3:.3f} GB. Raise "
             "`max_shard_size`, or save without it: the file is written piece by piece."
         )
-    # A small value in its place does all else that there is to do.
+    # Keras registers the variable with an empty array, which is then replaced.
     self.total_shard_size += size
     self.current_shard_size += size
     original(self, key, np.zeros((0,), "float32"))

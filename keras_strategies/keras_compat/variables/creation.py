@@ -24,7 +24,7 @@ class OpenShape(tuple[int, ...]):
     """A shape that is equal to every shape with as many axes.
 
     Keras 3.15: `StatelessScope` compares `Variable.shape` with a value's. In a step of
-    a worker, a table has the value of its touched rows.
+    a worker, the value of a table is its looked-up rows.
     """
 
     __slots__ = ()
@@ -40,7 +40,7 @@ class OpenShape(tuple[int, ...]):
 
 
 def set_variable_shape(variable: Any, shape: tuple[int | None, ...]) -> None:
-    """Lets a variable stand for values of another shape (`KerasVariable._shape`)."""
+    """Sets the declared shape of a variable (`KerasVariable._shape`)."""
     variable._shape = shape
 
 

@@ -1,4 +1,4 @@
-"""Variables that wait for their values."""
+"""Deferred variables: made in a stateless scope, initialized later."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def has_deferred_variables() -> bool:
-    """Whether variables were made in a stateless scope and wait for their values.
+    """Whether there are variables that were made in a stateless scope without values.
 
     Keras 3.15: the global attribute "uninitialized_variables". The list is made if
-    there is none, so that threads that take over this one's state share it.
+    there is none, so that threads with a copy of this one's state share it.
     """
     from keras.src.backend.common import global_state
 
@@ -25,7 +25,7 @@ def has_deferred_variables() -> bool:
 def build_optimizer_without_values(optimizer: Any, variables: list[Any]) -> None:
     """`optimizer.build` for variables that have no values.
 
-    Keras 3.15 on TensorFlow: `TFOptimizer._var_key` asks for the `tf.Variable`.
+    Keras 3.15 on TensorFlow: `TFOptimizer._var_key` reads the `tf.Variable`.
     """
     object.__setattr__(optimizer, "_var_key", id)
     try:
@@ -35,7 +35,7 @@ def build_optimizer_without_values(optimizer: Any, variables: list[Any]) -> None
 
 
 @contextlib.contextmanager
-def forgetting_deferred_variables() -> Iterator[None]:
+def discarding_deferred_variables() -> Iterator[None]:
     """Variables that are made inside, in a stateless scope, never get values.
 
     Keras 3.15: the global attribute "uninitialized_variables".
@@ -50,7 +50,7 @@ def forgetting_deferred_variables() -> Iterator[None]:
 
 
 def deferred_variables() -> list[Any]:
-    """The variables that were made in a stateless scope and wait for their values.
+    """The variables that were made in a stateless scope and have no values yet.
 
     Keras 3.15: the global attribute "uninitialized_variables".
     """
@@ -60,12 +60,12 @@ def deferred_variables() -> list[Any]:
 
 
 def initialize_deferred_variables(scope_of: Callable[[Any], Any]) -> bool:
-    """Gives variables that were made in a stateless scope their values.
+    """Initializes the variables that were made in a stateless scope.
 
     Keras 3.15: as `initialize_all_variables`, by `KerasVariable._deferred_initialize`.
 
     Args:
-        scope_of: gives the context manager to do it in, or None.
+        scope_of: callable of a variable that returns a context, or None.
 
     Returns:
         Whether there were any.

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from keras_strategies.errors import BackendError
+from keras_strategies.errors import BackendError, InvalidArgumentError
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 _TENSORFLOW_ONLY = (
@@ -23,14 +23,14 @@ _TENSORFLOW_ONLY = (
 class VariableHost(Protocol):
     """Storage of the values of variables outside of this process."""
 
-    #: Whether variables have values of their own just now.
+    #: Whether variables currently have values in this process.
     is_local: bool
 
     def create(self, variable: Any, value: Any) -> None:
-        """A variable begins with this value, a tensor or a function that makes it."""
+        """Stores the initial value of a variable, a tensor."""
 
     def create_with(self, variable: Any, initializer: Callable[..., Any]) -> None:
-        """A variable begins with what an initializer makes."""
+        """Stores the initial value of a variable, computed by an initializer."""
 
     def read(self, variable: Any) -> Any:
         """The unsharded value, a NumPy array."""
@@ -38,11 +38,11 @@ class VariableHost(Protocol):
     def write(self, variable: Any, value: Any) -> None:
         """Sets the unsharded value."""
 
-    def add(self, variable: Any, delta: Any) -> None:
-        """Adds to the unsharded value, in one piece."""
+    def add(self, variable: Any, delta: Any) -> Any:
+        """Adds to the unsharded value as one update; returns the new value."""
 
     def is_large(self, variable: Any) -> bool:
-        """Whether the unsharded value is more than this process should hold."""
+        """Whether the unsharded value is too large for this process."""
 
     def pieces(self, variable: Any) -> Iterator[tuple[int, Any]]:
         """The value as pairs of a first row and consecutive rows, NumPy arrays."""
@@ -56,11 +56,11 @@ class VariableHost(Protocol):
 
 def _no_gradients(variable: Any) -> str:
     return (
-        f"The value of variable {variable.path!r} is on parameter servers, and this "
-        "process computes gradients by a copy that no tape records. Write "
-        "`ks.value_and_grad(loss_fn, variables)`, which works here and on workers, and "
-        "call it in a function that `strategy.run` or `ClusterCoordinator.schedule` "
-        "runs on a worker: only the rows that a batch looks up are sent there."
+        f"The value of variable {variable.path!r} is on parameter servers, and a "
+        "gradient was computed by a copy in this process, which autograd does not "
+        "record. Call `ks.value_and_grad(loss_fn, variables)` in a function that "
+        "`strategy.run` or `ClusterCoordinator.schedule` runs on a worker: only the "
+        "rows that a batch looks up are sent there."
     )
 
 
@@ -124,7 +124,7 @@ def _hosted(kind: Any) -> Any:
     import keras
 
     class Hosted(kind):
-        #: The class that the variable was made of.
+        #: The original class of the variable.
         _kind = kind
 
         def _initialize(self, value: Any) -> None:
@@ -145,7 +145,7 @@ def _hosted(kind: Any) -> Any:
             if scope is not None:
                 found = scope.get_current_value(self)
                 if found is None:
-                    # Shapes are being worked out; nothing reads the number.
+                    # Only shapes are inferred: the number is not read.
                     found = keras.ops.zeros(self._shape, dtype=self._dtype)
                 return self._maybe_autocast(found)
             if self._value is None:
@@ -165,9 +165,9 @@ def _hosted(kind: Any) -> Any:
             if pieces is None or not is_streamed(self):
                 return super().assign(value)
             if tuple(value.shape) != tuple(self._shape):
-                raise ValueError(
+                raise InvalidArgumentError(
                     f"Variable {self.path!r} has the shape {tuple(self._shape)}, and "
-                    f"its new value has {tuple(value.shape)}. They must be the same."
+                    f"its new value has {tuple(value.shape)}. They must be equal."
                 )
             for start, rows in pieces():
                 host_of(self).write_rows(self, start, rows)

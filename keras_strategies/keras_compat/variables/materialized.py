@@ -16,8 +16,8 @@ from keras_strategies.keras_compat.variables.hosted_variables import host_of
 def materialized(variables: Iterable[Any]) -> Iterator[None]:
     """Gives hosted variables ordinary values in this process, while the block runs.
 
-    What the block assigns is written back. Variables that have values of their own, and
-    all variables in a stateless scope, stay as they are.
+    Assignments in the block are written back. Variables with values in this process,
+    and all variables in a stateless scope, are unchanged.
 
     Keras 3.15: `_initialize` makes the backend's variable of a value.
     """
@@ -56,7 +56,7 @@ def materialized(variables: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def materialized_model(model: Any) -> Iterator[None]:
-    """Gives all variables of a model ordinary values in this process for a while.
+    """Gives all variables of a model ordinary values while the block runs.
 
     Keras 3.15 on Torch: `TorchLayer._track_variables` makes parameters of the module.
     """

@@ -21,8 +21,8 @@ def seed_offset(variable: Any, replica_id: int) -> int:
 def seed_states(model: Any) -> list[Any]:
     """The variables of a model's seed generators.
 
-    Keras 3.15: `SeedGenerator.state` is a variable of this name. Keras saves what
-    layers own, which these are not.
+    Keras 3.15: `SeedGenerator.state` is a variable of this name. Keras saves the
+    variables of layers, and these are of generators.
     """
     return [v for v in model.variables if v.name == "seed_generator_state"]
 

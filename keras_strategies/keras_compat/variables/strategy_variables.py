@@ -32,7 +32,7 @@ class StrategyVariable:
 
 def set_variable_strategy(variable: Any, strategy: Any) -> None:
     """Records the strategy of a variable, which may not have been initialized yet."""
-    # object.__setattr__: neither Keras nor TensorFlow is to track a strategy.
+    # object.__setattr__: neither Keras nor TensorFlow may track a strategy.
     object.__setattr__(variable, STRATEGY_ATTRIBUTE, strategy)
     if not isinstance(variable, StrategyVariable):
         kind: Any = type(variable)

@@ -1,4 +1,4 @@
-"""Values of variables behind scopes and autocast, and guards of them."""
+"""Stored values of variables, without scopes and autocast, and guards of reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def raw_value(variable: Any) -> Any:
 
 
 def stored_dtype(variable: Any) -> str:
-    """The dtype of a variable's value, whatever it is read in.
+    """The dtype of a variable's stored value, without autocast.
 
     Keras 3.15: `KerasVariable._dtype`.
     """
@@ -44,7 +44,7 @@ def autocast_dtype(variable: Any) -> str | None:
 
 
 class IdSet:
-    """Objects that are known by identity, and forgotten when they end."""
+    """A set of objects by identity, with weak references."""
 
     def __init__(self) -> None:
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -97,7 +97,7 @@ def _guarded(kind: Any, check: Callable[[Any], None]) -> Any:
 
 
 def set_raw_value(variable: Any, value: Any) -> None:
-    """Gives a variable another array of the same shape, dtype and place.
+    """Replaces the stored array of a variable, without conversion or placement.
 
     Keras 3.15: `KerasVariable._value`; `assign` would convert and place it again.
     """
