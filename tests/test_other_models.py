@@ -76,13 +76,8 @@ print(json.dumps(found))
 """
 #: Called once for a dataset, which may be a distributed one, and for a new variable.
 CALLED_ONCE = {"EpochIterator.__init__", "Variable.__init__"}
-#: Keras asks `tf.distribute` about replicas: one check each, of the thread's context.
-ON_TENSORFLOW = {
-    "TFOptimizer.__init__",
-    "TFOptimizer._all_reduce_sum_gradients",
-    "scale_loss_for_distribution",
-    "unscale_loss_for_distribution",
-}
+#: Called in each `apply`: one check of the thread's context.
+ON_TENSORFLOW = {"TFOptimizer._all_reduce_sum_gradients"}
 
 
 # One installer wraps what each backend's rows name, and fits under a profiler are slow.

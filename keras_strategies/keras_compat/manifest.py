@@ -159,6 +159,31 @@ GROUPS: dict[str, Group] = {
                 "hooks.moments",
                 "Replicas in `run` use statistics of the global batch.",
             ),
+            Patch(
+                "keras.src.losses.loss",
+                "scale_loss_for_distribution",
+                "(value)",
+                "backends.keras_on_tensorflow.scale_loss",
+                "Losses on a replica are of its rows already.",
+                backend="tensorflow",
+            ),
+            Patch(
+                "keras.src.losses.loss",
+                "unscale_loss_for_distribution",
+                "(value)",
+                "backends.keras_on_tensorflow.scale_loss",
+                "As `scale_loss_for_distribution`.",
+                backend="tensorflow",
+            ),
+            Patch(
+                f"{_TENSORFLOW}.optimizer.TFOptimizer",
+                "__init__",
+                "(self, *args, **kwargs)",
+                "backends.keras_on_tensorflow.optimizer_init",
+                "On a replica it would take the engine's `tf.distribute` strategy for "
+                "that of its slots.",
+                backend="tensorflow",
+            ),
         ),
         is_temporary=True,
     ),
@@ -298,36 +323,11 @@ GROUPS: dict[str, Group] = {
         (
             Patch(
                 f"{_TENSORFLOW}.optimizer.TFOptimizer",
-                "__init__",
-                "(self, *args, **kwargs)",
-                "backends.keras_on_tensorflow.optimizer_init",
-                "On a replica it would take the engine's `tf.distribute` strategy for "
-                "that of its slots.",
-                backend="tensorflow",
-            ),
-            Patch(
-                f"{_TENSORFLOW}.optimizer.TFOptimizer",
                 "_all_reduce_sum_gradients",
                 "(self, grads_and_vars)",
                 "backends.keras_on_tensorflow.sum_gradients",
                 "In the default strategy of `tf.distribute` it registers a gradient "
                 "function that holds the graph until the process ends.",
-                backend="tensorflow",
-            ),
-            Patch(
-                "keras.src.losses.loss",
-                "scale_loss_for_distribution",
-                "(value)",
-                "backends.keras_on_tensorflow.scale_loss",
-                "Losses on a replica are of its rows already.",
-                backend="tensorflow",
-            ),
-            Patch(
-                "keras.src.losses.loss",
-                "unscale_loss_for_distribution",
-                "(value)",
-                "backends.keras_on_tensorflow.scale_loss",
-                "As `scale_loss_for_distribution`.",
                 backend="tensorflow",
             ),
         ),

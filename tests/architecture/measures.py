@@ -49,6 +49,17 @@ def interface_members(source: Source) -> dict[str, int]:
     return found
 
 
+def required_members(source: Source) -> int:
+    """Abstract members of the interfaces that each engine implements."""
+    required = {"Engine", "FitDriver", "RunDriver", "ReplicaCollectives"}
+    return sum(
+        _is_abstract(function)
+        for module, node in source.classes()
+        if module.engine is None and node.name in required
+        for function in _functions(node)
+    )
+
+
 def _ancestors(
     node: ast.ClassDef, shared: dict[str, tuple[Module, ast.ClassDef]]
 ) -> set[str]:
@@ -240,6 +251,7 @@ def measures(source: Source) -> dict[str, int]:
     groups = cycles(import_graph(source))
     return {
         "members of engine interfaces": sum(interface_members(source).values()),
+        "required members of an engine": required_members(source),
         "attributes replaced for the process": sum(
             replaced_attributes(source).values()
         ),

@@ -10,7 +10,8 @@ from keras_strategies.keras_compat import patching
 
 
 class _Replicas:
-    on_replica: Callable[[], bool]
+    # Strategies of one replica do not call `hook_tensorflow`.
+    on_replica: Callable[[], bool] = staticmethod(lambda: False)
     has_several_devices: Callable[[Any], bool]
     initialize: Callable[[Any, Callable[[Any], None], Any], None]
     outside_replicas: Callable[[], contextlib.AbstractContextManager[None]]
