@@ -1,7 +1,7 @@
 """All that this package uses of TensorFlow beyond its public interface.
 
-Tested with TensorFlow 2.21. `PRIVATE_NAMES` has a row for each name, and
-`tests/test_manifest.py` says what has moved.
+Tested with TensorFlow 2.21. `PRIVATE_NAMES` has a row for each name;
+`tests/test_manifest.py` fails if one is missing in the installed version.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PRIVATE_NAMES = (
             "_pop_per_thread_mode",
             "_push_per_thread_mode",
         ),
-        "Keras on replicas sees the default strategy.",
+        "Keras on replicas runs under the default strategy.",
     ),
     Private(
         f"{_PYTHON}.eager.context",
@@ -97,7 +97,7 @@ PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.pywrap_tfe",
         ("TFE_ContextSetRunEagerOpAsFunction",),
-        "Eager operations of row checks run without a program of their own.",
+        "Eager operations of row checks run without a program for each.",
     ),
     Private(
         f"{_PYTHON}.eager.record",
@@ -112,12 +112,12 @@ PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.eager.backprop.GradientTape",
         ("_persistent",),
-        "Whether a tape gives gradients a second time.",
+        "Whether a tape can compute gradients twice.",
     ),
     Private(
         f"{_PYTHON}.ops.gradients_util",
         ("_GradientsHelper",),
-        "Gradients from the graph of a program that is traced inside of the tape's.",
+        "Gradients from the operations of a graph, without a tape.",
     ),
     Private(
         f"{_PYTHON}.framework.ops",
@@ -127,7 +127,7 @@ PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.framework.ops.Graph",
         ("_override_gradient_function", "_variable_creator_stack"),
-        "Gradient functions that end with their graph; plain variables on replicas.",
+        "Gradient functions freed with their graph; plain variables on replicas.",
     ),
     Private(
         f"{_PYTHON}.ops.control_flow_util",
@@ -214,15 +214,15 @@ def is_compiled_by_xla(graph: Any) -> bool:
 
 
 def program_options() -> Any:
-    """The options with which programs are called at this place."""
+    """The current options for calls of programs."""
     return eager_context.context().function_call_options
 
 
 @contextlib.contextmanager
 def program_config(change: Callable[[Any], None]) -> Iterator[None]:
-    """A context in which programs are called with another `ConfigProto`.
+    """A context in which programs are called with a modified `ConfigProto`.
 
-    A program must always be called with the same one: it is optimized for each.
+    A program is optimized again for each configuration that it is called with.
 
     Args:
         change: function that changes this process's `ConfigProto` in place.
@@ -247,7 +247,7 @@ def _changed_options(
 
 
 def without_colocation() -> contextlib.AbstractContextManager[None]:
-    """A context in which operations are placed by their device alone."""
+    """A context without colocation constraints: the device alone places operations."""
     context: contextlib.AbstractContextManager[None]
     context = ops.colocate_with(None, ignore_existing=True)
     return context
@@ -255,10 +255,10 @@ def without_colocation() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def default_strategy() -> Iterator[None]:
-    """A context in which `tf.distribute` runs nothing, also on its replicas.
+    """A context with the default strategy of `tf.distribute`, also on its replicas.
 
-    Keras's optimizers read the current strategy and would reduce gradients once
-    more; variables would be created once per replica.
+    Under another strategy Keras's optimizers would reduce gradients a second time, and
+    variables would be created once per replica.
     """
     graph = tf.compat.v1.get_default_graph()
     creators = graph._variable_creator_stack
@@ -330,10 +330,10 @@ def graph_gradients(
 def with_gradient(
     tensors: Sequence[Any], gradient: Callable[..., list[Any]]
 ) -> list[Any]:
-    """The tensors, with a gradient function that their operation refers to.
+    """The tensors, with a gradient function that is freed with their graph.
 
     Args:
-        tensors: of the current graph.
+        tensors: tensors of the current graph.
         gradient: callable from the results' gradients to the list of the tensors'.
     """
 
@@ -365,11 +365,11 @@ def global_seed() -> int | None:
 
 @contextlib.contextmanager
 def kernels_alone() -> Iterator[None]:
-    """Runs the kernels of eager operations, without a program for each operation.
+    """Runs eager operations as plain kernels, without a program for each operation.
 
-    TensorFlow makes a program of one operation for each kind of operation when it is
-    first called, which takes it 5 ms, and calls it in six times the time of the kernel.
-    Holds for all threads of the process, whose results are the same.
+    At the first call of each kind of operation, TensorFlow creates a program of that
+    one operation: 5 ms, and each call takes six times as long as the kernel. Affects
+    all threads of the process; results are the same.
     """
     context = eager_context.context()
     context.ensure_initialized()
@@ -391,11 +391,11 @@ def operation_seeds() -> random.Random:
 
 
 def configure_collectives(leader: str, device_filter: str) -> None:
-    """Announces other workers, before the runtime is started.
+    """Configures collectives of several workers, before the runtime is started.
 
     Args:
         leader: str, the task that orders collectives.
-        device_filter: str, the task whose devices this process sees.
+        device_filter: str, the task whose devices are visible to this process.
 
     Raises:
         RuntimeError: if the runtime is started.
@@ -433,10 +433,10 @@ def start_collectives(server: Any) -> None:
 
 
 def replace_collectives(server: Any) -> None:
-    """Connects the runtime's server with other ones; variables and programs stay.
+    """Connects the runtime's server to other servers; variables and programs stay.
 
-    TensorFlow 2.21: `enable_collective_ops` warns that tensors may become unreadable,
-    those on devices with other names.
+    TensorFlow 2.21: `enable_collective_ops` warns that tensors may become unreadable.
+    That concerns tensors on devices with other names only; the warning is suppressed.
 
     Args:
         server: a `ServerDef` with the same task for this process.
@@ -451,7 +451,7 @@ def replace_collectives(server: Any) -> None:
 
 
 def abort_collectives(code: int, message: str) -> None:
-    """Ends all collectives that are under way with an error."""
+    """Aborts all collectives under way, with an error."""
     eager_context.context().abort_collective_ops(code, message)
 
 
@@ -459,7 +459,7 @@ def abort_collectives(code: int, message: str) -> None:
 
 
 def is_resource_variable(variable: Any) -> bool:
-    """Whether a variable is one of TensorFlow's own, and not of a subclass."""
+    """Whether a variable is a plain `ResourceVariable`, not of a subclass."""
     return type(variable) is resource_variable_ops.ResourceVariable
 
 
@@ -469,13 +469,10 @@ def record_read(variable: Any) -> None:
 
 
 class ResourceVariable(resource_variable_ops.BaseResourceVariable):  # type: ignore[misc]
-    """A variable whose reads a subclass may replace.
-
-    Unlike TensorFlow's own, it is not a composite tensor.
-    """
+    """A variable with reads that a subclass may replace; not a composite tensor."""
 
     def replica_value(self) -> Any:
-        """The result of a read instead of the variable's value; None for the value."""
+        """The result of a read in place of the variable's value; None for the value."""
         return None
 
     def _read_variable_op(self, no_copy: bool = False) -> Any:
@@ -483,10 +480,10 @@ class ResourceVariable(resource_variable_ops.BaseResourceVariable):  # type: ign
         return super()._read_variable_op(no_copy) if value is None else value
 
     def exported(self, tensor_map: Any) -> list[Any]:
-        """Further handles that belong to the variable in a SavedModel.
+        """Further handles of the variable in a SavedModel.
 
         Args:
-            tensor_map: what each handle becomes, to be extended.
+            tensor_map: dict from a handle to the exported one, to be extended.
         """
         return []
 
@@ -500,25 +497,25 @@ class ResourceVariable(resource_variable_ops.BaseResourceVariable):  # type: ign
 
 
 class WithAssignments:
-    """Mix-in of a variable that does more when it is assigned.
+    """Mix-in of a variable with a hook that is called after each assignment.
 
     TensorFlow ends every assignment with `BaseResourceVariable._lazy_read`, also
-    those of slices, of rows, and those that functions of `tf.compat.v1` make.
+    assignments of slices and of rows, and those by functions of `tf.compat.v1`.
     """
 
     def assigned(self, operation: Any) -> Any:
         """Called after an assignment.
 
         Args:
-            operation: what has assigned; None in eager code.
+            operation: the assigning operation; None in eager code.
 
         Returns:
-            What the assignment returns where nothing is read.
+            The result of an assignment with `read_value=False`.
         """
         raise NotImplementedError
 
     def after(self, operation: Any) -> Any:
-        """The variable as an assignment returns it, to be assigned again."""
+        """The result of an assignment: the variable, which can be assigned again."""
         raise NotImplementedError
 
     def _lazy_read(self, op: Any) -> Any:
@@ -536,7 +533,7 @@ class UnreadVariable(resource_variable_ops._UnreadVariable):  # type: ignore[mis
 
     Args:
         variable: the variable.
-        operation: what has assigned it.
+        operation: the assigning operation.
     """
 
     def __init__(self, variable: Any, operation: Any):
@@ -575,14 +572,14 @@ def read_by_worker(dataset: tf.data.Dataset, workers: int, index: int) -> Any:
 
 
 def static_batch_size(dataset: tf.data.Dataset) -> int:
-    """The rows of a dataset's batches; -1 if the pipeline does not say."""
+    """The rows of a dataset's batches; -1 if unknown."""
     return int(distribute.compute_batch_size(dataset))
 
 
 def file_readers(dataset: tf.data.Dataset) -> Iterator[Any]:
     """The files, a tensor or a dataset, of each reader of an input pipeline.
 
-    Readers inside of `interleave` or `flat_map` are not seen.
+    Readers inside of `interleave` or `flat_map` are not found.
     """
     for each in _pipeline(dataset):
         files = getattr(each, "_filenames", None)
@@ -591,7 +588,7 @@ def file_readers(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 
 def shuffles_without_seed(dataset: tf.data.Dataset) -> bool:
-    """Whether an input pipeline has another order in each process."""
+    """Whether an input pipeline shuffles in a different order in each process."""
     return any(
         hasattr(each, "_seed2") and not int(each._seed) and not int(each._seed2)
         for each in _pipeline(dataset)
@@ -599,7 +596,7 @@ def shuffles_without_seed(dataset: tf.data.Dataset) -> bool:
 
 
 def _pipeline(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """A dataset and all that it reads."""
+    """A dataset and all of its input datasets."""
     remaining = [dataset]
     while remaining:
         each = remaining.pop()

@@ -26,7 +26,7 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # What they are now: the function may assign them.
+        # Read before the call: the function may assign the variables.
         sources = [_source(variable) for variable in variables]
         with tf.GradientTape() as tape:
             tape.watch(sources)
@@ -39,7 +39,7 @@ def value_and_grad(
 
 
 def _source(variable: Any) -> Any:
-    """Sources of a variable's value: itself, or its value on a replica."""
+    """The tensor to differentiate by: the variable itself, or its replica's value."""
     if isinstance(variable, tf.Variable):
         return variable
     scope = current_stateless_scope()
@@ -48,7 +48,7 @@ def _source(variable: Any) -> Any:
 
 
 class _Compiling(threading.local):
-    # Whether this thread traces a program for XLA, and whether it was refused.
+    # Whether this thread traces a program for XLA, and whether that trace was refused.
     xla = False
     refused = False
 
@@ -57,11 +57,14 @@ _compiling = _Compiling()
 
 
 class XlaRefusedError(ReplicaError):
-    """XLA compiles programs for one device."""
+    """Replicas on several devices were traced in a program for XLA.
+
+    Internal: `function` catches it and calls the function without XLA.
+    """
 
 
 def refuse_xla() -> None:
-    """Called where several replicas begin: gives up an XLA program under way."""
+    """Ends the trace of an XLA program; called before several replicas are traced."""
     if _compiling.xla:
         _compiling.refused = True
         raise XlaRefusedError("XLA compiles programs for one device.")
@@ -75,7 +78,7 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
         plain = _watched(plain, workers)
     if not jit_compile:
         return plain
-    whole = tf.function(fn, reduce_retracing=True, jit_compile=True)
+    with_xla = tf.function(fn, reduce_retracing=True, jit_compile=True)
     has_replicas = False
 
     @functools.wraps(fn)
@@ -83,11 +86,11 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
         nonlocal has_replicas
         if has_replicas:
             return plain(*args, **kwargs)
-        # Which strategy the function uses, its tracing shows.
+        # Only the trace shows whether the function runs several replicas.
         before = _compiling.xla
         _compiling.xla, _compiling.refused = True, False
         try:
-            return whole(*args, **kwargs)
+            return with_xla(*args, **kwargs)
         except Exception:
             if not _compiling.refused:
                 raise
@@ -96,8 +99,8 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
         has_replicas = True
         warn_user(
             "`ks.function(..., jit_compile=True)` was called with a function that "
-            "runs several replicas. XLA compiles programs for one device on "
-            "TensorFlow, so the function runs without XLA; its results are the same. "
+            "runs several replicas. On TensorFlow, XLA compiles programs for one "
+            "device only, so the function runs without XLA; its results are the same. "
             "Use ks.OneDeviceStrategy for an XLA program."
         )
         return plain(*args, **kwargs)
@@ -106,7 +109,7 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
 
 
 def _watched(program: Any, workers: TensorFlowWorkers) -> Callable[..., Any]:
-    """A program that names the worker that was lost, where it fails of it."""
+    """A program that raises `WorkerError` if it fails because a worker was lost."""
 
     @functools.wraps(program.python_function)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -118,5 +121,5 @@ def _watched(program: Any, workers: TensorFlowWorkers) -> Callable[..., Any]:
 
 
 def program_of(fn: Any) -> Any:
-    """The `tf.function` that `function` has made; other functions as they are."""
+    """The `tf.function` behind a result of `function`; other functions unchanged."""
     return getattr(fn, "program", fn)

@@ -1,4 +1,4 @@
-"""TensorFlow's devices under Keras's names."""
+"""TensorFlow's devices by their names in Keras."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras_strategies.errors import BackendInUseError
 
 
 def tf_device(device: Device) -> str:
-    """The name that TensorFlow gives a device: `/device:CPU:0`."""
+    """TensorFlow's name of a device: `/device:CPU:0`."""
     return f"/device:{device.kind.upper()}:{device.index}"
 
 
@@ -23,8 +23,8 @@ def device_of(tensor: Any) -> Device:
 def local_devices() -> tuple[Device, ...]:
     """All devices, accelerators first.
 
-    Counted from the configuration, because asking for the logical devices fixes
-    them for the life of the process.
+    Counted from the configuration, because listing the logical devices fixes them for
+    the life of the process.
     """
     counts = {kind: _logical_count(kind) for kind in KINDS}
     accelerators = [
@@ -60,7 +60,7 @@ def set_virtual_cpus(count: int) -> None:
             return
         raise BackendInUseError(
             f"{count} CPU devices were requested, but TensorFlow has already been "
-            f"used in this process and has fixed its devices, {cpu_count()} of them "
-            f"CPUs. Call `ks.set_virtual_cpu_devices({count})` first, right after "
-            "the imports, before any tensor, variable or model is made."
+            f"used in this process, with {cpu_count()} CPU devices, and can no longer "
+            f"change them. Call `ks.set_virtual_cpu_devices({count})` right after the "
+            "imports, before any tensor, variable or model is created."
         ) from error

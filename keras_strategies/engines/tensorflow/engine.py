@@ -70,13 +70,13 @@ class TensorFlowEngine(Engine):
         {
             Feature.SHARDED_VARIABLES: "Keras shards variables over devices on JAX "
             "only: on TensorFlow a layer's kernel is one `tf.Variable`, on one device. "
-            "Set KERAS_BACKEND=jax; a model that is saved there opens here. What works "
-            "on TensorFlow: ks.MirroredStrategy, with all variables on every device, "
-            "and ks.CentralStorageStrategy, which keeps them, and the optimizer's "
-            "slots, on one device that may be larger than the others, such as 'cpu:0'.",
+            "Set KERAS_BACKEND=jax; models saved there load on TensorFlow. TensorFlow "
+            "supports ks.MirroredStrategy, with all variables on every device, and, "
+            "for optimizer slots too large for the accelerators, "
+            "ks.CentralStorageStrategy, with variables and slots on 'cpu:0'.",
             Feature.SHARDED_CHECKPOINTS: WITHOUT_SHARDED_CHECKPOINTS,
-            Feature.TPUS: "TensorFlow reaches TPUs through tf.distribute.TPUStrategy, "
-            "which this package does not use: set KERAS_BACKEND=jax there.",
+            Feature.TPUS: "TensorFlow runs on TPUs by tf.distribute.TPUStrategy only, "
+            "which this package does not use. Set KERAS_BACKEND=jax.",
         }
     )
     out_of_range_error = TensorFlowOutOfRangeError

@@ -1,4 +1,4 @@
-"""TensorFlow's global random numbers, to make workers draw the same."""
+"""State of TensorFlow's global random numbers, to copy it between workers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from keras_strategies.engines.tensorflow import compat
 
 
 def random_state() -> bytes:
-    """The state of the random numbers: the seed, and the numbers drawn so far.
+    """The global seed, and the state of the generator of operation seeds.
 
-    Without a seed TensorFlow's numbers cannot be repeated, so that one is drawn.
+    Without a global seed TensorFlow's numbers cannot be reproduced, so one is set.
     """
     seed = compat.global_seed()
     if seed is None:
-        # Not from Python's numbers, which would go on differently.
+        # Not from Python's generator, whose state must not change.
         tf.random.set_seed(secrets.randbits(31))
         seed = compat.global_seed()
     assert seed is not None
@@ -26,10 +26,10 @@ def random_state() -> bytes:
 
 
 def set_random_state(state: bytes) -> None:
-    """Goes on where another worker is.
+    """Continues with the random numbers of another worker.
 
     Args:
-        state: bytes, its `random_state()`.
+        state: bytes, the `random_state()` of that worker.
     """
     seed, version, internal, gauss = json.loads(state)
     if compat.global_seed() != seed:

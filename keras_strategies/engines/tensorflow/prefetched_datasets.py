@@ -1,4 +1,4 @@
-"""Datasets that move their batches to a device ahead of the step."""
+"""Datasets with batches that are prefetched to a device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-# Batches that are on the device, or on their way, while one is computed with.
+# Batches on the device, or being transferred, besides the one in use.
 _AHEAD = 1
 
 
-class AheadPlacer:
-    """Puts the batches of `fit` and its siblings on a device, one ahead of the step.
+class DatasetPrefetcher:
+    """Prefetches the batches of `fit`, `evaluate` and `predict` to a device.
 
     Args:
         device: as TensorFlow names it, `/device:KIND:INDEX`.
@@ -21,10 +21,10 @@ class AheadPlacer:
         self._device = device
 
     def dataset(self, dataset: Any) -> Any:
-        """A data set of the same batches on the device.
+        """The dataset, with its batches on the device.
 
-        Data sets with strings, or sparse or ragged tensors, stay as they are: these
-        live on the host.
+        A dataset with strings, sparse or ragged tensors is returned unchanged: these
+        stay on the host.
         """
         if not isinstance(dataset, tf.data.Dataset) or not _is_movable(dataset):
             return dataset

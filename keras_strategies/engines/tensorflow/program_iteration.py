@@ -1,7 +1,7 @@
 """Loops over distributed datasets that are part of a TensorFlow program.
 
-Inside a `tf.function` a batch is the result of an operation. The operation reads a
-Python iterator, since datasets of all kinds are read by Python; the iterator is
+Inside a `tf.function` a batch is the result of an operation, a `tf.py_function` that
+reads a Python iterator: datasets of every kind can be read by Python. The iterator is
 created each time that the program reaches the loop.
 """
 
@@ -20,10 +20,10 @@ from keras_strategies.engines.tensorflow import compat
 from keras_strategies.errors import ContextError
 from keras_strategies.values import PerReplica, flatten, map_structure
 
-# Passes that a program may have under way: several threads may call one function.
-# A loop that an error ends leaves one of them behind.
+# Passes that a program may have open: several threads may call one function, and a loop
+# that ends with an error does not close its pass.
 _MAX_PASSES = 8
-# More batches than programs request one by one; a Python loop would never end.
+# More `next` calls than any traced program has: a Python loop, which would not end.
 _MAX_BATCHES_IN_A_TRACE = 1000
 
 
@@ -40,11 +40,11 @@ class _Passes:
         self._empty = empty
         self._numbers = itertools.count()
         self._passes: collections.OrderedDict[int, Any] = collections.OrderedDict()
-        # TensorFlow ends a pass on one thread while another may read ahead in it.
+        # TensorFlow may end a pass on one thread while another one reads ahead in it.
         self._lock = threading.RLock()
 
     def begin(self) -> int:
-        """Starts a pass; its number."""
+        """Starts a pass; returns its number."""
         with self._lock:
             number = next(self._numbers)
             self._passes[number] = self._start()
@@ -141,7 +141,7 @@ class ProgramIterator:
         return _ProgramOptional(has_value, self._batch(tensors))
 
     def end(self) -> None:
-        """Closes the pass where the program has come to."""
+        """Closes the pass, when the program reaches this point."""
         tf.py_function(self._passes.end, [self._number], [])
 
     def _count(self) -> None:
@@ -192,11 +192,11 @@ def _without_rows(spec: tf.TensorSpec) -> Any:
 
 
 def loop_over(iterable: type, in_program: Callable[[Any], ProgramIterator]) -> None:
-    """Makes a `for` loop over such objects a loop of the program in `tf.function`.
+    """Makes `for` loops over a class loops of the program inside `tf.function`.
 
     Args:
-        iterable: the class, whose `for` loops are Python's elsewhere.
-        in_program: gives the iterator in the program.
+        iterable: the class; in eager code its `for` loops are run by Python.
+        in_program: returns the iterator in the program for an object of the class.
     """
 
     def for_statement(given: Any, *loop: Any) -> None:
@@ -207,7 +207,7 @@ def loop_over(iterable: type, in_program: Callable[[Any], ProgramIterator]) -> N
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         compat.program_for_loop(iterator, *loop)
-        # TensorFlow runs Python functions when their arguments are there, in any order.
+        # Otherwise TensorFlow would run `end` as soon as its inputs are available.
         with tf.control_dependencies(graph.get_operations()[before:]):
             iterator.end()
 

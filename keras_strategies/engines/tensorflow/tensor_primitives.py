@@ -1,4 +1,4 @@
-"""TensorFlow's functions for combining the tensors of replicas."""
+"""Functions of TensorFlow that combine the tensors of replicas."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TensorFlowPrimitives(TensorPrimitives):
         return tf.stop_gradient(tensor)
 
     def to_device(self, tensor: Any, device: Device) -> Any:
-        # Operations take tensors of any device.
+        # Operations accept tensors on any device.
         return tensor
 
     def read(self, variable: Any) -> Any:
@@ -118,7 +118,7 @@ class TensorFlowPrimitives(TensorPrimitives):
         raw_value(variable).assign(value)
 
     def to_device_of(self, tensor: Any, other: Any) -> Any:
-        # Operations take tensors of any device.
+        # Operations accept tensors on any device.
         return tensor
 
     def all_lengths(
@@ -126,7 +126,7 @@ class TensorFlowPrimitives(TensorPrimitives):
     ) -> list[Any]:
         is_static = all(isinstance(length, int) for length in lengths)
         if is_static and not tf.executing_eagerly():
-            # Once, while a program is made, and not whenever it runs.
+            # Once, during the trace, and not in each run of the program.
             found = workers.group.gather_values("the lengths to gather", list(lengths))
             return [length for each in found for length in each]
         every = workers.gather_rows(tf.stack(list(lengths)), counts)

@@ -1,4 +1,4 @@
-"""`Model.fit` and its siblings on TensorFlow."""
+"""`Model.fit`, `evaluate` and `predict` on TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
 )
 from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
-from keras_strategies.engines.tensorflow.prefetched_datasets import AheadPlacer
+from keras_strategies.engines.tensorflow.prefetched_datasets import DatasetPrefetcher
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import ReplicaEngine
 from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
     MirroredVariable,
@@ -74,9 +74,9 @@ class TensorFlowTrainer(FitDriver):
             )
         self.elastic = None if self._call is None else self._call.elastic
         home = self.placement.variables
-        # Several replicas get their rows from the step, each its own.
+        # With several replicas, the step transfers the rows of each to its device.
         self.placer = (
-            AheadPlacer(tf_device(home))
+            DatasetPrefetcher(tf_device(home))
             if self.placement.is_single and home.kind != "cpu"
             else None
         )
@@ -100,7 +100,7 @@ class TensorFlowTrainer(FitDriver):
             setattr(model, f"{kind}_function", step)
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
-        # Mirrored is what replicas read.
+        # Only weights, which replicas read, are mirrored.
         return (
             self.placement.variable_devices
             if is_weight
@@ -119,17 +119,17 @@ class TensorFlowTrainer(FitDriver):
     def initialize(
         self, variable: Any, original: Callable[[Any], None], value: Any
     ) -> None:
-        """Makes the `tf.Variable` of a Keras variable, with copies where it is due.
+        """Creates the `tf.Variable` of a Keras variable, mirrored if replicas read it.
 
-        Optimizers read their state on one device only, and on-read variables have a
-        value of each replica's own; neither needs copies. A `tf.Variable`
-        of the user's may be assigned in programs without copies.
+        Optimizer state is read on one device only, and on-read variables have a
+        separate value on each replica; neither is mirrored. A `tf.Variable` passed by
+        the user is not mirrored either: programs may assign it without its copies.
         """
         if (
             not self.placement.mirrored
             or not self._others
             or is_local(variable)
-            or not _wants_copies()
+            or not _is_read_by_replicas()
             or isinstance(value, tf.Variable)
             or not (tf.executing_eagerly() or callable(value))
         ):
@@ -138,7 +138,7 @@ class TensorFlowTrainer(FitDriver):
         if tf.executing_eagerly():
             original(value)
         else:
-            # A layer is built while a program is traced: it has its variables before.
+            # A layer is built during a trace; its variables outlive the trace.
             with creating_variables(tf_device(self.placement.variables)):
                 original(value)
         raw = raw_value(variable)
@@ -147,15 +147,15 @@ class TensorFlowTrainer(FitDriver):
 
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:
-        # Keras builds optimizers in the first step on TensorFlow. One that has
-        # restored a backup is built, and would have variables that others lack.
+        # On TensorFlow, Keras builds an optimizer in the first step, but restoring a
+        # backup builds it earlier: then this worker has variables that others lack.
         if self.placement.workers is not None and name != "compile" and is_built(model):
             build_optimizer(model)
         yield
 
 
-def _wants_copies() -> bool:
-    """Whether a variable that is being made has copies, as what it is placed with."""
+def _is_read_by_replicas() -> bool:
+    """Whether a new variable is mirrored, given its colocation or its creator."""
     reference = colocation_reference()
     if reference is not None:
         return isinstance(raw_value(reference), MirroredVariable)

@@ -15,7 +15,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.prefetched_datasets import AheadPlacer
+from keras_strategies.engines.tensorflow.prefetched_datasets import DatasetPrefetcher
 
 ks.set_virtual_cpu_devices(4)
 
@@ -29,7 +29,7 @@ def on_cpu_1(ahead: bool):
     """OneDeviceStrategy, with the placer that it has on an accelerator, or without."""
     strategy = ks.OneDeviceStrategy("cpu:1")
     assert strategy.drivers.fit.placer is None
-    strategy.drivers.fit.placer = AheadPlacer(DEVICE) if ahead else None
+    strategy.drivers.fit.placer = DatasetPrefetcher(DEVICE) if ahead else None
     return strategy
 
 
@@ -43,7 +43,7 @@ def model_of(strategy, **options):
 
 def test_batches_are_on_the_device_when_they_are_asked_for():
     dataset = tf.data.Dataset.from_tensor_slices({"x": X, "i": np.arange(11)}).batch(4)
-    found = list(AheadPlacer(DEVICE).dataset(dataset))
+    found = list(DatasetPrefetcher(DEVICE).dataset(dataset))
     assert [len(batch["i"]) for batch in found] == [4, 4, 3]
     for batch in found:
         assert all(DEVICE in leaf.device for leaf in batch.values())
@@ -61,7 +61,7 @@ def test_the_next_batch_is_made_before_this_one_is_used():
 
     spec = tf.TensorSpec((2,), "int64")
     dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    iterator = iter(AheadPlacer(DEVICE).dataset(dataset))
+    iterator = iter(DatasetPrefetcher(DEVICE).dataset(dataset))
     assert int(next(iterator)[0]) == 0
     assert second_is_made.wait(60)
     assert [int(batch[0]) for batch in iterator] == [1, 2, 3, 4, 5]
@@ -97,7 +97,7 @@ def test_the_error_of_a_dataset_arrives_and_the_next_fit_works():
 def test_what_lives_on_the_host_stays_there():
     words = tf.data.Dataset.from_tensor_slices(["a", "b"]).batch(2)
     ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]]))
-    placer = AheadPlacer(DEVICE)
+    placer = DatasetPrefetcher(DEVICE)
     assert placer.dataset(words) is words
     assert placer.dataset(ragged) is ragged
 
@@ -107,7 +107,7 @@ def test_fit_on_a_gpu_gets_its_batches_there():
     results = []
     for ahead in (False, True):
         strategy = ks.OneDeviceStrategy("gpu:0")
-        assert isinstance(strategy.drivers.fit.placer, AheadPlacer)
+        assert isinstance(strategy.drivers.fit.placer, DatasetPrefetcher)
         if ahead:
             dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
             for x, _ in strategy.drivers.fit.placer.dataset(dataset):

@@ -14,9 +14,9 @@ from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
 def assigned_value(current: Any, value: Any) -> Any:
     """The value read after an assignment; its gradient is that of the variable.
 
-    `tf.Variable.assign` is not differentiable and a tape sums the gradients of all
-    reads of a variable; a replica, which holds assigned values as tensors, does the
-    same with this function.
+    On one device `tf.Variable.assign` is not differentiable, and a tape sums the
+    gradients of all reads of a variable. On a replica, where assigned values are
+    tensors, this function has the same effect.
 
     Args:
         current: tensor, the variable's value before the assignment.

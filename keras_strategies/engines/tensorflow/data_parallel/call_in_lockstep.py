@@ -1,4 +1,4 @@
-"""One layer call on replicas of one graph: a tape for each of them."""
+"""One layer call on replicas of one graph, with a gradient tape for each replica."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class CallInLockstep(CallOnReplicas):
         self.watched: list[set[int]] = [set() for _ in range(count)]
         # Values of variables that all replicas read.
         self._reads: dict[int, Any] = {}
-        # The replicas whose tapes have given gradients.
-        self._asked: set[int] = set()
+        # The replicas whose tapes have computed gradients.
+        self._used_tapes: set[int] = set()
         self._zeros: dict[Any, tuple[Any, Any]] = {}
         self._is_static = all(isinstance(size, int) for size in self.sizes)
-        # In a program for any number of rows, `sizes_in_program` makes sure of it.
-        self._have_rows = self._is_static or cannot_take_no_rows(call.layer_call.layer)
+        # In a program for any number of rows, `sizes_in_program` asserts it.
+        self._all_have_rows = self._is_static or needs_rows(call.layer_call.layer)
         self._collectives = LockstepCollectives(
             replicas, placement.variables, call.row_split.replica_set, call.reduction
         )
@@ -88,7 +88,7 @@ class CallInLockstep(CallOnReplicas):
         pieces = tf.split(tensor, self.sizes) if len(self.sizes) > 1 else [tensor]
         for i, part in enumerate(pieces):
             with tf.device(self._devices[i]):
-                # Behind the gradient's boundary, which begins with the slices.
+                # Inside the gradient boundary, which begins with the slices.
                 parts.append(tf.identity(tf.stop_gradient(part)))
             self.slices[i].append(parts[-1])
         return parts
@@ -123,7 +123,8 @@ class CallInLockstep(CallOnReplicas):
         if tf.executing_eagerly() and not compat.is_any_tape_active():
             return
         # Under a persistent tape TensorFlow traces the gradient of a loop three times
-        # over when the loop is made. In a graph, `_gradients` does without one.
+        # when the loop is created. In a graph, second gradients come from the graph
+        # (`replica_gradients`), so its tapes are not persistent.
         self.tapes = [
             tf.GradientTape(
                 persistent=tf.executing_eagerly(), watch_accessed_variables=False
@@ -136,8 +137,8 @@ class CallInLockstep(CallOnReplicas):
     def _close_tapes(self) -> None:
         """Drops the tapes of a graph in which no outer tape needs gradients.
 
-        A tape refers to tensors and so to the graph, whose boundary refers to this
-        call, and the garbage collector does not see references of tapes. Gradients that
+        A tape refers to tensors, these to the graph, and the boundary in the graph to
+        this call: a cycle that the garbage collector cannot traverse. Gradients that
         are computed later, as by a tape around the function, come from the graph.
         """
         if not tf.executing_eagerly() and not compat.is_any_tape_active():
@@ -146,7 +147,7 @@ class CallInLockstep(CallOnReplicas):
     def _forward(
         self, replica: ReplicaOfAny, i: int, task: Callable[[], ReplicaResult]
     ) -> ReplicaResult:
-        """Calls the layer on a replica, or copies what another one has traced."""
+        """Calls the layer on a replica, or copies the trace of another replica."""
         tape = self.tapes[i]
         if (template := self.traces.template(i)) is not None:
             result = self.traces.copied_forward(template, i)
@@ -196,7 +197,8 @@ class CallInLockstep(CallOnReplicas):
 
     def _cast_copy(self, replica_id: int, value: Any, dtype: str) -> Any:
         tape = self.tapes[replica_id]
-        # In a loop, each turn casts: it is the sum over turns that is float32.
+        # Not in a loop: each iteration casts there, and the sum over iterations is
+        # float32.
         if (
             tape is None
             or id(value) not in self.watched[replica_id]
@@ -212,8 +214,8 @@ class CallInLockstep(CallOnReplicas):
     def _is_trained(self, variable: Any, raw: Any) -> bool:
         """Whether a gradient of a variable may be needed.
 
-        Tapes compute gradients of frozen variables too and drop them. That costs
-        nothing in one process, but between workers they would be sent.
+        Tapes also compute gradients of frozen variables, which are dropped. That costs
+        nothing in one process, but several workers would exchange them.
         """
         if self.row_split.workers is not None and not variable.trainable:
             return False
@@ -223,7 +225,7 @@ class CallInLockstep(CallOnReplicas):
         """The value that a replica computes with, on its device."""
         device = self._devices[replica_id]
         own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
-        # No tape records the read: gradients cross the boundary another way.
+        # Not recorded by tapes: gradients of variables cross the boundary by `targets`.
         with compat.without_recording():
             value = self._read(raw) if own is None else own.value()
             first = self.row_split.replica_set.first
@@ -236,7 +238,7 @@ class CallInLockstep(CallOnReplicas):
                 return tf.identity(value)
 
     def _outside_control_flow(self) -> Any:
-        """A copy that is first needed in a loop is made before the loop."""
+        """The call's own graph: a copy first read in a loop is made before the loop."""
         if tf.executing_eagerly():
             return tf.name_scope("")
         return self.graph.as_default()
@@ -266,11 +268,11 @@ class CallInLockstep(CallOnReplicas):
             return self.ops.cast(value, local.dtype)
 
     def target_of_input(self, tensor: Any) -> Any:
-        """This worker's rows, through which a gradient goes to the global batch."""
+        """This worker's rows; their gradients are gathered to the global batch."""
         if self.row_split.workers is None:
             return tensor
 
-        # Workers exchange that gradient only where an outer tape needs it.
+        # The gradient is gathered from workers only where an outer tape needs it.
         @custom_gradient
         def own(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
             return self.row_split.own(tensor), self.row_split.joined
@@ -315,19 +317,19 @@ class CallInLockstep(CallOnReplicas):
         outputs: Sequence[tuple[Any, Any]],
         sources: Sequence[Any],
     ) -> Sequence[Any]:
-        # From the replica's tape; those that it has given already, from its graph.
+        # From the replica's tape; a second time, from the graph.
         i, tape = replica_id, self.tapes[replica_id]
         targets = [part for part, _ in outputs]
         given = [share for _, share in outputs]
-        if tape is None or (i in self._asked and not compat.is_persistent(tape)):
+        if tape is None or (i in self._used_tapes and not compat.is_persistent(tape)):
             found = compat.graph_gradients(targets, sources, given, self.graph)
         else:
             found = tape.gradient(targets, sources, output_gradients=given)
-        self._asked.add(i)
+        self._used_tapes.add(i)
         return list(found)
 
     def counted(self, part: Any, replica_id: int) -> Any:
-        if self._have_rows or isinstance(part, tf.IndexedSlices):
+        if self._all_have_rows or isinstance(part, tf.IndexedSlices):
             return part
         graph = tf.compat.v1.get_default_graph()
         # One operation for each tensor: a model has hundreds of gradients.
@@ -338,13 +340,13 @@ class CallInLockstep(CallOnReplicas):
         return tf.raw_ops.SelectV2(condition=has_rows, t=part, e=zero)
 
     def _check_rows(self, channels: Sequence[Channel]) -> None:
-        """In a program for any number of rows, outputs are checked as it runs."""
+        """Adds a check of the outputs' rows to a program for any number of rows."""
         if self._is_static:
             return
         message = (
-            "A layer that is called on several replicas returned another number of "
-            "rows than it got, so that its outputs cannot be joined. Return one row "
-            "per sample."
+            "A layer called on several replicas returned a tensor whose number of rows "
+            "differs from that of its input, so its outputs cannot be concatenated. "
+            "Return one row per sample."
         )
         for channel in channels:
             for part, size in zip(channel.parts, self.sizes, strict=True):
@@ -356,10 +358,11 @@ class CallInLockstep(CallOnReplicas):
         """The same gradients, of operations that an outer tape can record."""
         if self.row_split.workers is not None:
             raise ContextError(
-                "A gradient that goes through a layer called on several workers was "
-                "computed while another `tf.GradientTape` records it; gradients of "
-                "gradients do not cross workers. Leave the tape first, compute the "
-                "penalty inside a layer's `call`, or use ks.MirroredStrategy."
+                "A gradient through a layer call on several workers was computed while "
+                "an outer `tf.GradientTape` was recording; second-order gradients "
+                "across workers are not supported. Compute the gradient outside of "
+                "that tape, compute the penalty inside a layer's `call`, or use "
+                "ks.MirroredStrategy."
             )
         values: dict[int, Any] = {}
         inputs = [target.tensor for target in self.targets if target.by_rows]
@@ -398,10 +401,10 @@ class CallInLockstep(CallOnReplicas):
             return returned
 
 
-def cannot_take_no_rows(layer: Any) -> bool:
-    """Whether TensorFlow 2.21 fails on no rows, by an error, a wrong shape or a crash.
+def needs_rows(layer: Any) -> bool:
+    """Whether a layer has kernels that fail on zero rows in TensorFlow 2.21.
 
-    Without rows, its convolutions for CPUs have the channels of their input, and the
+    On CPUs, a convolution of zero rows has the output channels of its input, and the
     gradient of max pooling ends the process.
     """
     names = (type(sub).__name__ for sub in sublayers(layer))

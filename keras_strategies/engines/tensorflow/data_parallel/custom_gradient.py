@@ -1,4 +1,4 @@
-"""`tf.custom_gradient` without references that outlive the graph."""
+"""`tf.custom_gradient` with gradient functions that are freed with their graph."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from keras_strategies.engines.tensorflow import compat
 
 
 def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """As `tf.custom_gradient`, for functions of tensors alone.
+    """As `tf.custom_gradient`, for functions of tensors that read no variables.
 
-    In a graph, TensorFlow 2.21 registers each gradient function by a name of its own
-    in a process-wide registry, with the tensors and so the graph and the strategy that
-    it refers to. Here the operation refers to the function.
+    In a graph, TensorFlow 2.21 adds each gradient function to a process-wide registry,
+    which keeps alive the tensors, graph and strategy that it refers to. Here only the
+    operation refers to the function.
 
     Args:
-        fn: callable of tensors that reads no variables. Returns a tensor or a list of
-            tensors, and a function from their gradients to the list of its arguments'
-            gradients.
+        fn: callable of tensors. Returns a tensor or a list of tensors, and a function
+            from their gradients to the list of its arguments' gradients.
     """
     eager = tf.custom_gradient(fn)
 

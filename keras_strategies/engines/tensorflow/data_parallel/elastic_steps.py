@@ -1,8 +1,8 @@
-"""Steps of elastic workers on TensorFlow: undo of a step that has failed.
+"""Steps of elastic workers on TensorFlow: rollback of a failed step.
 
-A variable is saved as a reference to its tensor. That costs nothing by itself, but then
-TensorFlow copies the tensor at the next update in place. So weights and slots are saved
-only for programs in which one may change before the last collective.
+A variable is saved as a reference to its tensor, which makes TensorFlow copy the tensor
+at the next update instead of updating it in place. So weights and slots are saved only
+for programs in which one of them may change before the last collective.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from keras_strategies.runtime.drivers import ElasticDriver
 from keras_strategies.runtime.row_checks.layer_checks import RowChecks
 from keras_strategies.runtime.state.model_values import model_state, restore_model
 
-# Operations on a variable's handle that leave its value as it is.
+# Operations on a variable's handle that do not change its value.
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
 
@@ -71,10 +71,10 @@ class TensorFlowElasticSteps(ElasticDriver):
         """Saves weights and slots if a program of the step needs it.
 
         Args:
-            program: a `ConcreteFunction`; None for one that is not known, or code.
+            program: a `ConcreteFunction`; None if it is unknown or code runs eagerly.
         """
         if self._model is None:
-            # In a custom loop, where all variables are saved.
+            # A custom loop: all variables are saved already.
             return
         self._programs += 1
         if program is not None and program not in self._safe:
@@ -87,7 +87,7 @@ class TensorFlowElasticSteps(ElasticDriver):
             raw = raw_value(variable)
             if raw is None or id(variable) in self._saved:
                 continue
-            # One that is created in a trace may get its value later.
+            # A variable created in a trace may not have its value yet.
             with contextlib.suppress(tf.errors.FailedPreconditionError):
                 self._saved[id(variable)] = (variable, raw.read_value())
 
@@ -104,7 +104,7 @@ class TensorFlowElasticSteps(ElasticDriver):
 
 
 def _late(model: Any) -> dict[int, Any]:
-    """Weights and slots, which change after the exchange of gradients."""
+    """Weights and slots, which change after gradients were exchanged."""
     optimizer = getattr(model, "optimizer", None)
     found = list(model.trainable_variables)
     if optimizer is not None:
@@ -113,7 +113,12 @@ def _late(model: Any) -> dict[int, Any]:
 
 
 def _updates_at_last(graph: Any, late: dict[int, Any]) -> bool:
-    """Whether every update of certain variables waits for all collectives."""
+    """Whether every update of weights and slots waits for all collectives.
+
+    Args:
+        graph: the graph of a program.
+        late: weights and slots, by their ids.
+    """
     if any(
         node.op.startswith("Collective")
         for function in graph.as_graph_def().library.function
@@ -145,9 +150,10 @@ def _updates_at_last(graph: Any, late: dict[int, Any]) -> bool:
 
 
 def after_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`optimizer.apply` in a program of elastic workers, after all collectives.
+    """`optimizer.apply` in a program of elastic workers, after all gradients.
 
-    Without it, weight decay and counters would change while gradients are exchanged.
+    Without this control dependency, weight decay and counters could be updated while
+    gradients are still exchanged.
     """
     workers = joined_workers()
     if workers is None or workers.elastic is None:

@@ -1,7 +1,7 @@
 """Options that shorten the first step of a program: graph optimizer, garbage collector.
 
-A program of two replicas has twice the operations of one device's. TensorFlow's graph
-optimizer (Grappler) is most of a program's first run and takes time in proportion.
+A program of two replicas has twice the operations of a program for one device. Most of
+its first run is TensorFlow's graph optimizer (Grappler), whose time grows with them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.runtime.placement import Placement
 
-# Options of the optimizer in place of its defaults, on CPUs:
-# - its second iteration finds a few operations of what the first one has left;
-# - layouts of images are converted for GPUs only, after an analysis of all shapes;
-# - the memory optimizer swaps tensors of GPUs, and splits sums of many tensors where a
-#   device's memory is nearly full.
+# Options of the graph optimizer in place of its defaults, on CPUs:
+# - one iteration: a second one removes only a few more operations;
+# - no layout optimizer: it analyzes all shapes, but converts layouts on GPUs only;
+# - no memory optimizer: it swaps tensors of GPUs, and splits sums of many tensors where
+#   a device's memory is nearly full.
 _ON_CPUS = {
     "meta_optimizer_iterations": RewriterConfig.ONE,
     "layout_optimizer": RewriterConfig.OFF,
@@ -32,9 +32,9 @@ _ON_CPUS = {
 def optimizer_options(
     placement: Placement,
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Makes contexts in which the programs of a strategy are called.
+    """A factory of contexts in which the programs of a strategy are called.
 
-    Options that the user has set with `tf.config.optimizer` stay as they are.
+    Options that the user has set with `tf.config.optimizer` are not changed.
     """
     devices = {placement.variables, *placement.replicas}
     if any(device.kind != "cpu" for device in devices):
@@ -54,8 +54,8 @@ def set_options(config: Any) -> None:
 def collection_paused() -> Iterator[None]:
     """A context without garbage collections, for a trace.
 
-    Nearly everything that a trace allocates stays with the program. The collector
-    would visit it again and again, and then all objects of the process.
+    Nearly everything that a trace allocates stays alive with the program; collections
+    would traverse it, and finally all objects of the process, without freeing much.
     """
     if not gc.isenabled():
         yield

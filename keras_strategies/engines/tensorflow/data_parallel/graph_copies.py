@@ -1,11 +1,11 @@
 """Copies of the operations that one replica has added to a graph.
 
-Replicas run the same Python code on slices of the same shape, so that the operations
-of all but the first differ only in their inputs. Tracing them again costs as much as
-the first time; TensorFlow's importer of graphs adds a copy in a fraction of that.
+Replicas run the same Python code on slices of the same shape, so their operations
+differ only in their inputs. Tracing a second replica would cost as much as the first;
+importing a copy of the first replica's operations takes a fraction of that.
 
-At a collective, the first replica's operations up to there are copied for all others,
-whose values the collective combines as it does those of traced replicas.
+At a collective, the operations of the first replica so far are copied for all others,
+and the collective combines the values of the copies like those of traced replicas.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaS
 
 
 class TracedOperations:
-    """The operations that are added to the current graph, in segments."""
+    """The operations added to the current graph during a trace, in segments."""
 
     def __init__(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
@@ -49,7 +49,7 @@ class TracedOperations:
         self.skip(self.graph.num_operations())
         every = self.graph.get_operations()
         ranges, self._ranges = self._ranges, []
-        # Placeholders are what the graph captures; all copies use the same.
+        # Placeholders are captures of the graph, which all copies share.
         return [
             operation
             for start, end in ranges
@@ -66,10 +66,10 @@ class TracedOperations:
 
 
 def _can_be_copied(operations: Sequence[Any]) -> bool:
-    """Whether a copy computes what tracing again would compute.
+    """Whether a copy computes the same as a new trace.
 
-    Not so with state: random numbers by a seed in the operation, variables that are not
-    Keras's, Python functions.
+    It does not for stateful operations: random numbers with a seed in the operation,
+    reads of variables that are not Keras's, Python functions.
     """
     kinds = {operation.type: operation for operation in operations}
     return not any(map(_cannot_be_copied, kinds.values()))
@@ -77,14 +77,14 @@ def _can_be_copied(operations: Sequence[Any]) -> bool:
 
 def _cannot_be_copied(operation: Any) -> bool:
     definition = operation.op_def
-    # The gradient of a loop, a branch or a function adds outputs to the operation,
-    # which a copy that is made before the backward pass would not have.
+    # The gradient of a loop, branch or function adds outputs to its operation, which
+    # copies made before the backward pass lack.
     has_functions = any("func" in attribute.type for attribute in definition.attr)
     return bool(definition.is_stateful or has_functions)
 
 
 class GraphCopy:
-    """The tensors of a second replica, by those of a first one.
+    """A second replica's copies of the operations and tensors of a first replica.
 
     Args:
         device: str, the device of the first replica, as TensorFlow names it.
@@ -92,15 +92,15 @@ class GraphCopy:
 
     def __init__(self, device: str):
         self._device = _kind_and_index(device)
-        # By the identity of the tensor, which is here so that it stays alive.
+        # By the id of the tensor, which is referenced here so that the id stays unique.
         self._copies: dict[int, tuple[Any, Any]] = {}
 
     def set(self, tensor: Any, copy: Any) -> None:
-        """Declares the tensor that takes the place of one of the first replica."""
+        """Sets the copy of a tensor of the first replica."""
         self._copies[id(tensor)] = (tensor, copy)
 
     def of(self, value: Any) -> Any:
-        """The copy of a tensor or of slices; what has none stands for itself."""
+        """The copy of a tensor or of slices; the value itself if it has none."""
         if isinstance(value, tf.IndexedSlices):
             parts = (value.values, value.indices, value.dense_shape)
             return tf.IndexedSlices(*map(self.of, parts))
@@ -140,7 +140,7 @@ class GraphCopy:
                 self.set(before, after)
 
     def _captured(self, graph: Any) -> dict[int, Any]:
-        """In a program of gradients, copies of what it takes from the forward one."""
+        """In a program of gradients, copies of what it captures of the forward one."""
         return {
             id(inner): graph.capture(self.of(outer))
             for outer, inner in list(getattr(graph, "captures", ()))
@@ -155,7 +155,10 @@ def _kind_and_index(device: str) -> tuple[Any, Any]:
 
 
 class ReplicaOfAny(context.ReplicaContext):
-    """A replica with a trace that holds for others, unless its number is read."""
+    """Context of a replica; records whether its number or device is read.
+
+    If it is, the trace is specific to this replica and is not copied for others.
+    """
 
     is_distinct = False
 
@@ -177,8 +180,7 @@ class ForwardTrace:
     replica: ReplicaOfAny
     replica_id: int
     operations: TracedOperations
-    # Variables with what TensorFlow has for them, and the values that were read, since
-    # the last segment.
+    # Keras variable, TensorFlow variable and value of each read since the last segment.
     reads: list[tuple[Any, Any, Any]] = field(default_factory=list)
     # The operations after the last collective.
     rest: list[Any] = field(default_factory=list)
@@ -187,13 +189,13 @@ class ForwardTrace:
 
 
 class ReplicaTraces:
-    """Traces of the replicas of one call, and copies of them.
+    """Traces of the replicas of one call, and copies of these traces.
 
     Args:
         devices: the replicas' devices, as TensorFlow names them.
         slices: for each replica, its slices of the call's inputs.
         read: reads a variable on a replica.
-        collectives: those of the replicas.
+        collectives: the collectives of the replicas.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class ReplicaTraces:
 
     @contextlib.contextmanager
     def tracing(self, replica: ReplicaOfAny, replica_id: int) -> Iterator[ForwardTrace]:
-        """Entered in a graph around a replica's call, whose result is set in it."""
+        """Entered in a graph around a replica's call; the caller sets its `result`."""
         trace = ForwardTrace(replica, replica_id, TracedOperations())
         self._forward[replica_id] = trace
         self._copies.pop(replica_id, None)
@@ -229,7 +231,7 @@ class ReplicaTraces:
         )
 
     def read(self, replica_id: int, variable: Any, raw: Any) -> Any:
-        """Reads a variable on a replica, outside of what copies repeat."""
+        """Reads a variable on a replica, in operations that are not copied."""
         trace = self._forward.get(replica_id)
         if trace is None:
             return self._read(replica_id, variable, raw)
@@ -239,7 +241,7 @@ class ReplicaTraces:
         return local
 
     def template(self, replica_id: int) -> ForwardTrace | None:
-        """The trace of another replica that holds for this one, too."""
+        """The trace of another replica that can be copied for this one, or None."""
         for trace in self._forward.values():
             if trace.can_be_copied and self._are_alike(trace.replica_id, replica_id):
                 return trace
@@ -274,14 +276,14 @@ class ReplicaTraces:
     # Collectives.
 
     def exchange(self, values: Sequence[Any], combine: Combine) -> list[Any] | None:
-        """The results of a collective, in which copies take the others' parts.
+        """The results of a collective, with copies of replica 0 as the other replicas.
 
         Args:
-            values: what replica 0 exchanges.
-            combine: makes the results of all replicas of what they exchange.
+            values: the values of replica 0.
+            combine: computes the results of all replicas from the values of each.
 
         Returns:
-            The result of each replica; None where another one is no copy.
+            The result of each replica; None if another replica cannot be a copy.
         """
         if tf.executing_eagerly():
             return None
@@ -323,7 +325,7 @@ class ReplicaTraces:
     # Gradients.
 
     def set_given(self, given: Sequence[Sequence[Any]]) -> None:
-        """Declares the gradients, by output, that the replicas are given."""
+        """Sets the gradients of the outputs, for each output one for each replica."""
         self._is_backward = True
         self._backward.clear()
         for replica_id, (template, copy) in self._copies.items():
@@ -345,8 +347,9 @@ class ReplicaTraces:
         template, copy = self._copies[replica_id]
         if template not in self._backward:
             raise ReplicaMismatchError(
-                "A collective was called in the gradient of a layer, and none in its "
-                "call. Call a collective in the layer's `call`, too."
+                "A layer called a collective in its gradient, but none in its forward "
+                "pass, which was therefore traced for one replica and copied for the "
+                "others. Call a collective in the layer's `call` as well."
             )
         _, gradients, rest = self._backward[template]
         copy.add(rest)
@@ -358,7 +361,7 @@ def _kind(tensor: Any) -> tuple[Any, Any]:
 
 
 def _is_simple(leaf: Any) -> bool:
-    """Whether an output is a tensor or nothing of TensorFlow's."""
+    """Whether an output is a plain tensor, or no value of TensorFlow."""
     return isinstance(leaf, tf.Tensor) or not keras.ops.is_tensor(leaf)
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.call_in_lockstep import (
     CallInLockstep,
-    cannot_take_no_rows,
+    needs_rows,
 )
 from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
     TensorFlowElasticSteps,
@@ -43,13 +43,13 @@ class TensorFlowDataParallelCall(DataParallelCall):
         engine: the replicas' threads.
     """
 
-    # The attribute `probes` of this class has the batch of the step that is traced.
+    # Of this class, since it stores the batch of the step that is being traced.
     probes: TensorFlowProbes
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         super().__init__(strategy, PRIMITIVES, TensorFlowProbes(strategy))
         self._engine = engine
-        #: What steps keep of elastic workers; None for fixed ones.
+        #: The rollback of steps of elastic workers; None for a fixed group.
         self.elastic: TensorFlowElasticSteps | None = None
         workers = workers_of(self.placement)
         if workers is not None and workers.elastic is not None:
@@ -67,10 +67,10 @@ class TensorFlowDataParallelCall(DataParallelCall):
         except NestedCollectiveError:
             warn_user(
                 f"Layer {layer.name!r} ({type(layer).__name__}) calls a collective "
-                "of the replicas in a loop or a branch, in batch normalization for "
-                "example, which TensorFlow does not support. It is called on one "
-                "device with the unsplit batch, which is exact but not parallel. Call "
-                "the normalization outside of the loop to run it on all replicas."
+                "of the replicas in a loop or a branch, for example by batch "
+                "normalization, which TensorFlow does not support. It is called on one "
+                "device with the unsplit batch, which is exact but not parallel. Move "
+                "the collective out of the loop to run the layer on all replicas."
             )
             self._not_by_rows.add(layer)
         with layer_calls_through(None):
@@ -88,7 +88,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         return CallInLockstep(call, self._engine)
 
     def sizes_in_program(self, layer: Any, rows: Any, count: int) -> list[Any]:
-        if cannot_take_no_rows(layer):
+        if needs_rows(layer):
             rows = self._at_least_one_each(layer, rows)
         base, larger = rows // count, rows % count
         return [base + tf.cast(i < larger, base.dtype) for i in range(count)]
@@ -98,8 +98,8 @@ class TensorFlowDataParallelCall(DataParallelCall):
         message = (
             f"Layer {layer.name!r} was called on fewer rows than the {count} replicas, "
             "in a program for any number of rows. It contains convolutions or max "
-            "pooling, of which TensorFlow's kernels fail on the replicas that have "
-            "none. Call it on more rows, or use ks.OneDeviceStrategy."
+            "pooling, whose TensorFlow kernels fail on a replica without rows. Call it "
+            f"on {count} rows or more, or use ks.OneDeviceStrategy."
         )
         check = tf.debugging.Assert(rows >= count, [message, rows])
         with tf.control_dependencies([check]):

@@ -1,4 +1,4 @@
-"""Eager TensorFlow without randomness, to compare a layer's calls on few rows."""
+"""Probes on TensorFlow: eager layer calls on a few rows, without randomness."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TensorFlowProbes(LayerProbes):
         with (
             tf.init_scope(),
             tf.device(self._device),
-            # On GPUs, TF32 would round by more than what is looked for.
+            # On GPUs, TF32 rounds by more than the differences that probes detect.
             _full_precision(self._device),
             _kernels_alone(self._device),
             _operation_seeds_restored(),
@@ -167,7 +167,7 @@ def _replaced(numbers: ConstantNumbers) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _operation_seeds_restored() -> Iterator[None]:
-    """After `tf.random.set_seed`, the numbers that follow are those without checks."""
+    """Restores operation seeds, so that checks do not change later random numbers."""
     if compat.global_seed() is None:
         yield
         return
@@ -180,7 +180,7 @@ def _operation_seeds_restored() -> Iterator[None]:
 
 
 def _kernels_alone(device: str) -> contextlib.AbstractContextManager[None]:
-    """Without a program for each kind of operation, on CPUs."""
+    """On CPUs, runs operations as plain kernels; see `compat.kernels_alone`."""
     return contextlib.nullcontext() if "GPU" in device else compat.kernels_alone()
 
 
@@ -199,7 +199,7 @@ def _full_precision(device: str) -> Iterator[None]:
 
 
 def _stand_in(tensor: Any, rows: int | None) -> Any:
-    """Values of the shape and dtype of a tensor that has none yet.
+    """Substitute values, with the shape and dtype of a symbolic tensor.
 
     Integers are 0 and 1, which are valid indices of most tables.
     """

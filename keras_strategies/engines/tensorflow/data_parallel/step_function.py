@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 class StepFunction:
     """`model.train_function`, `test_function` or `predict_function`.
 
-    Keras takes batches out of the iterator inside the program. Here they are taken
-    before it, because the number of rows decides which program is right:
+    Keras reads batches from the iterator inside the program. Here they are read before
+    it, because the number of rows determines the program:
 
-    - as many rows as replicas, or more: layers are called on all replicas. It is
-      traced for the first batch's shape, and once more for any number of rows when
-      a batch of another size comes;
-    - fewer rows, as a last batch may have: the step as it is, on one device. A
-      replica without rows would have to compute means of nothing. With
-      `cross_device_ops` the rows are split for a program of their own shape, in which
-      gradients are reduced as in every other step.
+    - as many rows as replicas, or more: layers are called on all replicas. The program
+      is traced for the first batch's shape, and a second time for any number of rows
+      when a batch of another size is read;
+    - fewer rows, as in a last batch: Keras's step on one device, since a replica
+      without rows would compute means of zero elements. With `cross_device_ops` the
+      rows are split in a program for their shape, in which gradients are reduced as in
+      every other step.
 
     Args:
         model: a compiled `keras.Model`.
         kind: str, `"train"`, `"test"` or `"predict"`.
-        call: what calls layers on all replicas.
+        call: the data-parallel call of layers.
     """
 
     def __init__(self, model: Any, kind: str, call: TensorFlowDataParallelCall):
@@ -61,13 +61,13 @@ class StepFunction:
         self._steps = model.steps_per_execution
         if model.jit_compile:
             _warn_of_jit_compile(model)
-        self._seen_model = False
+        self._has_begun = False
         # The batch of the step that is being traced.
         self._batch: Any = None
         self._make_programs()
 
     def _make_programs(self) -> None:
-        """The programs for the current workers."""
+        """Creates the programs for the current workers; each is traced when called."""
         call = self._call
         self._replicas = call.placement.share.total
         self._group = None if self._workers is None else self._workers.group
@@ -81,7 +81,7 @@ class StepFunction:
                 return step(data)
 
         self._parallel = self._program(routed)
-        self._whole = self._program(lambda data: step(data))
+        self._unsplit = self._program(lambda data: step(data))
         self._few = None
         if call.reduction is not None:
             self._few = self._program(routed, reduce_retracing=False)
@@ -97,8 +97,8 @@ class StepFunction:
             with collection_paused():
                 return step(data)
 
-        # TensorFlow counts retracing by code object, which the programs of all models
-        # share; partial functions have none and are counted one by one.
+        # TensorFlow warns of retracing by code object, which the programs of all models
+        # share; a partial function has none and is counted separately.
         own = functools.partial(tf.autograph.experimental.do_not_convert(traced))
         return tf.function(own, reduce_retracing=reduce_retracing)
 
@@ -139,11 +139,11 @@ class StepFunction:
         return logs
 
     def _one_step(self, batch: Any, spec: Any = None) -> Any:
-        """Runs a step on a batch, of which a data set says that it is like `spec`.
+        """Runs a step on a batch of a dataset with the `element_spec` `spec`.
 
-        A program is traced for the specification and not for the batch, as Keras's
-        own is: what is not known there, Keras leaves out, such as the rows by which
-        it weights the losses of several outputs.
+        As in Keras, the program is traced for the specification and not for the batch.
+        Keras omits what is unknown there, such as the number of rows by which it
+        weights the losses of several outputs.
         """
         batch = keras.tree.map_structure(_none_if_optional, batch)
         check_batch(batch)
@@ -157,15 +157,15 @@ class StepFunction:
     def _step_on(self, batch: Any, spec: Any) -> Any:
         if self._workers is not None and self._workers.group is not self._group:
             self._make_programs()
-        if not self._seen_model:
-            self._seen_model = True
+        if not self._has_begun:
+            self._has_begun = True
             if not self._build(batch):
-                return self._directly(self._whole, batch)
+                return self._directly(self._unsplit, batch)
         rows = _rows(batch)
         if rows is not None and rows < self._replicas:
             if self._few is not None:
                 return self._directly(self._few, batch)
-            return self._run(self._whole, batch, spec)
+            return self._run(self._unsplit, batch, spec)
         return self._run(self._parallel, batch, spec)
 
     def _run(self, program: Any, batch: Any, spec: Any) -> Any:
@@ -192,10 +192,12 @@ class StepFunction:
         return program(batch)
 
     def _build(self, batch: Any) -> bool:
-        """Whether the model has its variables, which replicas cannot create.
+        """Builds the model, since replicas cannot create variables.
 
-        Where they cannot be made from the shapes of a batch, because the model has
-        its own way to call its layers, the first step on one device makes them.
+        Returns:
+            Whether it is built. It is not if the shapes of a batch do not suffice,
+            because the model calls its layers in its own way: then the first step
+            runs on one device and builds it.
         """
         if is_built(self._model):
             if not self._is_step_of_keras(batch):
@@ -208,16 +210,16 @@ class StepFunction:
         try:
             symbolic_build(self._model, batch)
         except Exception:
-            # The step itself shows what is wrong, if anything is.
+            # If the model is wrong, the step that follows raises the error.
             return is_built(self._model)
         return True
 
     def _is_step_of_keras(self, batch: Any) -> bool:
         """Whether Keras's own training step creates its variables when traced.
 
-        `tf.function` traces a program twice whose first trace creates variables, such
-        as those of metrics, and tracing is most of a first step. A step of the user's
-        may train other variables or use other metrics.
+        `tf.function` traces a program twice if the first trace creates variables, such
+        as those of metrics, and tracing is most of a first step. A custom step may
+        train other variables or use other metrics.
         """
         model = self._model
         if self._kind != "train" or model.run_eagerly:
@@ -230,9 +232,9 @@ class StepFunction:
 
 def _warn_of_jit_compile(model: Any) -> None:
     warn_user(
-        f"Model {model.name!r} was compiled with `jit_compile=True`. XLA compiles "
-        "programs for one device and this one is for several, so it runs without "
-        "XLA; its results are the same. Use ks.OneDeviceStrategy for an XLA program."
+        f"Model {model.name!r} was compiled with `jit_compile=True`. On TensorFlow, "
+        "XLA compiles programs for one device only, so steps on several replicas run "
+        "without XLA; results are the same. Use ks.OneDeviceStrategy for XLA."
     )
 
 
@@ -241,12 +243,12 @@ def _has_optionals(spec: Any) -> bool:
 
 
 def _none_if_optional(leaf: Any) -> Any:
-    # Data sets hand over None as an empty optional.
+    # A dataset represents None as an empty optional.
     return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
 def _rows(batch: Any) -> int | None:
-    """The rows of the first leaf that has any; None where that is not known."""
+    """The rows of the first leaf with a batch axis; None where unknown."""
     for leaf in keras.tree.flatten(batch):
         shape = getattr(leaf, "shape", None)
         if shape is not None and len(shape) > 0:
@@ -255,7 +257,7 @@ def _rows(batch: Any) -> int | None:
 
 
 def to_numpy(outputs: Any) -> Any:
-    """Outputs of a step as arrays that workers can send."""
+    """Outputs of a step as NumPy arrays, which workers can exchange."""
     return keras.tree.map_structure(
         lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, outputs
     )

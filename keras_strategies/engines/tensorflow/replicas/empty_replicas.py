@@ -1,10 +1,10 @@
-"""Layers with kernels that fail without rows get one row that does not count.
+"""Padding with one row for layers with kernels that fail on zero rows.
 
-A replica without data still runs, on zero rows. TensorFlow 2.21's kernels for CPUs do
-not all survive that: convolutions have the channels of their input, recurrent cells
-and global maxima refuse it, and the gradient of max pooling ends the process. These
-layers compute each row by itself and without state, so that a row of zeros, dropped
-from the result, changes no value and adds zeros to gradients.
+A replica without data still runs, on zero rows, which fails in some CPU kernels of
+TensorFlow 2.21: convolutions return the channels of their input, recurrent cells and
+global maxima raise errors, and the gradient of max pooling ends the process. These
+layers compute each row separately and have no state, so a row of zeros that is removed
+from the result changes no value and adds zeros to gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keras import layers
 
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 
-_NEEDING_A_ROW = (
+_PADDED_LAYERS = (
     layers.Conv1D,
     layers.Conv2D,
     layers.Conv3D,
@@ -42,7 +42,9 @@ _NEEDING_A_ROW = (
 def call_with_a_row(
     layer: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Stands in for `layer(*args, **kwargs)`; see `layer_calls_through`.
+    """Calls `layer(*args, **kwargs)` with one row of zeros if it has no rows.
+
+    Routed to by `layer_calls_through`.
 
     Args:
         layer: the layer.
@@ -54,7 +56,7 @@ def call_with_a_row(
         return call(*args, **kwargs)
     leaves = keras.tree.flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-    # The shapes that can be looked at begin with that of the input.
+    # The first tensor is the layer's input.
     rows = tensors[0].shape[0] if tensors and tensors[0].shape.rank else 1
     if rows:
         return call(*args, **kwargs)
@@ -70,13 +72,13 @@ def call_with_a_row(
     )
     count = 0 if rows == 0 else tf.shape(batched[0])[0]
     outputs = call(*packed[0], **packed[1])
-    return keras.tree.map_structure(lambda output: _cut(output, count), outputs)
+    return keras.tree.map_structure(lambda output: _first_rows(output, count), outputs)
 
 
 def _needs_a_row(layer: Any) -> bool:
     if isinstance(layer, layers.TimeDistributed):
         layer = layer.layer  # It is called without `__call__`.
-    return isinstance(layer, _NEEDING_A_ROW)
+    return isinstance(layer, _PADDED_LAYERS)
 
 
 def _with_a_row(tensors: list[Any], rows: int | None) -> list[Any]:
@@ -95,11 +97,11 @@ def _with_a_row(tensors: list[Any], rows: int | None) -> list[Any]:
     return list(found)
 
 
-def _cut(output: Any, count: Any) -> Any:
+def _first_rows(output: Any, count: Any) -> Any:
     if not isinstance(output, tf.Tensor) or not output.shape.rank:
         return output
-    cut = output[:count]
+    rows = output[:count]
     mask = get_mask(output)
     if mask is not None:
-        set_mask(cut, mask[:count])
-    return cut
+        set_mask(rows, mask[:count])
+    return rows

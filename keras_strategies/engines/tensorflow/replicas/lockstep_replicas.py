@@ -1,11 +1,11 @@
-"""Replicas as `tf.distribute` runs them, and the collectives between them.
+"""Replicas run by `tf.distribute`, and the collectives between them.
 
-`tf.distribute.MirroredStrategy.run` gives each replica a thread in which it builds
-its part of the graph, or runs eagerly, on its own device. The threads take turns:
-each goes on until it ends or comes to a `merge_call`, so that the program is
-always traced in the same order. The parts run in parallel when the graph does.
+`tf.distribute.MirroredStrategy.run` starts a thread for each replica, which builds its
+part of the graph, or runs eagerly, on its own device. One thread runs at a time, until
+it ends or reaches a `merge_call`, so the program is always traced in the same order.
+The parts run in parallel when the graph runs.
 
-It is used for this alone: Keras never sees a `tf.distribute` strategy.
+`tf.distribute` is used for nothing else: Keras runs under its default strategy.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from keras_strategies.runtime.replicas.collectives import (
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 
-#: Makes the results of all replicas from their values, in their order.
+#: Computes the results of all replicas from their values, in replica order.
 Combine = Callable[[list[Any]], Sequence[Any]]
-#: Makes the results of all replicas from the values of replica 0 and a `Combine`; None
-#: if the others are no copies of it.
+#: Computes the results of all replicas from the values of replica 0 and a `Combine`;
+#: None if the other replicas are not copies of replica 0.
 CopiedExchange = Callable[[Sequence[Any], Combine], list[Any] | None]
 
 
@@ -60,9 +60,9 @@ class ReplicaEngine:
     def run(
         self, tasks: Sequence[Callable[[], Any]], collectives: LockstepCollectives
     ) -> list[Any]:
-        """Runs one task on each of the first replicas; the results in order.
+        """Runs one task on each of the first replicas; returns the results in order.
 
-        An exception in one of them stops the others and is raised.
+        An exception in one replica stops the others and is raised.
         """
         results: list[Any] = [None] * len(tasks)
         state = thread_state()
@@ -78,9 +78,9 @@ class ReplicaEngine:
         except RuntimeError as error:
             if "different number of replica_context().merge_call()" in str(error):
                 raise ReplicaMismatchError(
-                    "A replica has ended while others wait for it in a collective "
-                    "call. All replicas must make the same collective calls in the "
-                    "same order; check for a branch on the replica or on its data."
+                    "A replica ended while other replicas waited for it in a "
+                    "collective. All replicas must make the same collective calls in "
+                    "the same order; check for a branch on the replica or on its data."
                 ) from error
             raise
         return results
@@ -88,8 +88,8 @@ class ReplicaEngine:
     def _strategy(self, count: int) -> tf.distribute.Strategy:
         if count not in self._strategies:
             with _quiet():
-                # CPU collectives stay aborted after an exception in a replica;
-                # this reduction does not.
+                # After an exception in a replica, CPU collectives would remain
+                # aborted; this reduction does not use them.
                 self._strategies[count] = tf.distribute.MirroredStrategy(
                     [tf_device(device) for device in self._devices[:count]],
                     cross_device_ops=tf.distribute.ReductionToOneDevice(),
@@ -104,7 +104,7 @@ def _replica_id() -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the line that TensorFlow logs for each of its strategies."""
+    """Suppresses the line that TensorFlow logs for each of its strategies."""
     logger = tf.get_logger()
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -118,8 +118,8 @@ class LockstepCollectives(ReplicaCollectives):
     """Collectives between the replicas of one run.
 
     Args:
-        devices: the device of each replica that takes part.
-        lead: the device that values are combined on.
+        devices: the device of each participating replica.
+        lead: the device on which values are combined.
         replica_set: the replicas of all workers; None for those of one process.
         reduction: the strategy's `CrossDeviceOps`; None for TensorFlow's own sums.
         merging: returns a context manager for functions of `merge_call`.
@@ -149,16 +149,16 @@ class LockstepCollectives(ReplicaCollectives):
         self.begin()
 
     def begin(self) -> None:
-        """Notes where the replicas run: forward, backward, or in another graph."""
+        """Starts a forward or backward pass in the current graph."""
         self._graph = _current_graph()
-        # Kinds and results of collectives that replica 0 has made for all.
+        # Kinds and results of collectives completed by replica 0 for all its copies.
         self._copied: list[tuple[str, list[Any]]] = []
         self._calls = [0] * len(self._devices)
 
     def was_used_by(self, replica_id: int) -> bool:
-        """Whether a replica has called a collective since `begin`.
+        """Whether a replica has exchanged values with other traced replicas.
 
-        Not so if it has made the results for all.
+        Collectives that replica 0 completed for its copies do not count.
         """
         made = len(self._copied) if replica_id == 0 else 0
         return self._calls[replica_id] > made
@@ -176,22 +176,22 @@ class LockstepCollectives(ReplicaCollectives):
         Args:
             replica_id: int, the number of the calling replica.
             kind: str, the collective, for messages.
-            value: what this replica exchanges.
-            combine: called once, with the values of all replicas in their order, in the
-                thread that runs the replicas, or in that of replica 0 if the others are
-                copies.
+            value: the value of this replica.
+            combine: called once, with the values of all replicas in replica order: in
+                the thread that started the replicas, or in replica 0's if the others
+                are copies.
             is_of_tensors: bool, whether the value is a list of tensors.
         """
         if _current_graph() is not self._graph:
             raise NestedCollectiveError(
                 f"`{kind}` was called in a loop, a branch or a `tf.function` inside "
-                "the function that the replicas run. TensorFlow supports no "
-                "collectives of replicas there. Call it outside."
+                "the replica function, where TensorFlow does not support collectives "
+                "between replicas. Call it outside of the loop, branch or function."
             )
         call = self._calls[replica_id]
         self._calls[replica_id] += 1
         if call < len(self._copied):
-            # Of a replica that is traced although others were copies until here.
+            # Replica 0 completed it, expecting this replica to be a copy.
             expected, results = self._copied[call]
             _check_kinds([expected, kind])
             return results[replica_id]
@@ -222,7 +222,7 @@ class LockstepCollectives(ReplicaCollectives):
             return list(combine(values))
 
     def _here(self, replica_id: int, tensor: Any) -> Any:
-        # Nothing before this belongs to the gradient: collectives define their own.
+        # Collectives define their own gradients; their operations have none.
         with tf.device(self._devices[replica_id]):
             return tf.stop_gradient(tensor)
 
@@ -306,9 +306,9 @@ class LockstepCollectives(ReplicaCollectives):
 def _check_kinds(kinds: Sequence[str]) -> None:
     if len(set(kinds)) > 1:
         raise ReplicaMismatchError(
-            f"Replicas called different collectives: {', '.join(kinds)}, in the order "
-            "of replicas. All replicas must make the same collective calls in the same "
-            "order."
+            "Replicas called different collectives: in replica order, "
+            f"{', '.join(kinds)}. All replicas must make the same collective calls in "
+            "the same order."
         )
 
 

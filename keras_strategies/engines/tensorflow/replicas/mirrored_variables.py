@@ -1,15 +1,14 @@
 """Variables with a copy on the device of every replica.
 
 A mirrored variable is a `tf.Variable` on the strategy's first device, with
-references to its copies on the other devices. Each assignment updates them at once, in
-eager code and in programs, so that a copy is never older than the variable. They get
-the values, or the rows, that the variable has afterwards, and do not repeat the
-operation: copies that each do their own sums would drift apart where an accelerator
-adds in no fixed order.
+references to its copies on the other devices. Each assignment also updates the copies,
+in eager code and in programs, so a copy is never out of date. The new values, or the
+changed rows, are copied; the operation is not repeated on each copy, since sums on
+accelerators that add in no fixed order would diverge.
 
-`compat.WithAssignments` sees assignments of all kinds. Those that read nothing back are
-overridden here. Operations of `tf.raw_ops` take a handle
-and not a variable; an assignment by one of them is not seen.
+`compat.WithAssignments` is called after assignments of every kind. Those with
+`read_value=False` are overridden here. An assignment by an operation of `tf.raw_ops`,
+which takes a handle and not a variable, does not update the copies.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from keras_strategies.errors import ContextError
 
 
 class _Changing(threading.local):
-    # The rows that the assignment under way changes; None if it may be all of them.
+    # The rows that the current assignment changes; None if it may change all of them.
     rows: Any = None
 
 
@@ -46,8 +45,8 @@ def _changing_rows(sparse_delta: Any) -> Iterator[None]:
 
 
 class _Reading(threading.local):
-    # The device whose copies this thread reads, and the graph that its replica
-    # builds; None where it reads the variables themselves, and in eager code.
+    # The device whose copies this thread reads, None to read the variables themselves;
+    # and the graph that its replica builds, None in eager code.
     device: str | None = None
     graph: Any = None
 
@@ -57,7 +56,7 @@ _reading = _Reading()
 
 @contextlib.contextmanager
 def reading_copies_on(device: str) -> Iterator[None]:
-    """In this thread, variables that have a copy on the device are read there.
+    """Makes this thread read mirrored variables from their copies on a device.
 
     Args:
         device: as TensorFlow names it, `/device:KIND:INDEX`.
@@ -71,7 +70,7 @@ def reading_copies_on(device: str) -> Iterator[None]:
 
 
 class _Copies:
-    """The copies of one variable, and how they are brought up to date.
+    """The copies of one variable, and their updates.
 
     Args:
         home: the device of the variable, as TensorFlow names it.
@@ -82,26 +81,27 @@ class _Copies:
         self.home = home
         self.all = tuple(copies)
         self._of_device = {_short(copy.device): copy for copy in copies}
-        # Of two threads that assign at once, the last one here copies both.
-        self._one_at_a_time = threading.Lock()
+        # Each thread reads the variable and updates all copies under the lock, so that
+        # copies are equal after concurrent assignments.
+        self._update_lock = threading.Lock()
 
     def on(self, device: str) -> tf.Variable | None:
-        """The copy on `/device:KIND:INDEX`, None where there is none."""
+        """The copy on `/device:KIND:INDEX`, or None."""
         return self._of_device.get(device)
 
-    def renew(self, variable: Any, after: Any) -> Any:
+    def update(self, variable: Any, after: Any) -> Any:
         """Assigns the variable's value to all copies, after an operation.
 
         Args:
             variable: the variable, or the result of an assignment.
-            after: the operation that has assigned it; None if it is done.
+            after: the assigning operation; None if there is none to wait for.
 
         Returns:
-            An operation that ends when all copies are renewed; None in eager code.
+            An operation that completes when all copies are updated; None in eager code.
         """
         if tf.executing_eagerly():
-            with self._one_at_a_time, compat.without_recording():
-                self._renew(variable)
+            with self._update_lock, compat.without_recording():
+                self._update(variable)
             return None
         self._check_program(variable)
         waiting = [] if after is None else [after]
@@ -110,11 +110,11 @@ class _Copies:
             tf.control_dependencies(waiting),
             compat.without_recording(),
         ):
-            renewed = self._renew(variable)
+            updates = self._update(variable)
             # Each of them waits for the assignment.
-            return renewed[0] if len(renewed) == 1 else tf.group(*waiting, *renewed)
+            return updates[0] if len(updates) == 1 else tf.group(*waiting, *updates)
 
-    def _renew(self, variable: Any) -> list[Any]:
+    def _update(self, variable: Any) -> list[Any]:
         rows = _changing.rows
         raw, handle, dtype = tf.raw_ops, variable.handle, variable.dtype
         done = []
@@ -126,7 +126,7 @@ class _Copies:
         for copy in self.all:
             with tf.device(copy.device):
                 if rows is None:
-                    # `assign` would check again what the variable has checked.
+                    # `assign` would repeat the checks of the variable's assignment.
                     done.append(raw.AssignVariableOp(resource=copy.handle, value=value))
                 else:
                     done.append(
@@ -144,10 +144,10 @@ class _Copies:
         devices = ", ".join([_short(self.home), *self._of_device])
         raise ContextError(
             f"Variable {variable.name!r} is mirrored on {devices} and is assigned in "
-            "a function that XLA compiles (`jit_compile=True`); an XLA program reaches "
-            "one device only. Compile the function with `ks.function`, which does "
-            "without XLA here, or with `jit_compile=False`; or return the value from "
-            "it and assign the variable outside."
+            "a function compiled by XLA (`jit_compile=True`); an XLA program runs on "
+            "one device only. Compile the function with `ks.function`, which does not "
+            "use XLA for several devices, or with `jit_compile=False`; or return the "
+            "value from it and assign the variable outside."
         )
 
 
@@ -157,14 +157,14 @@ class _Assigned(compat.WithAssignments):
     _copies: _Copies
 
     def assigned(self, operation: Any) -> Any:
-        return self._copies.renew(self, operation)
+        return self._copies.update(self, operation)
 
     def after(self, operation: Any) -> Any:
         return _Unread(self, operation)
 
     def count_up_to(self, limit: int) -> Any:
         before = super().count_up_to(limit)  # type: ignore[misc]
-        self._copies.renew(self, getattr(before, "op", None) and before)
+        self._copies.update(self, getattr(before, "op", None) and before)
         return before
 
 
@@ -178,7 +178,7 @@ def _without_reading(name: str) -> Callable[..., Any]:
     ) -> Any:
         original = getattr(super(_Assigned, self), method.__name__)
         done = original(value, use_locking, name, read_value)
-        return done if read_value else self._copies.renew(self, done)
+        return done if read_value else self._copies.update(self, done)
 
     method.__name__ = name
     return method
@@ -213,46 +213,46 @@ class _Unread(_Assigned, compat.UnreadVariable):
 class MirroredVariable(_Assigned, compat.ResourceVariable):
     """A variable with a copy on each of several devices.
 
-    Plain variables of TensorFlow are composite tensors, which `tf.nest` and
-    `tf.function` take apart into a handle and put together again, as variables
-    without copies. This one stays in one piece; programs capture it.
+    Plain variables of TensorFlow are composite tensors: `tf.nest` and `tf.function`
+    decompose them into handles and rebuild them as variables without copies. This class
+    is not a composite tensor; programs capture it.
     """
 
     def copy_on(self, device: str) -> tf.Variable | None:
-        """The copy on `/device:KIND:INDEX`; None where there is none."""
+        """The copy on `/device:KIND:INDEX`, or None."""
         return self._copies.on(device)
 
     @property
     def copies(self) -> tuple[tf.Variable, ...]:
-        """tuple of `tf.Variable`, the copies on other devices than its own."""
+        """tuple of `tf.Variable`, the copies on the other devices."""
         return self._copies.all
 
-    def _own(self) -> tf.Variable | None:
-        """The copy that this thread is to read; None for the variable itself."""
+    def _copy_to_read(self) -> tf.Variable | None:
+        """The copy that this thread reads; None for the variable itself."""
         if _reading.device is None:
             return None
         if _reading.graph is None and not tf.executing_eagerly():
-            # In a program that all replicas may call, it cannot be one replica's.
+            # A program traced by one replica may be called by all of them.
             return None
         return self._copies.on(_reading.device)
 
     def replica_value(self) -> Any:
-        own = self._own()
+        own = self._copy_to_read()
         if own is None:
             return None
         compat.record_read(self)
-        with _beside_tapes(own.device):
+        with _unrecorded_on(own.device):
             value = own.read_value()
-        _say_it_was_read(self, value, lambda gradient: gradient)
+        _record_as_read_of(self, value, lambda gradient: gradient)
         return value
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        own = self._own()
+        own = self._copy_to_read()
         if own is None or _current_graph() is not _reading.graph:
-            # In a loop or a branch the rows may be chosen there.
+            # In a loop or a branch, where the indices may be computed.
             return super().sparse_read(indices, name)
         compat.record_read(self)
-        with _beside_tapes(own.device):
+        with _unrecorded_on(own.device):
             indices = tf.identity(indices)
             rows = own.sparse_read(indices, name)
 
@@ -264,24 +264,24 @@ class MirroredVariable(_Assigned, compat.ResourceVariable):
                 tf.constant(shape, tf.int32),
             )
 
-        _say_it_was_read(self, rows, gradient_of)
+        _record_as_read_of(self, rows, gradient_of)
         return rows
 
-    def __tf_tracing_type__(self, context: Any) -> _Itself:
-        return _Itself(self, compat.handle_alias(self, context))
+    def __tf_tracing_type__(self, context: Any) -> _Identity:
+        return _Identity(self, compat.handle_alias(self, context))
 
     def exported(self, tensor_map: Any) -> list[Any]:
-        # Where it is loaded it has no copies: what assigns them assigns it again.
+        # A loaded variable has no copies: their handles become that of the variable.
         for copy in self.copies:
             tensor_map[copy.handle] = tensor_map[self.handle]
         return [copy.handle for copy in self.copies]
 
 
 @contextlib.contextmanager
-def _beside_tapes(device: str) -> Iterator[None]:
-    """Operations on a device, in the graph of the replica, that no tape records.
+def _unrecorded_on(device: str) -> Iterator[None]:
+    """Context of operations on a device, in the replica's graph, without recording.
 
-    A read in a loop or a branch is made before it: gradients in there follow
+    A read in a loop or a branch is hoisted out of it: gradients inside a loop follow
     operations, and would end at the handle of the copy.
     """
     graph = _reading.graph
@@ -293,10 +293,10 @@ def _beside_tapes(device: str) -> Iterator[None]:
         yield
 
 
-def _say_it_was_read(
+def _record_as_read_of(
     variable: Any, value: Any, gradient_of: Callable[[Any], Any]
 ) -> None:
-    """Lets tapes take a value that was read from a copy for the variable's."""
+    """Records the value of a copy on tapes as a read of the variable."""
     compat.record_operation(
         "ReadVariableOp",
         [value],
@@ -305,26 +305,26 @@ def _say_it_was_read(
     )
 
 
-class _Itself(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """As an argument of a `tf.function`, a mirrored variable is itself and no other."""
+class _Identity(tf.types.experimental.TraceType):  # type: ignore[misc]
+    """Trace type of a mirrored variable: a trace is for this variable only."""
 
     def __init__(self, variable: MirroredVariable, alias: Any):
         self._variable = weakref.ref(variable)
         self._id = id(variable)
-        # The same for all arguments of a call that are the variable: they are one.
+        # Equal for all arguments of a call that are the same variable.
         self._alias = alias
 
     def is_subtype_of(self, other: Any) -> bool:
         return self == other
 
-    def most_specific_common_supertype(self, others: Sequence[Any]) -> _Itself | None:
+    def most_specific_common_supertype(self, others: Sequence[Any]) -> _Identity | None:
         return self if all(self == other for other in others) else None
 
     def placeholder_value(self, placeholder_context: Any) -> Any:
         variable = self._variable()
         assert variable is not None
         if not placeholder_context.unnest_only:
-            # TensorFlow looks for the handle of an argument among the captures.
+            # TensorFlow expects the handle of an argument among the captures.
             placeholder_context.context_graph.capture(variable.handle)
         return variable
 
@@ -342,7 +342,7 @@ class _Itself(tf.types.experimental.TraceType):  # type: ignore[misc]
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _Itself)
+            isinstance(other, _Identity)
             and self._variable() is other._variable()
             and self._alias == other._alias
         )
@@ -353,12 +353,12 @@ def mirror(
     devices: Sequence[str],
     creating: Callable[[str], contextlib.AbstractContextManager[Any]],
 ) -> None:
-    """Makes an unused plain variable a mirrored one.
+    """Converts a new plain variable to a mirrored one.
 
     Args:
-        variable: `tf.Variable` that has a value, outside of programs.
+        variable: `tf.Variable` with a value, not yet used in a program.
         devices: the devices of the copies, as TensorFlow names them.
-        creating: a context in which variables are made on a device.
+        creating: a context in which variables are created on a device.
     """
     copies = []
     name = variable.name.split(":")[0]

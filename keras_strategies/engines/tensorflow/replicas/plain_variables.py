@@ -1,4 +1,4 @@
-"""A warning for variables of TensorFlow that are made in a scope."""
+"""Warning for plain `tf.Variable`s that are created in a scope."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from keras_strategies.user_warnings import warn_user
 
-# Made by `tf.train.Checkpoint`, and by nothing that replicas run.
+# A variable of `tf.train.Checkpoint`, which replicas do not assign.
 _SAVE_COUNTER = "save_counter"
 
 
 class _Making(threading.local):
-    # Whether Keras makes the variables that are being made.
+    # Whether Keras creates the current variable.
     by_keras = False
 
 
@@ -35,20 +35,20 @@ def made_by_keras() -> Iterator[None]:
 
 
 def warning_of_plain_variables(replicas: int) -> Any:
-    """A context in which `tf.Variable(...)` warns that it is one for all replicas.
+    """A context in which `tf.Variable(...)` warns that it is not mirrored.
 
     Args:
-        replicas: int, how many replicas would assign it.
+        replicas: int, the number of replicas.
     """
 
     def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if not _making.by_keras and kwargs.get("name") != _SAVE_COUNTER:
             warn_user(
                 f"A `tf.Variable` was made in the scope of a strategy with {replicas} "
-                "replicas. It stays one variable on one device, which all replicas "
-                "assign: `assign_add(1)` in `run` adds 1 on each of them. Use "
+                "replicas. It is not mirrored: all replicas assign one variable on one "
+                "device, so `assign_add(1)` in `run` adds 1 for each of them. Use "
                 "`keras.Variable(..., aggregation=...)`, which has a copy on each "
-                "replica and aggregates what they assign."
+                "replica and aggregates the assigned values."
             )
         return next_creator(**kwargs)
 

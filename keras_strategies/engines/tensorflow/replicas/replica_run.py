@@ -1,12 +1,12 @@
 """`Strategy.run` on TensorFlow.
 
-The replicas are those of `replicas.py`, eagerly and inside `tf.function`. Variables
-stay what they are everywhere else; of mirrored ones, a replica reads its copy:
+Replicas run as in `lockstep_replicas.py`, eagerly and inside `tf.function`. A replica
+reads variables as follows, mirrored ones from its own copy:
 
-- trainable ones are read themselves, so that a `tf.GradientTape` in the function
-  sees them, and are replaced only on a replica that has assigned them;
-- the value of all others is kept from the first read on;
-- on-read ones have a variable for each replica.
+- a trainable variable is read directly, so that a `tf.GradientTape` in the function
+  records it, until the replica assigns it;
+- the value of another variable is cached at the first read;
+- an on-read variable has a `tf.Variable` for each replica.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def creating_variables(device: str) -> Iterator[None]:
-    """Variables made inside are plain and outlive the program that is being traced."""
+    """Context for new variables that are plain and outlive the current trace."""
     with tf.init_scope(), compat.default_strategy(), tf.device(device):
         yield
 
 
-def _leave_out_warning() -> None:
-    """Drops TensorFlow's advice to run its strategies in a `tf.function`."""
+def _suppress_eager_warning() -> None:
+    """Suppresses TensorFlow's advice to run its strategies in a `tf.function`."""
     logger = tf.get_logger()
-    if _is_no_advice not in logger.filters:
-        logger.addFilter(_is_no_advice)
+    if _is_other_message not in logger.filters:
+        logger.addFilter(_is_other_message)
 
 
-def _is_no_advice(record: logging.LogRecord) -> bool:
+def _is_other_message(record: logging.LogRecord) -> bool:
     return "eagerly has significant overhead" not in str(record.msg)
 
 
@@ -106,8 +106,8 @@ class TensorFlowRun(ReplicaRun):
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         compat.exclude_from_autograph("keras_strategies")
-        _leave_out_warning()
-        # Functions that are `tf.function`s themselves, as programs of all replicas.
+        _suppress_eager_warning()
+        # By `tf.function` passed to `run`, a program of all replicas.
         self._programs: weakref.WeakKeyDictionary[Any, Any] = (
             weakref.WeakKeyDictionary()
         )
@@ -133,7 +133,7 @@ class TensorFlowRun(ReplicaRun):
                 with self._watched():
                     return program(list(args), list(kwargs))  # type: ignore[no-any-return]
         elif not tf.executing_eagerly():
-            # Python's `if` and `for` on tensors work where they did outside.
+            # AutoGraph converts `if` and `for` on tensors, as in the code around `run`.
             fn = tf.__internal__.autograph.tf_convert(
                 fn, tf.__internal__.autograph.control_status_ctx()
             )
@@ -141,14 +141,14 @@ class TensorFlowRun(ReplicaRun):
             return self._run(fn, args, kwargs)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
-        """Names the worker that was lost, where a collective fails of it."""
+        """Raises `WorkerError` if a collective fails because a worker was lost."""
         workers = workers_of(self.placement)
         return contextlib.nullcontext() if workers is None else workers.watched()
 
     def _program(self, fn: Any) -> Any:
-        """A program around all replicas, so that they have collectives.
+        """One program of all replicas, in which they can call collectives.
 
-        `tf.distribute` does the same.
+        `tf.distribute` also traces a `tf.function` on its replicas this way.
         """
         if fn not in self._programs:
             python_function = fn.python_function
@@ -156,7 +156,7 @@ class TensorFlowRun(ReplicaRun):
             def program(args: list[Any], kwargs: list[Any]) -> list[Any]:
                 return self.run(python_function, args, kwargs)
 
-            # A partial function has no code object, by which retracing is counted.
+            # TensorFlow warns of retracing by code object; a partial function has none.
             own = functools.partial(program)
             self._programs[fn] = tf.function(own, reduce_retracing=True)
         return self._programs[fn]
@@ -189,7 +189,7 @@ class TensorFlowRun(ReplicaRun):
 
     @contextlib.contextmanager
     def creating_variable(self) -> Iterator[None]:
-        # The first replica makes what all of them use, before the others have begun.
+        # The first replica creates shared variables, before the others start.
         with outside_stateless_scopes(), creating_variables(self.lead):
             yield
 
@@ -200,10 +200,10 @@ class TensorFlowRun(ReplicaRun):
         def copy(variable: Any) -> Any:
             raw = raw_value(variable)
             if raw is None or raw.trainable:
-                # Read as it is, which tapes see. Keras computes regularization losses
-                # from the value that the state gives.
+                # The variable itself, so that tapes record the read. Keras computes
+                # regularization losses from this value.
                 return raw
-            # A copy that is first needed in a loop is made before the loop.
+            # A copy first read in a loop is made before the loop.
             base = graph.as_default() if graph else contextlib.nullcontext()
             with base, tf.device(device):
                 value = tf.stop_gradient(raw.read_value())

@@ -1,9 +1,9 @@
 """Instance keys, by which TensorFlow's workers match their collectives.
 
-The first use of a key fixes the shape. A key therefore stands for a kind, a dtype and a
-shape and is reused for these. That is safe since a worker makes one collective after
-another: each takes the same resource, so that a program orders them. Where a shape is
-known only as a program runs, a table in that program gives the key.
+The first use of a key fixes the shape. A key therefore identifies a kind, a dtype and a
+shape, and is reused for these. That is safe because a worker's collectives run one
+after another: all use one resource, by which a program orders them. A shape that is
+known only when a program runs gets its key from a hash table in the program.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import tensorflow as tf
 
-# Keys from here on are given by the table of shapes.
+# Smallest key from the table of shapes.
 _FIRST_DYNAMIC = 2**30
 
 
 class InstanceKeys:
     """The keys of a process, for all strategies with its workers.
 
-    With tables of their own, two strategies would give one key to different shapes.
+    Shared: with separate tables, two strategies would use one key for different shapes.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class InstanceKeys:
         self._table: Any = None
 
     def clear(self) -> None:
-        """Forgets all keys, for another group of workers."""
+        """Removes all keys, for another group of workers."""
         self._known.clear()
         self._table = None
 
     def make_table(self) -> None:
-        """Makes the table of shapes that are known only in a program."""
+        """Creates the table of shapes that are known only when a program runs."""
         if self._table is None:
             with tf.init_scope(), tf.device("/device:CPU:0"):
                 self._table = tf.lookup.experimental.MutableHashTable(
@@ -54,7 +54,7 @@ class InstanceKeys:
             return self._find_in_program(kind, tensor)
         signature = (kind, *tensor.shape)
         if signature not in self._known:
-            # Not by a counter: a program that one worker alone traces is no harm.
+            # A hash and not a counter: keys agree if one worker traces more programs.
             key = 1 + _number_of(repr(signature)) % (_FIRST_DYNAMIC - 1)
             while key in self._known.values():
                 key += 1

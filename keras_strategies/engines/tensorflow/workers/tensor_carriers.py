@@ -1,4 +1,4 @@
-"""Tensors as TensorFlow's collectives take them: dtypes, packs, equal rows."""
+"""Conversion of tensors for TensorFlow's collectives: dtypes, packs, equal rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_strategies.errors import GatherError
 
 _MOVABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _REDUCIBLE = (*_MOVABLE, tf.bfloat16)
-# Dtypes that TensorFlow can neither reduce nor move, and equivalent or larger ones.
+# Dtypes that TensorFlow can neither reduce nor send, and the wider dtype to send.
 _CAST = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
@@ -31,21 +31,22 @@ REDUCED_AS = {**_CAST, tf.uint32: tf.int64, tf.uint64: tf.int64}
 
 
 def to_carrier(tensor: Any, carriers: dict[Any, Any]) -> Any:
-    """A tensor with a dtype of TensorFlow's collectives.
+    """A tensor in a dtype that TensorFlow's collectives support.
 
     Args:
         tensor: the tensor.
         carriers: `REDUCED_AS` to reduce it, `MOVED_AS` to send it.
 
     Raises:
-        GatherError: for text and other tensors that are not numbers.
+        GatherError: for strings and other tensors that are not numbers.
     """
     kind = carriers.get(tensor.dtype, tensor.dtype)
     can_travel = _REDUCIBLE if carriers is REDUCED_AS else _MOVABLE
     if kind not in can_travel:
         raise GatherError(
-            f"A tensor of dtype {tensor.dtype.name} cannot be sent between workers "
-            "on TensorFlow: collectives are of numbers. Convert it first."
+            f"A tensor of dtype {tensor.dtype.name} cannot be sent between workers: "
+            "TensorFlow's collectives support numbers only. Convert it to a numeric "
+            "dtype first."
         )
     if kind == tensor.dtype:
         return tensor
@@ -55,7 +56,7 @@ def to_carrier(tensor: Any, carriers: dict[Any, Any]) -> Any:
 
 
 def from_carrier(tensor: Any, kind: Any, carriers: dict[Any, Any]) -> Any:
-    """A tensor with its own dtype again."""
+    """Converts a received tensor back to its own dtype."""
     if tensor.dtype == kind:
         return tensor
     if carriers is MOVED_AS and kind in _SAME_BITS:
@@ -71,7 +72,7 @@ def flat(tensors: Sequence[Any]) -> Any:
 
 
 def like(flat: Any, tensors: Sequence[Any]) -> list[Any]:
-    """The tensors of a pack, with the shapes of others."""
+    """The tensors of a pack, with the shapes of the given tensors."""
     if len(tensors) == 1:
         flat.set_shape(tensors[0].shape)
         return [flat]
@@ -83,7 +84,7 @@ def like(flat: Any, tensors: Sequence[Any]) -> list[Any]:
 
 
 def padded(tensor: Any, missing: Any) -> Any:
-    """A tensor with more rows, of zeros."""
+    """A tensor with rows of zeros appended."""
     if isinstance(missing, int) and missing == 0:
         return tf.identity(tensor)
     widths = [[0, missing], *([[0, 0]] * (len(tensor.shape) - 1))]

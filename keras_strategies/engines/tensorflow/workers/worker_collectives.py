@@ -1,8 +1,8 @@
 """Collectives between workers on TensorFlow: its own, over gRPC or NCCL.
 
-TensorFlow's runtime of one process can join those of others, if that is said before
-it is first used. Then `CollectiveReduceV2` and its siblings are operations like all
-others, eagerly and in a program, in which they run as soon as their inputs are there.
+TensorFlow's runtime of one process can be joined with those of others, if that is
+configured before its first use. Then `CollectiveReduceV2`, `CollectiveGatherV2` and
+others are ordinary operations, eagerly and in programs.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from keras_strategies.types import (
     ReduceOp,
 )
 
-#: Bytes that travel together where nothing else is said.
+#: Default size of packs in bytes.
 DEFAULT_PACK = 25 * 2**20
 
-# Seconds that a collective waits longer than the control plane, which has the cause,
-# and how much longer than that of the worker before: TensorFlow 2.21 can crash where
-# two processes end a collective in the same moment (`Notification` of a freed object).
+# A collective times out later than the control plane, which reports the cause: by this
+# many seconds, and by a stagger for each worker index. TensorFlow 2.21 can crash if two
+# processes end a collective at the same moment (`Notification` of a freed object).
 _GRACE = 3.0
 _STAGGER = 0.3
 _LONGEST_STAGGER = 3.0
-# More devices of a worker than have groups.
+# Group keys reserved for each generation; one for each local device is used.
 _GROUPS_OF_A_GENERATION = 1000
 _MERGE = {
     ReduceOp.SUM: "Add",
@@ -69,7 +69,7 @@ _ENDED = (
     tf.errors.CancelledError,
     tf.errors.AbortedError,
     tf.errors.InternalError,
-    # Other shapes on other workers.
+    # Shapes that differ between workers.
     tf.errors.InvalidArgumentError,
 )
 
@@ -87,8 +87,8 @@ class TensorFlowWorkers(Workers):
         _joined = self
         self._server = WorkerServer()
         self._keys = InstanceKeys()
-        # By local device: the group of it and its like on the other workers, and
-        # what orders its collectives.
+        # By local device: the number of its collective group, and the variable whose
+        # handle orders the group's collectives.
         self._groups: dict[str, tuple[int, tf.Variable]] = {}
         self._device = "/device:CPU:0"
         group.on_loss(self._abort)
@@ -121,17 +121,17 @@ class TensorFlowWorkers(Workers):
         self._keys.clear()
 
     def use_device(self, device: str) -> None:
-        """Says on which local device collectives run from now on."""
+        """Sets the local device of the collectives that follow."""
         self._device = device
         if device not in self._groups:
             with tf.init_scope(), tf.device(device):
-                # Operations that use it keep their order in a program.
+                # A program runs operations on one resource in their order.
                 order = tf.Variable(0.0, trainable=False, name="order_of_collectives")
             self._groups[device] = (len(self._groups) + 1, order)
         self._keys.make_table()
 
     def _abort(self, loss: LostWorker) -> None:
-        """Ends the wait for a worker that does not answer."""
+        """Aborts collectives that wait for a lost worker."""
         if self._server.group is not None and self.elastic is None:
             compat.abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))
 
@@ -140,10 +140,10 @@ class TensorFlowWorkers(Workers):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Raises `WorkerError` for a failed collective inside.
+        """Converts errors of collectives in the context.
 
         Raises:
-            WorkerError: with the lost worker.
+            WorkerError: in place of such an error; it names the lost worker.
         """
         try:
             yield
@@ -172,9 +172,9 @@ class TensorFlowWorkers(Workers):
         """Concatenates the workers' tensors along axis 0.
 
         Args:
-            tensor: this worker's; of shape `(rows[index], ...)`.
-            rows: the rows of each worker's: ints; tensors of a program; or
-                None, for the workers to exchange them.
+            tensor: this worker's tensor, of shape `(rows[index], ...)`.
+            rows: the number of rows of each worker: ints, tensors of a program, or
+                None, in which case the workers exchange them.
         """
         with self.watched(), tf.device(self._device):
             given = tf.convert_to_tensor(tensor)
@@ -205,7 +205,7 @@ class TensorFlowWorkers(Workers):
 
     def _gather_dynamic(self, own: Any, rows: Sequence[Any]) -> Any:
         counts = tf.stack([tf.cast(count, tf.int32) for count in rows])
-        # Nothing cannot be gathered.
+        # TensorFlow cannot gather zero rows.
         most = tf.maximum(tf.reduce_max(counts), 1)
         missing = most - counts[self.group.index]
         joined = self._gather(padded(own, missing))
@@ -214,9 +214,9 @@ class TensorFlowWorkers(Workers):
         return tf.concat(parts, 0)
 
     def _places(self) -> list[int]:
-        """The place of each worker's part in a gathered tensor.
+        """The position of each worker's part in a gathered tensor.
 
-        TensorFlow 2.21: by the names of tasks, of which 10 comes before 2
+        TensorFlow 2.21 sorts parts by the names of tasks, "task:10" before "task:2"
         (`EstablishGlobalRank`).
         """
         tasks = [task_name(self.group, rank) for rank in range(self.group.count)]
@@ -225,7 +225,7 @@ class TensorFlowWorkers(Workers):
     def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         results: list[Any] = list(given)
-        # Others would wait for what never comes.
+        # A worker with other variables would wait for tensors that are never sent.
         self.group.agree(
             "the model's variables (shapes and dtypes)",
             [[list(tensor.shape), tensor.dtype.name] for tensor in given],
@@ -239,7 +239,7 @@ class TensorFlowWorkers(Workers):
         return results
 
     def _packs(self, tensors: Sequence[Any]) -> list[list[int]]:
-        """Indices of tensors that travel together, in their order."""
+        """Indices of the tensors of each pack, in their order."""
         limit = self.options.bytes_per_pack or DEFAULT_PACK
         packs: list[list[int]] = []
         known = [i for i, t in enumerate(tensors) if t.shape.is_fully_defined()]
@@ -281,7 +281,7 @@ class TensorFlowWorkers(Workers):
         )
 
     def _call(self, kind: str, tensor: Any) -> dict[str, Any]:
-        """The arguments that all collectives have."""
+        """The arguments common to all collective operations."""
         number, order = self._groups[self._device]
         number += self._server.generation * _GROUPS_OF_A_GENERATION
         implementation = CommunicationImplementation(self.options.implementation)
@@ -300,7 +300,7 @@ class TensorFlowWorkers(Workers):
 
 
 def workers_of(placement: Placement) -> TensorFlowWorkers | None:
-    """The engine between workers; None where there is one worker."""
+    """The communicator between workers; None with one worker."""
     workers = placement.workers
     assert workers is None or isinstance(workers, TensorFlowWorkers)
     return workers
@@ -311,7 +311,7 @@ _joined: TensorFlowWorkers | None = None
 
 
 def joined_workers() -> TensorFlowWorkers | None:
-    """The engine that this process has joined; None without one."""
+    """The communicator of this process's cluster; None without one."""
     return _joined
 
 
@@ -322,8 +322,8 @@ def _of_collective(error: Any) -> str | None:
     lines = [line for line in text.splitlines() if any(s in line for s in signs)]
     causes = [line for line in lines if "ollective ops is aborted" in line]
     causes += [line for line in lines if "timed out" in line]
-    # "Shape mismatch in the collective instance 1. Op at device ...", of the worker
-    # that hears of another one's shape before its own exchange begins.
+    # "Shape mismatch in the collective instance 1. Op at device ...", on a worker that
+    # receives another worker's shape before its own exchange begins.
     causes += [line for line in lines if "ollective instance" in line]
     if isinstance(error, tf.errors.InvalidArgumentError) and not causes:
         return None

@@ -22,11 +22,11 @@ class WorkerServer:
     """TensorFlow's server of this process, for all strategies with its workers.
 
     Args:
-        group: the workers that it is connected with; None before the start.
-        port: int, where it listens.
+        group: the connected workers; None before the start.
+        port: int, the port at which the server listens; 0 before the start.
         generation: int, the number of the group, equal on its workers; 0 before the
             start.
-        sockets: the connections with the servers of this group and of former ones.
+        sockets: the connections to the servers of this group and of previous ones.
     """
 
     group: WorkerGroup | None = None
@@ -35,18 +35,18 @@ class WorkerServer:
     sockets: EngineSockets = field(default_factory=EngineSockets)
 
     def connect(self, group: WorkerGroup) -> None:
-        """Starts the server, or connects it with those of another group."""
+        """Starts the server, or connects it to the servers of another group."""
         if not self.port:
             self.port = _free_port(group.own_host)
-        # A worker that was cut off returns with the same address, and TCP would wait
-        # longer with each retransmission. New connections are made after the exchange
-        # of addresses, when all workers have ended these.
+        # A disconnected worker rejoins with the same address, and old connections to it
+        # would wait longer with each TCP retransmission. New connections are made after
+        # the exchange of addresses, when all workers have closed the old ones.
         self.sockets.shutdown()
         self.generation = self._start(group)
         self.group = group
 
     def _start(self, group: WorkerGroup) -> int:
-        """The generation of the group, when all of its servers are connected."""
+        """Connects all servers of the group; returns its generation."""
         previous = self.generation
         host = group.own_host
         named = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
@@ -58,7 +58,7 @@ class WorkerServer:
         generation = 1 + max(each for _, each in found)
         server = tensorflow_server_pb2.ServerDef(
             cluster=tf.train.ClusterSpec({"worker": tasks}).as_cluster_def(),
-            # With the virtual devices that there are by now.
+            # Includes the virtual devices configured so far.
             default_session_config=compat.collective_configuration(task_name(group, 0)),
             job_name="worker",
             task_index=_number(group, group.index),
@@ -73,8 +73,8 @@ class WorkerServer:
         except tf.errors.OpError as error:
             raise ClusterError(
                 f"TensorFlow's server of worker {group.index} could not listen at "
-                f"{named}: {error.message}. Something else has taken the port in this "
-                "moment; start all workers again."
+                f"{named}: {error.message}. Another process may have taken the port "
+                "meanwhile. Start all workers again."
             ) from error
         if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             _accept_from_this_machine_only(self.port)
@@ -83,22 +83,22 @@ class WorkerServer:
 
 
 def configure(group: WorkerGroup) -> None:
-    """Announces the other workers, before the runtime is started."""
+    """Configures collectives of the group, before the runtime is started."""
     try:
         compat.configure_collectives(task_name(group, 0), task_name(group, group.index))
     except RuntimeError as error:
         raise BackendInUseError(
-            "MultiWorkerMirroredStrategy has to be made before TensorFlow is first "
-            "used, and it has been used in this process: a tensor, a variable, a model "
-            "or a data set was made, or its devices were listed. Make the strategy "
-            "right after the imports."
+            "MultiWorkerMirroredStrategy was made after TensorFlow was used in this "
+            "process: a tensor, variable, model or dataset was created, or its devices "
+            "were listed. Make the strategy right after the imports."
         ) from error
 
 
 def _number(group: WorkerGroup, rank: int) -> int:
-    """The number of a worker's task, which its devices have in their names.
+    """The task number of a worker, which is part of the names of its devices.
 
-    In an elastic group it is the worker's in the cluster, the same in all generations.
+    In an elastic group it is the worker's index in the cluster, which is the same in
+    all generations.
     """
     return int(group.members[rank].get("index", rank))
 
@@ -116,10 +116,10 @@ def _free_port(host: str) -> int:
 
 
 def _accept_from_this_machine_only(port: int) -> None:
-    """Closes a server at every address but loopback ones, where Linux can do that.
+    """Binds a listening server to the loopback interface, on Linux.
 
-    TensorFlow's server listens at all addresses of the machine, and has no option
-    that names one.
+    TensorFlow's server listens at all addresses of the machine; it has no option for
+    one address.
     """
     option = getattr(socket, "SO_BINDTODEVICE", None)
     if option is None or not os.path.isdir("/proc/self/fd"):
