@@ -187,12 +187,12 @@ class ReplicaContext:
     def with_gradient(
         self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
     ) -> Any:
-        """Calls a function of a tensor that has its own gradient.
+        """Calls a function of a tensor that defines its own gradient.
 
         Args:
-            fn: returns a tuple of tensors, and the gradient of the argument as a
-                function of theirs. Engines on which operations of the gradient cost
-                little leave it to the framework, so `fn` must be differentiable.
+            fn: returns a tuple of tensors, and a function from their gradients to that
+                of the argument. Some engines ignore that function and differentiate the
+                operations of `fn`, which must therefore be differentiable.
             tensor: the argument.
 
         Returns:

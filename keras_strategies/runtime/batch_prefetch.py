@@ -1,4 +1,4 @@
-"""Prefetch to a device: one batch moves while the previous one is computed with."""
+"""Prefetch to a device: one batch is transferred while the previous one is used."""
 
 from __future__ import annotations
 

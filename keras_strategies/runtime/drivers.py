@@ -51,7 +51,7 @@ class FitDriver(abc.ABC):
         """The memory of a `keras.Variable` on each device."""
 
     def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[None]:
-        """Entered around `fit`, `evaluate`, ... and `compile`, inside the scope."""
+        """Entered around `compile`, `fit`, `evaluate` and others, inside the scope."""
         return contextlib.nullcontext()
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
@@ -112,7 +112,7 @@ class RunDriver(abc.ABC):
         Args:
             apply: the original, a callable of gradients and variables.
             gradients: those of the replica that calls.
-            variables: what they are gradients of; None for the optimizer's own.
+            variables: the variables to update; None for the optimizer's own.
             aggregate: bool; False where gradients are the same on all replicas.
         """
 
@@ -133,9 +133,9 @@ class RunDriver(abc.ABC):
         return tensor
 
     def workers_changed(self) -> None:  # noqa: B027
-        """Called when an elastic group has other workers, before the next `run`.
+        """Called when the workers of an elastic group have changed, before `run`.
 
-        On-read variables have their aggregates; the values of replicas are dropped.
+        On-read variables have their aggregated values; those of replicas are dropped.
         """
 
     @property
@@ -199,7 +199,7 @@ class ParameterServerDriver(abc.ABC):
 
     @abc.abstractmethod
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
-        """Runs `fit`, `evaluate`, ... or `compile`.
+        """Runs `compile`, `fit`, `evaluate` or another method.
 
         Args:
             model: the model.
@@ -255,8 +255,8 @@ class ElasticDriver(abc.ABC):
     def values(self, model: Any) -> dict[str, Any]:
         """Copies of the values of all variables of a model, on the host.
 
-        Called on the furthest worker, between two steps, possibly inside of `fit`,
-        when the model's variables are elsewhere (JAX).
+        Called on the worker with the most finished steps, between two steps, possibly
+        inside `fit`, where on JAX variables are state of the loop.
 
         Returns:
             dict as of `runtime.state.model_values.model_state`.
@@ -266,20 +266,20 @@ class ElasticDriver(abc.ABC):
     def set_values(self, model: Any, values: dict[str, Any]) -> None:
         """Assigns what `values` returned on another worker.
 
-        The step under way returns these as its result, if the engine's step functions
-        take and return state.
+        If the engine's step functions take and return state, the current step returns
+        these values.
         """
 
     @abc.abstractmethod
     def reformed(self, model: Any, has_new: bool) -> None:
-        """Called on all workers when a new generation has formed and has one state.
+        """Called on all workers when a new generation has been formed and synchronized.
 
-        Everything that was compiled or checked for other workers is dropped.
+        Drops what was compiled or checked for the previous workers.
 
         Args:
             model: the model.
-            has_new: bool, whether workers have joined, which lack the results of
-                checks that workers have made together.
+            has_new: bool, whether workers have joined; they lack the results of checks
+                that workers agree on.
         """
 
 

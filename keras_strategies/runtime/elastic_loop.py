@@ -11,11 +11,11 @@ order. `ElasticLoop` takes them, engine-neutral. When a worker is lost in an act
 2. the loop restores the state before the action (`ElasticDriver.save_state`);
 3. the loop forms the next generation (`Membership.reform`), and calls
    `Workers.replace` with its group;
-4. workers that are one action behind, and new ones, receive the state of the furthest:
-   `ElasticDriver.values` on the one, `set_values` on the others;
+4. workers that are one action behind, and new ones, receive the state of a worker with
+   the most actions: `ElasticDriver.values` there, `set_values` on the others;
 5. `ElasticDriver.reformed` is called, and the action is repeated, with the same batch.
 
-Everything but 1 happens in the thread that calls `fit`, inside of the action.
+All but 1 happens in the thread that calls `fit`, inside the action.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ElasticLoop(abc.ABC):
     @property
     @abc.abstractmethod
     def has_joined(self) -> bool:
-        """bool, whether this worker is in the group of the others.
+        """bool, whether this worker is in the group of the other workers.
 
-        Until it reaches `fit`, a new worker is in a group of itself.
+        Until it reaches `fit`, a new worker is the only member of its own group.
         """
 
     @property
@@ -47,11 +47,10 @@ class ElasticLoop(abc.ABC):
     def step(self, model: Any, kind: str, take: Callable[[], Any]) -> Any:
         """Takes a step of a method's loop, or several in one execution.
 
-        Engines call it from the step functions of a model, with the global batch
-        already read from the input: once, also if the step is repeated. `take` splits
-        it over the current workers, so it must look up `Workers.replicas` and `share`
-        whenever it is called, and what was compiled for other workers must not be
-        called.
+        Engines call it from the step functions of a model. The global batch is read
+        before, once even if the step is repeated. `take` splits it over the
+        current workers: it must read `Workers.replicas` and `share` in each call, and
+        must not call programs compiled for other workers.
 
         Args:
             model: the model.
@@ -61,9 +60,9 @@ class ElasticLoop(abc.ABC):
                 is called once for each attempt.
 
         Returns:
-            What `take` returned; on a worker that was behind, what it returned on the
-            furthest one. Then `take` was not completed here, and the variables were
-            assigned by `ElasticDriver.set_values`.
+            The result of `take`. On a worker that was behind, the result of the worker
+            that it received the state from: `take` was not completed here, and
+            `ElasticDriver.set_values` assigned the variables.
 
         Raises:
             WorkerError: if there are fewer than `min_workers` for too long.
@@ -80,5 +79,5 @@ class ElasticLoop(abc.ABC):
             model: the model whose variables it assigns, if any.
 
         Returns:
-            What `call` returned here or on the furthest worker.
+            The result of `call`, here or on the worker with the most actions.
         """

@@ -35,7 +35,7 @@ Transfer = Callable[[Sequence[Any]], Callable[[], Any]]
 
 
 class Feature(enum.Enum):
-    """Features that an engine may lack; values begin the message of the error."""
+    """Features that an engine may lack; the value is the start of the error message."""
 
     SHARDED_VARIABLES = "ks.ModelParallelStrategy is not supported"
     SHARDED_CHECKPOINTS = "Sharded checkpoints are not supported"
@@ -87,7 +87,7 @@ class Engine(abc.ABC):
         """Makes `count` CPU devices exist; `BackendInUseError` if it is too late."""
 
     def cpu_device_count(self) -> int:
-        """CPU devices there are, or will be; must not fix the devices if possible."""
+        """Number of CPU devices; does not initialize the devices, if possible."""
         return sum(device.kind == "cpu" for device in self.local_devices())
 
     @abc.abstractmethod
@@ -137,9 +137,9 @@ class Engine(abc.ABC):
 
         Returns:
             A callable of the parts of a batch, one for each device, that begins to move
-            them; it is called ahead of the use, on a thread of its own. It returns a
-            callable for the thread that uses the tensors, which waits for them as far
-            as the engine needs it and returns the parts as one structure.
+            them; called ahead of use, on a separate thread. It returns a callable for
+            the thread that uses the tensors, which waits for the transfer if the
+            engine needs that, and returns the parts as one structure.
         """
 
         def begin(parts: Sequence[Any]) -> Callable[[], Any]:
@@ -175,8 +175,8 @@ class Engine(abc.ABC):
         Args:
             start: makes a Python iterator whenever the program runs.
             spec: returns the specification of the batches.
-            devices: those that the replicas' batches are moved to; None if they stay
-                where they are.
+            devices: the devices to move the replicas' batches to; None to leave them
+                on the host.
         """
         raise NotImplementedError
 
@@ -203,7 +203,7 @@ class Engine(abc.ABC):
 
 
 class StrategyCore(abc.ABC):
-    """Parts of a strategy: what engines, input and hooks use of it.
+    """Parts of a strategy that engines, input and hooks use.
 
     Args:
         engine: the engine.
@@ -227,7 +227,7 @@ class StrategyCore(abc.ABC):
         self._cross_device_ops = cross_device_ops
         self._sync_batch_norm = sync_batch_norm
         self._always_split = always_split
-        #: Variables that have been the same on all workers.
+        #: Variables that have been synchronized between workers.
         self.synced_variables = IdSet()
         self._drivers = engine.drivers(self)
 

@@ -1,9 +1,9 @@
-"""Connections of engines in this process, and the end of waits in them.
+"""Sockets of engines in this process, to end waits for lost workers.
 
-Only the neighbours of a lost worker in the ring notice that its process has ended, and
-none notices that it has stopped. `shutdown` of the process's own sockets ends every
-wait, in C++ too, with an error. Engines do not name their sockets: they are those at
-the addresses of their listeners. Gloo's are new when a group has been made.
+When a worker is lost, only its neighbours in the ring get an error, and none if its
+process is stopped. Shutting down this process's sockets ends every wait with an error,
+also in C++. Engines do not expose their sockets; they are found by the addresses of
+their listeners. Gloo's listeners are those that are new after its group is created.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
 
 _Address = tuple[str, int]
-# Seconds between two searches for connections of a group that is being made.
+# Seconds between two searches for connections of a group that is being created.
 _INTERVAL = 0.05
 
 
 class EngineSockets:
     """The connections of an engine between the workers of a group.
 
-    On systems without `/proc` there are none to be found.
+    On systems without `/proc` no connections are found.
 
     Example:
 
@@ -39,18 +39,18 @@ class EngineSockets:
 
     def __init__(self) -> None:
         self._addresses: set[_Address] = set()
-        # Listeners before the next group is made.
+        # Listeners before the next group is created.
         self._before: frozenset[_Address] | None = None
-        # Connections before it; None while none is made.
+        # Connections before it; None while no group is being created.
         self._known: frozenset[tuple[_Address, _Address | None]] | None = None
 
     def add(self, host: str, port: int) -> None:
-        """Adds the connections of a listener, such as that of a store of addresses."""
+        """Adds the connections of a listener, such as that of a `TCPStore`."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self._addresses |= {_address(each[4]) for each in found}
 
     def expect(self) -> None:
-        """Counts listeners from now on as the next group's, which may be made later."""
+        """Assigns listeners created from now on to the next group."""
         self._before = frozenset(_listeners())
 
     @contextlib.contextmanager
@@ -64,7 +64,7 @@ class EngineSockets:
             self.expect()
         self._known = frozenset(map(_ends, _connections()))
         try:
-            # A worker that was lost earlier will end no wait.
+            # The loss of a worker before this point would not end the wait.
             group.check()
             yield
         finally:
@@ -75,9 +75,10 @@ class EngineSockets:
         self._addresses |= {(host, port) for each in found for host, port in each}
 
     def shutdown(self) -> int:
-        """Ends all connections, and the calls that wait for them with an error.
+        """Shuts down all connections; calls that wait for them raise errors.
 
-        The creation of a group ends as well, on a thread that searches until it has.
+        A thread also shuts down connections of a group that is being created, until
+        its creation has ended.
 
         Returns:
             int, the number of connections.
@@ -96,7 +97,7 @@ class EngineSockets:
         while (known := self._known) is not None:
             for each in _connections():
                 ends = _ends(each)
-                # Not those that the process has accepted at its other listeners.
+                # Not connections accepted at other listeners of the process.
                 if ends in known or ends[0] in (self._before or ()):
                     continue
                 with contextlib.suppress(OSError):
@@ -105,7 +106,7 @@ class EngineSockets:
 
 
 def _ends(connection: socket.socket) -> tuple[_Address, _Address | None]:
-    """Both addresses of a connection; None for that of one that is being made."""
+    """Both addresses of a connection; None for the peer while it is connecting."""
     try:
         return _address(connection.getsockname()), _peer(connection)
     except OSError:
@@ -113,7 +114,7 @@ def _ends(connection: socket.socket) -> tuple[_Address, _Address | None]:
 
 
 def _address(name: Any) -> _Address:
-    # gRPC has connections to "::ffff:127.0.0.1".
+    # gRPC connects to IPv4 addresses as "::ffff:127.0.0.1".
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
@@ -135,7 +136,7 @@ def _is_listener(found: socket.socket) -> bool:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's sockets of IPv4 and IPv6, open until the next."""
+    """Duplicates of this process's IPv4 and IPv6 sockets, each closed at the next."""
     try:
         numbers = os.listdir("/proc/self/fd")
     except OSError:

@@ -1,18 +1,17 @@
 """Scheduling of Gloo's communication threads.
 
 Gloo, which Torch and XLA use between CPUs, has one thread for all of its connections.
-It is woken by what arrives, often while another thread of the same process is sending
-and has the connection's lock. Then it does not wait for the lock, but looks again at
-once, and again (`Pair::handleEvents` in Gloo's `transport/tcp/pair.cc`, which gives up
-"until the next tick"). On a core of their own this is a moment; where the two threads
-share a core, as in a container with one, the sender cannot go on until the scheduler
-takes the core away from the one that looks: 4 ms where Linux ticks 250 times a second,
-for a message that takes 0.2.
+Incoming data wake it, often while another thread of the process is sending and holds
+the connection's lock. Then it does not block, but polls the lock in a busy loop
+(`Pair::handleEvents` in Gloo's `transport/tcp/pair.cc`, which gives up "until the next
+tick"). On separate cores that is short. If both threads share a core, as in a container
+with one, the sender cannot continue until the scheduler preempts the polling thread:
+4 ms where Linux ticks 250 times a second, for a message that takes 0.2 ms.
 
-Linux does not let a thread of `SCHED_BATCH` take the core from the one that runs when
-it is woken (sched(7)), so the sender comes to its end first. The threads that wait for
-messages are of it as well: otherwise one that is woken takes the core from the thread
-that wakes it, and then waits for a lock of it.
+A thread with the policy `SCHED_BATCH` does not preempt the running thread when it is
+woken (sched(7)), so the sender finishes first. Threads that wait for messages have this
+policy as well: otherwise a woken thread would preempt the one that woke it, and then
+wait for a lock that it holds.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gloo_threads() -> Iterator[None]:
-    """Context manager around the start of Gloo's threads, which inherit its scheduling.
+    """Context manager around the start of Gloo's threads, which inherit `SCHED_BATCH`.
 
-    Only a thread that is scheduled as usual makes others that are not; on systems
-    other than Linux nothing happens.
+    The calling thread has this policy inside, if it had the default one; outside of
+    Linux nothing changes.
 
     Example:
 
@@ -46,7 +45,7 @@ def gloo_threads() -> Iterator[None]:
 
 
 def _schedule(*, from_policy: str, to_policy: str) -> bool:
-    """Whether the calling thread was scheduled by one policy, and now is by another."""
+    """Changes the calling thread's policy if it is `from_policy`; returns whether."""
     if not hasattr(os, to_policy):
         return False
     try:
@@ -55,6 +54,6 @@ def _schedule(*, from_policy: str, to_policy: str) -> bool:
             return False
         os.sched_setscheduler(0, getattr(os, to_policy), os.sched_param(0))
     except OSError:
-        # A sandbox forbids it; messages arrive all the same.
+        # A sandbox may forbid it; then communication is only slower.
         return False
     return True

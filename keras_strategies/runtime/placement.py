@@ -23,10 +23,10 @@ class Placement:
             metrics and the update of the global batch are computed there.
         mirrored: bool, whether each replica has a persistent copy of the variables, or
             reads the authoritative one in each step.
-        workers: the workers of a cluster; None with one process. All devices are of
-            this process.
-        mesh: the mesh of devices that variables are sharded over, of which `replicas`
-            are the first column; None without sharded variables.
+        workers: the workers of a cluster; None with one process. `replicas` and
+            `variables` are devices of this process.
+        mesh: the mesh of devices over which variables are sharded, with `replicas` as
+            its first column; None without sharded variables.
     """
 
     replicas: tuple[Device, ...]
@@ -62,10 +62,10 @@ class VariableCopy:
 
     Args:
         device: str, a Keras-style device name.
-        nbytes: int, bytes held there.
-        role: str, `"variable"` for an authoritative copy or a mirrored one that
-            is kept; `"shard"` for a part.
-        value: the tensor or variable of the backend that lies there.
+        nbytes: int, the size of the copy in bytes.
+        role: str, `"variable"` for the authoritative copy or a persistent mirrored one;
+            `"shard"` for a shard.
+        value: the tensor or variable of the backend on the device.
     """
 
     device: str
@@ -81,9 +81,9 @@ class StepCost:
     Args:
         peak: int, bytes that a device needs while the step runs: variables, batch and
             activations; None if unknown.
-        sent: dict from the name of a collective, such as `"all-reduce"`, to how many
-            there are and how many bytes a device sends in them.
-        source: str, how this was found.
+        sent: dict from the name of a collective, such as `"all-reduce"`, to the number
+            of such collectives and the bytes that a device sends in them.
+        source: str, the method of the estimate.
     """
 
     peak: int | None

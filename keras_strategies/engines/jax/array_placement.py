@@ -13,8 +13,8 @@ def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> li
     """Puts arrays on devices with shardings, in one transfer.
 
     With devices of several processes, each process calls this with equal arrays and
-    copies the shards of its own devices. `jax.device_put` would compare the arrays
-    first, with a message for each of them.
+    copies the shards of its own devices. `jax.device_put` would first compare the
+    arrays between processes, with one message for each array.
 
     Args:
         arrays: JAX or NumPy arrays.

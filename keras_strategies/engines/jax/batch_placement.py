@@ -33,8 +33,8 @@ class JaxBatchPlacer(abc.ABC):
     def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
         """The batches on the devices, transferred at or before `next`.
 
-        Where `several` are one call of Keras's loop they stay where they are, for
-        `place_several`.
+        With `several` batches in one call of Keras's loop (`steps_per_execution`) they
+        are not transferred here, but by `place_several`.
         """
         return iter(batches) if several > 1 else self._placed(batches)
 
@@ -52,7 +52,7 @@ class MeshPlacer(JaxBatchPlacer):
 
     Args:
         mesh: a mesh; rows are sharded along its first axis.
-        compare: called with each global batch, to compare those of workers.
+        compare: called with each global batch, to compare it between workers.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class DevicePlacer(JaxBatchPlacer):
 
 
 class HostBatches:
-    """Leaves batches on the host, for steps that place them themselves."""
+    """Returns batches unchanged, for steps that place them themselves."""
 
     def place(self, batch: Any) -> Any:
         """The batch."""

@@ -25,7 +25,7 @@ class BatchTransfer:
     """
 
     def __init__(self, devices: Sequence[jax.Device]):
-        self._homes = list(map(jax.sharding.SingleDeviceSharding, devices))
+        self._shardings = list(map(jax.sharding.SingleDeviceSharding, devices))
         self._split: jax.NamedSharding | None = None
         if len(set(devices)) == len(devices) > 1:
             mesh = jax.sharding.Mesh(np.array(devices), (REPLICA_AXIS,))
@@ -40,8 +40,8 @@ class BatchTransfer:
             batch = jax.tree.unflatten(structures[0], joined)
         else:
             moved = [
-                put([*map(local_value, own)], [home] * len(own))
-                for own, home in zip(leaves, self._homes, strict=True)
+                put([*map(local_value, own)], [sharding] * len(own))
+                for own, sharding in zip(leaves, self._shardings, strict=True)
             ]
             batch = regroup(list(map(jax.tree.unflatten, structures, moved)))
         return lambda: batch

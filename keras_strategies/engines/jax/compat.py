@@ -1,7 +1,8 @@
 """All that this package uses of JAX beyond its public interface.
 
 Tested with JAX 0.10.2, which is why the extra `jax` ends below 0.11. `PRIVATE_NAMES`
-has a row for each name, and `tests/test_manifest.py` says what has moved.
+has a row for each name; `tests/test_manifest.py` fails if one is missing in the
+installed version.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ PRIVATE_NAMES = (
     Private(
         "jax._src.core",
         ("set_current_trace", "trace_ctx", "trace_state_clean"),
-        "Threads of replicas go on with one trace.",
+        "Threads of replicas continue one trace.",
     ),
     Private(
         "jax._src.distributed",
         ("global_state",),
-        "The cluster that this process belongs to.",
+        "The JAX cluster of this process.",
     ),
     Private(
         "jax._src.distributed.State",
@@ -35,12 +36,12 @@ PRIVATE_NAMES = (
             "get_distributed_runtime_service",
             "make_gloo_tcp_collectives",
         ),
-        "As `distributed.State`; collectives on one interface of the machine.",
+        "As `distributed.State`; Gloo on one network interface.",
     ),
     Private(
         "jax._src.xla_bridge",
         ("_backend_factories", "backends_are_initialized", "make_cpu_client"),
-        "Whether devices can be configured; Gloo on one interface of the machine.",
+        "Whether devices can be configured; Gloo on one network interface.",
     ),
     Private(
         "jax.interpreters.partial_eval",
@@ -53,8 +54,8 @@ PRIVATE_NAMES = (
 def devices_are_fixed() -> bool:
     """Whether JAX has been used, so that its devices can no longer change.
 
-    JAX 0.10: `xla_bridge.backends_are_initialized`; asking for the devices would fix
-    them.
+    JAX 0.10: `xla_bridge.backends_are_initialized`; listing the devices would
+    initialize them.
     """
     from jax._src import xla_bridge
 
@@ -72,10 +73,10 @@ def is_tracing() -> bool:
 
 
 def current_trace() -> Any:
-    """The trace of this thread, which another one can go on with.
+    """The trace of this thread, which another thread can continue.
 
-    JAX 0.10: `core.trace_ctx`, a thread's own; `jax.core.eval_context` is the public
-    way out of a trace, and there is none into one.
+    JAX 0.10: `core.trace_ctx`, which is thread-local. The public
+    `jax.core.eval_context` leaves a trace; no public function enters one.
     """
     from jax._src import core
 
@@ -83,7 +84,7 @@ def current_trace() -> Any:
 
 
 def with_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
-    """Makes a trace this thread's (`core.set_current_trace`)."""
+    """Context with another trace as this thread's (`core.set_current_trace`)."""
     from jax._src import core
 
     context: contextlib.AbstractContextManager[Any] = core.set_current_trace(trace)
@@ -96,9 +97,9 @@ _END = 5
 
 
 def runtime_is_started() -> bool:
-    """Whether this process belongs to a cluster of JAX's already.
+    """Whether `jax.distributed` is initialized in this process.
 
-    JAX 0.10: `distributed.global_state`, as `jax.distributed.is_initialized`.
+    JAX 0.10: `distributed.global_state`, by `jax.distributed.is_initialized`.
     """
     import jax
 
@@ -106,16 +107,16 @@ def runtime_is_started() -> bool:
 
 
 def end_runtime(index: int, count: int) -> bool:
-    """Ends the cluster of JAX's that this process belongs to, if it is of these.
+    """Shuts down `jax.distributed`, if it connects the same processes.
 
     JAX 0.10: `distributed.global_state`, which `jax.distributed.initialize` sets.
 
     Args:
-        index: int, the number of this process.
+        index: int, the number that this process must have there.
         count: int, the number of processes, which all call this.
 
     Returns:
-        Whether it was; otherwise nothing has changed.
+        bool, whether it was shut down.
     """
     import jax
     from jax._src import distributed
@@ -128,13 +129,13 @@ def end_runtime(index: int, count: int) -> bool:
 
 
 def start_service(address: str, count: int) -> None:
-    """Starts the service that processes find one another through, in the chief.
+    """Starts the coordination service, in the chief's process.
 
     JAX 0.10: as `distributed.State.initialize`, with `recoverable`, so that a
     process that ends does not wait for all others to end.
 
     Args:
-        address: str, where it listens, such as `"unix:/tmp/x/service"`.
+        address: str, the address to listen at, such as `"unix:/tmp/x/service"`.
         count: int, the number of processes.
     """
     from jax._src import distributed
@@ -150,14 +151,14 @@ def start_service(address: str, count: int) -> None:
 
 
 def start_client(address: str, count: int, index: int, timeout: float) -> None:
-    """Connects this process with the service; devices of all exist afterwards.
+    """Connects this process to the service; then the devices of all processes exist.
 
     JAX 0.10: as `distributed.State.initialize`, without its handler of SIGTERM.
 
     Args:
         address: str, `"host:port"`.
         count: int, the number of processes.
-        index: int, the number of this one.
+        index: int, the number of this process.
         timeout: float, seconds.
     """
     from jax._src import distributed
@@ -180,10 +181,10 @@ def start_client(address: str, count: int, index: int, timeout: float) -> None:
 
 
 def use_host_for_collectives(host: str) -> None:
-    """Makes Gloo, between CPU devices, use one interface of this machine.
+    """Makes Gloo, between CPU devices, use one network interface of this machine.
 
     JAX 0.10: `xla_bridge.make_cpu_client`, the factory of "cpu" in
-    `_backend_factories`, uses the interface of the machine's name.
+    `_backend_factories`, would use the interface of the machine's host name.
     """
     import dataclasses
 
@@ -192,7 +193,7 @@ def use_host_for_collectives(host: str) -> None:
     from jax._src.lib import _jax
 
     if jax.config.jax_cpu_collectives_implementation != "gloo":  # type: ignore[attr-defined]
-        return  # The user has chosen another one.
+        return  # The user has chosen other collectives.
 
     def make() -> Any:
         client = distributed.global_state.client
@@ -205,7 +206,7 @@ def use_host_for_collectives(host: str) -> None:
 
 
 def stop_client() -> None:
-    """Ends the connection with the service (`distributed.State.shutdown`)."""
+    """Closes the connection to the service (`distributed.State.shutdown`)."""
     from jax._src import distributed
 
     client, distributed.global_state.client = distributed.global_state.client, None
@@ -214,7 +215,7 @@ def stop_client() -> None:
 
 
 def stop_service() -> None:
-    """Ends the service, where this process has it."""
+    """Stops the service, if this process runs it."""
     from jax._src import distributed
 
     service, distributed.global_state.service = distributed.global_state.service, None
@@ -222,17 +223,17 @@ def stop_service() -> None:
         service.shutdown()
 
 
-# Parts of runtimes that were replaced.
+# Clients, services and relays of replaced runtimes, kept until the process ends.
 _abandoned: list[Any] = []
 
 
 def abandon_runtime(*parts: Any) -> None:
-    """Removes the devices, and leaves the client and the service as they are.
+    """Removes the devices, without stopping the client and the service.
 
-    The end of a service ends the processes of its clients, so that they, and `parts`
-    between them, exist as long as this process. Arrays of the devices can be read
-    afterwards. JAX 0.10: `distributed.global_state`; `distributed.initialize` would
-    refuse a second one.
+    When a service stops, the processes of its clients end. So client, service and
+    `parts`, the relays between them, are kept until this process ends. Arrays on the
+    removed devices can still be read. JAX 0.10: `distributed.global_state`;
+    `distributed.initialize` would refuse a second cluster.
     """
     import jax
     import jax.extend.backend
@@ -255,9 +256,9 @@ def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool
 
     Returns:
         Two lists with a bool for each value: whether the first result depends on it,
-        and whether something is computed from it, also when no result depends on
-        that: a loss that is not returned has a gradient. A value that is passed on
-        unchanged does not count.
+        and whether any equation reads it, even if no result depends on that equation
+        (a loss that is not returned has a gradient). Returning a value unchanged does
+        not count.
 
     JAX 0.10: `jax.interpreters.partial_eval.dce_jaxpr`.
     """
@@ -278,9 +279,10 @@ def used_inputs(fn: Any, values: Any, batch: Any) -> tuple[list[bool], list[bool
 
 
 def passed_on(fn: Any, batch: Any) -> list[int | None]:
-    """The leaf of the argument that each result of a function is, None for a new value.
+    """For each result, the index of the argument leaf that it is; None for new values.
 
-    JAX 0.10: variables of a jaxpr that goes in and comes out are the same objects.
+    JAX 0.10: the variable of an unchanged input is the same object among the outputs
+    of a jaxpr.
     """
     import jax
 

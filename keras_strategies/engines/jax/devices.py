@@ -11,7 +11,7 @@ from keras_strategies.devices import Device
 from keras_strategies.engines.jax.compat import devices_are_fixed
 from keras_strategies.errors import BackendInUseError
 
-# XLA_FLAGS="--xla_force_host_platform_device_count=4", the older way.
+# XLA_FLAGS="--xla_force_host_platform_device_count=4", older than jax_num_cpu_devices.
 _XLA_CPU_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
@@ -83,7 +83,7 @@ def set_virtual_cpu_devices(count: int) -> None:
 
 
 def _raise_thread_count(count: int) -> None:
-    """Raises the size of XLA's thread pool, so that all-reduces do not deadlock.
+    """Enlarges XLA's thread pool, so that all-reduces do not deadlock.
 
     XLA 0.10 runs the programs of all CPU devices on one pool, by default with one
     thread per core. A program in an all-reduce blocks its thread; when programs of the

@@ -1,4 +1,4 @@
-"""The JAX backend."""
+"""The JAX engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class JaxEngine(Engine):
     lacks = MappingProxyType(
         {
             Feature.CUSTOM_REDUCTIONS: "A step is one program for all devices, in "
-            "which XLA inserts the all-reduces; `fit` would never call it. Omit it, or "
+            "which XLA inserts the all-reduces, so `fit` cannot call it. Omit it, or "
             "use ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce() or "
             "ks.ReductionToOneDevice() without `accumulation_fn`; on Torch and "
             "TensorFlow a strategy takes any CrossDeviceOps.",

@@ -23,7 +23,7 @@ def device_mesh(devices: Sequence[Device | jax.Device]) -> DeviceMesh:
 
 
 def _names(devices: Sequence[Device | jax.Device]) -> Any:
-    """The names by which Keras finds devices, with the ids of JAX, such as "cpu:1"."""
+    """The names by which Keras identifies devices: the ids of JAX, such as "cpu:1"."""
     found = [jax_device(d) if isinstance(d, Device) else d for d in devices]
     return np.array([f"{d.platform}:{d.id}" for d in found])
 
@@ -51,8 +51,8 @@ class StrategyDistribution(keras.distribution.DataParallel):
         self._variable_mesh = self.device_mesh
         if variables is not None:
             self._variable_mesh = device_mesh([variables])
-        # No axes at any rank: equal to the sharding of a program's outputs, which
-        # would otherwise be compiled a second time.
+        # No axes at any rank: equal to the sharding of a program's outputs. With any
+        # other sharding of its inputs, it would be compiled a second time.
         self._replicated = TensorLayout((), self._variable_mesh)
 
     def replace_devices(self, devices: Sequence[jax.Device]) -> None:
@@ -72,7 +72,7 @@ class StrategyDistribution(keras.distribution.DataParallel):
         return self.own_layout(variable)
 
     def own_layout(self, variable: Any) -> TensorLayout:
-        """The layout that this strategy gives a variable, regardless of its own."""
+        """The layout of a variable by this strategy, regardless of its present one."""
         return self._replicated
 
     def get_tensor_layout(self, path: str) -> None:

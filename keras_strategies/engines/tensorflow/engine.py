@@ -1,4 +1,4 @@
-"""The TensorFlow backend."""
+"""The TensorFlow engine."""
 
 from __future__ import annotations
 

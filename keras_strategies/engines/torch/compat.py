@@ -1,7 +1,7 @@
 """All that this package uses of Torch beyond its public interface.
 
-Tested with Torch 2.9 to 2.13. `PRIVATE_NAMES` has a row for each name, and
-`tests/test_manifest.py` says what has moved.
+Tested with Torch 2.9 to 2.13. `PRIVATE_NAMES` has a row for each name;
+`tests/test_manifest.py` fails if one is missing in the installed version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PRIVATE_NAMES = (
     Private(
         "torch._C._autograd",
         ("_get_current_graph_task_keep_graph",),
-        "Whether replicas keep what a second backward pass needs.",
+        "Whether replicas retain the graph for a second backward pass.",
     ),
     Private("torch._inductor", ("compile", "config"), "Compiled steps of workers."),
     Private(
@@ -56,12 +56,12 @@ PRIVATE_NAMES = (
     Private(
         "torch.distributed.ProcessGroupGloo",
         ("_Options",),
-        "Collectives on one interface of the machine.",
+        "Collectives on one network interface.",
     ),
     Private(
         "torch.distributed.ProcessGroupGloo._Options",
         ("_devices", "_threads", "_timeout"),
-        "Collectives on one interface of the machine.",
+        "Collectives on one network interface.",
     ),
     Private(
         "torch.mps", ("_get_default_mps_generator",), "Random numbers of replicas."
@@ -88,7 +88,7 @@ def is_graph_retained() -> bool:
 
 
 def default_mps_generator() -> torch.Generator:
-    """The generator of Apple's devices."""
+    """The default generator of MPS devices."""
     return torch.mps._get_default_mps_generator()
 
 
@@ -106,7 +106,7 @@ def set_timeout(options: Any, timeout: datetime.timedelta) -> None:
 def create_gloo_group(
     store: Any, index: int, count: int, timeout: datetime.timedelta, host: str
 ) -> Any:
-    """A group of processes that reduces over Gloo, on one interface of the machine."""
+    """A Gloo process group on one network interface of the machine."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     set_timeout(options, timeout)
     options._threads = 2
@@ -116,7 +116,7 @@ def create_gloo_group(
 
 
 def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
-    """A graph of ATen operations as compiled by TorchInductor, in this process."""
+    """Compiles a graph of ATen operations by TorchInductor, in this process."""
     from torch._inductor import compile, config
 
     # No pool of compiler processes.

@@ -10,15 +10,16 @@ import torch
 
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 
-# Begins to move a batch; what it returns gives the batch to the thread that uses it.
+# Starts the transfer of a batch; returns a callable that waits for it and returns the
+# batch on the device.
 Mover = Callable[[Any], Callable[[], Any]]
 
 
 class CudaMover:
     """Moves structures of tensors to a CUDA device on a separate stream.
 
-    The host does not wait: tensors go through pinned memory, and the stream that
-    computes waits for them when they are used.
+    The host does not wait: tensors are copied from pinned memory, and the compute
+    stream waits for the copies when they are used.
 
     Args:
         device: the device.
@@ -39,7 +40,7 @@ class CudaMover:
             computing.wait_event(arrived)
             for leaf in moved:
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                    # Its memory is of the other stream, which could use it again.
+                    # Allocated on the transfer stream, which could reuse its memory.
                     leaf.record_stream(computing)
             return keras.tree.pack_sequence_as(batch, moved)
 
@@ -49,7 +50,7 @@ class CudaMover:
         if not isinstance(leaf, torch.Tensor) or leaf.device == self._device:
             return leaf
         if leaf.device.type == "cpu" and leaf.layout is torch.strided:
-            # Torch keeps pinned memory until what was copied from it has arrived.
+            # Torch keeps pinned memory alive until the copy from it has finished.
             leaf = leaf.pin_memory()
         return leaf.to(self._device, non_blocking=True)
 

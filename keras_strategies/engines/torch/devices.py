@@ -1,4 +1,4 @@
-"""Torch's devices under Keras's names."""
+"""Torch's devices by their names in Keras."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 from keras_strategies.devices import Device
 
-# Kinds that torch calls otherwise.
+# Kinds with another name in torch.
 _TORCH_KIND = {"gpu": "cuda", "tpu": "xla"}
 _KIND = {kind: name for name, kind in _TORCH_KIND.items()}
 
 
 @functools.cache
 def torch_device(device: Device) -> torch.device:
-    """The torch device of a name. All virtual CPUs are the one CPU of torch."""
+    """The torch device of a name; torch's only CPU device for all virtual CPUs."""
     if device.kind == "cpu":
         return torch.device("cpu")
     return torch.device(_TORCH_KIND.get(device.kind, device.kind), device.index)
 
 
 class DeviceName(str):
-    """The name of a torch device, which equals the `torch.device` too.
+    """The name of a torch device, which also equals the `torch.device`.
 
-    Keras moves each argument of its operations with `x.to(name)` where
-    `x.device != name`, and a device differs from any plain string. On the same device
-    that only releases the interpreter's lock, which another replica's thread then has.
+    Keras calls `x.to(name)` on each argument of its operations if `x.device != name`,
+    which is always true for a plain string. On the same device that call only releases
+    the interpreter's lock, and another replica's thread takes it.
     """
 
     def __init__(self, name: object):

@@ -1,4 +1,4 @@
-"""Steps of elastic workers on Torch: undo of a step that has failed."""
+"""Steps of elastic workers on Torch: rollback of a failed step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from keras_strategies.runtime.state.model_values import model_state, restore_mod
 
 
 class TorchElasticSteps(ElasticDriver):
-    """Saves what collectives may interrupt: all but weights and slots.
+    """Saves the variables that a step may change before its last collective.
 
-    Weights and slots change after the exchange of gradients. Where a step has another
-    exchange after that, as those of GANs, they are saved, too: in the first step of a
-    model, and in the following ones if the first one had such an exchange.
+    Weights and slots change after gradients were exchanged and are usually not among
+    them. If a step exchanges values again after an update, as in GANs, they are saved
+    too: in the first step of a model, and in later ones if a step had such an exchange.
 
     Args:
         call: the data-parallel call of the strategy; None with one replica.
@@ -46,7 +46,7 @@ class TorchElasticSteps(ElasticDriver):
         return _with_random_numbers(saved.save(all_variables(model), late))
 
     def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
-        # One that was created in the call has memory of its own.
+        # A single variable, created in the call, is saved in memory of its own.
         saved = self._saved_in_loop if len(variables) > 1 else _SavedTensors()
         self._current = None
         return _with_random_numbers(saved.save(variables, set()))
@@ -104,7 +104,7 @@ class _SavedTensors:
         return restore
 
     def exchanging(self) -> None:
-        """Notices a collective after an update of weights in the same step."""
+        """Called before each collective: detects one that follows an update."""
         if not self._saves_all and self._is_changed():
             self._saves_all = True
 

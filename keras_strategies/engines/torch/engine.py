@@ -1,4 +1,4 @@
-"""The Torch backend."""
+"""The Torch engine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TorchEngine(Engine):
         return (*accelerators(), *cpus)
 
     def set_virtual_cpu_devices(self, count: int) -> None:
-        # Nothing of torch's is fixed by this: all of them are its one CPU.
+        # Always possible: to torch, all virtual CPUs are one CPU device.
         self._virtual_cpus = count
 
     def to_device(self, value: Any, device: Device) -> torch.Tensor:
@@ -94,7 +94,7 @@ class TorchEngine(Engine):
             with torch.enable_grad():
                 result = fn(*args, **kwargs)
             loss = result[0] if has_aux else result
-            # In a replica, the values are its own copies, which the loss came from.
+            # On a replica, these are its copies of the variables, as in the loss.
             values = [variable.value for variable in variables]
             wanted = [value for value in values if value.requires_grad]
             found = iter(
@@ -130,15 +130,15 @@ def _lacks() -> Mapping[Feature, str]:
     lacks = {
         Feature.DATASETS_IN_PROGRAMS: "Iterate outside of it.",
         Feature.SHARDED_CHECKPOINTS: WITHOUT_SHARDED_CHECKPOINTS,
-        Feature.TPUS: "Torch reaches TPUs through torch_xla, which this package does "
-        "not use: set KERAS_BACKEND=jax there.",
+        Feature.TPUS: "Torch runs on TPUs by torch_xla only, which this package does "
+        "not use. Set KERAS_BACKEND=jax.",
     }
     version = keras.version()
     if tuple(int(part) for part in version.split(".")[:2]) < (3, 16):
         lacks[Feature.SHARDED_VARIABLES] = (
             f"Sharded variables (DTensors) need Keras 3.16 or newer; Keras {version} "
-            "is installed. Update Keras, or set KERAS_BACKEND=jax; a model that is "
-            "saved there loads here. This version supports ks.MirroredStrategy and, "
+            "is installed. Update Keras, or set KERAS_BACKEND=jax; models saved "
+            "there load on Torch. This version supports ks.MirroredStrategy and, "
             "for optimizer slots too large for the accelerators, "
             "ks.CentralStorageStrategy."
         )

@@ -1,4 +1,4 @@
-"""Torch's functions for combining the tensors of replicas."""
+"""Functions of Torch that combine the tensors of replicas."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from keras_strategies.user_warnings import warn_user
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
-# Models whose `jit_compile=True` a warning has named.
+# Models for which `jit_compile=True` has been warned about.
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -56,7 +56,7 @@ class TorchTrainer(FitDriver):
         if isinstance(workers, TorchWorkers) and workers.elastic is not None:
             self.elastic = TorchElasticSteps(self._call, workers)
         home = torch_device(self.placement.variables)
-        # Several replicas take their rows from the host.
+        # With several replicas, each layer call moves their rows from the host.
         self.placer = (
             CudaPrefetcher(CudaMover(home))
             if self.placement.is_single and home.type == "cuda"
@@ -117,7 +117,7 @@ class TorchTrainer(FitDriver):
         return {"call": sorted(self._call.unsplit_rows.get(model, ()))}
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
-        # Mirrored is what replicas read.
+        # Only weights, which replicas read, are mirrored.
         if not is_weight:
             return (self.placement.variables,)
         return memories(self.placement.variable_devices)
@@ -135,7 +135,7 @@ class TorchTrainer(FitDriver):
 
 
 def _named(tensor: torch.Tensor, expected: Device) -> Device:
-    """The device of a tensor; virtual CPUs are one to torch, so the expected one."""
+    """The device of a tensor; on a CPU the expected one, since torch has one CPU."""
     found = device_of(tensor)
     return expected if found.kind == expected.kind == "cpu" else found
 
@@ -143,7 +143,7 @@ def _named(tensor: torch.Tensor, expected: Device) -> Device:
 def keras_function(
     model: Any, kind: str, make: Callable[[], Any]
 ) -> Callable[..., Any]:
-    """Keras's own function of a model's steps; `make` sets it on the model."""
+    """Keras's own step function of a model, which `make` sets on it."""
     if model.steps_per_execution > 1:
         return several_steps(model, kind)
     make()
@@ -178,8 +178,8 @@ def check_steps(data: Any, workers: Workers | None) -> None:
 def several_steps(model: Any, kind: str) -> Callable[[list[Any]], Any]:
     """`steps_per_execution` steps on a list of batches.
 
-    Keras 3.15 refuses more than one step on Torch; eagerly it is a loop, whose
-    only effect is that callbacks are called once for all of them.
+    Keras 3.15 raises an error for more than one step on Torch. Here they are a loop;
+    the only effect is that callbacks are called once for all of them.
     """
     one_step = getattr(model, f"{kind}_step")
 

@@ -32,9 +32,9 @@ _OPERATIONS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
-#: Seconds that the end of a process waits for an engine to abort.
+#: Seconds that the end of a process waits for process groups to abort.
 _ABORT_SECONDS = 5.0
-# Least seconds for a connection to the store in the chief's process.
+# Minimum timeout of a connection to the store in the chief's process.
 _CONNECT_SECONDS = 10.0
 # Registered name of Gloo on a chosen interface.
 _GLOO = "keras_strategies_gloo"
@@ -43,11 +43,10 @@ _CARRIERS = {torch.bool: torch.uint8}
 
 
 class TorchWorkers(Workers):
-    """Collectives of a process group of this package.
+    """Collectives on process groups that are separate from torch's default group.
 
-    It is not torch's default group: with one, Keras 3.16 wraps models in
-    `DistributedDataParallel`, which would reduce twice, and user code may have another
-    one.
+    If a default group exists, Keras 3.16 wraps models in `DistributedDataParallel`,
+    which would reduce gradients twice; and user code may have created one.
     """
 
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
@@ -59,7 +58,7 @@ class TorchWorkers(Workers):
         self._store = _store(group, self._timeout, self._sockets)
         #: Called before each collective of an elastic group.
         self.on_exchange: Callable[[], None] | None = None
-        # The engines below torch's default process group, where there is one.
+        # The Gloo groups of torch's default process group, if it was created here.
         self._default: list[Any] = []
         self._aborting = threading.Lock()
         group.on_loss(lambda loss: self._abort())
@@ -75,7 +74,7 @@ class TorchWorkers(Workers):
         kind = "nccl" if use_nccl else "gloo"
         if kind not in self._groups:
             if use_nccl:
-                # Waits are on the GPU.
+                # Waits are on the GPU, where the clock cannot measure them.
                 self.group.clock.sees_waits = False
             store = dist.PrefixStore(kind, self._store)
             index, count = self.group.index, self.group.count
@@ -101,7 +100,7 @@ class TorchWorkers(Workers):
             raise lost_worker(group, error) from error
 
     def _abort(self) -> None:
-        """Aborts the wait for a worker that does not answer."""
+        """Aborts collectives that wait for a lost worker."""
         with self._aborting:
             for engine in (*list(self._groups.values()), *self._default):
                 engine.abort()
@@ -112,7 +111,7 @@ class TorchWorkers(Workers):
 
     def replace(self, group: WorkerGroup) -> None:
         with self._aborting:
-            # Copies of this object for other strategies have the same ones.
+            # Copies of this object, for other strategies, share the dict.
             self._groups.clear()
             self._groups, self._sockets = {}, EngineSockets()
         try:
@@ -123,8 +122,8 @@ class TorchWorkers(Workers):
         super().replace(group)
 
     def close(self) -> None:
-        # A thread that returns from C++ when the interpreter has ended is ended
-        # there, and the process with it: "terminate called".
+        # A thread that returned from C++ after the end of the interpreter would end the
+        # process with "terminate called".
         is_free = self._aborting.acquire(timeout=_ABORT_SECONDS)
         self._groups.clear()
         if self._default:
@@ -134,13 +133,12 @@ class TorchWorkers(Workers):
             self._aborting.release()
 
     def start_default_group(self) -> None:
-        """Makes torch's default process group of these workers, if there is none.
+        """Creates torch's default process group of these workers, if none exists.
 
-        `torch.distributed.tensor` finds processes through it, and through the groups
-        that it makes of some of them.
+        `torch.distributed.tensor` communicates by it and by its subgroups.
 
         Raises:
-            ClusterError: if there is one of other processes.
+            ClusterError: if a default group of other processes exists.
         """
         index, count = self.group.index, self.group.count
         if dist.is_initialized():
@@ -153,11 +151,11 @@ class TorchWorkers(Workers):
                     "strategy creates the group."
                 )
             return
-        # The exchanges of shards are in torch's operations.
+        # Torch's operations exchange shards, which the clock cannot measure.
         self.group.clock.sees_waits = False
 
         def gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
-            # On the interface that the cluster names, and on no other.
+            # On the network interface of the cluster's address only.
             engine = create_gloo_group(
                 store, rank, size, self._timeout, self.group.own_host
             )
@@ -179,7 +177,7 @@ class TorchWorkers(Workers):
 
     def cause(self, error: BaseException) -> BaseException:
         if self._default and isinstance(error, RuntimeError):
-            # Exchanges between shards of variables fail like this.
+            # Torch's operations on DTensors raise it in a failed collective.
             loss = self.group.loss(wait=min(self.group.timeout, 5.0))
             if loss is not None:
                 return WorkerError(self.group.describe(loss))
@@ -206,7 +204,7 @@ class TorchWorkers(Workers):
         return results
 
     def packs(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-        """Indices of tensors that travel together, in their order."""
+        """Indices of the tensors of each pack, in their order."""
         kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
         sizes = [tensor.nbytes for tensor in tensors]
         limit = self.options.bytes_per_pack or DEFAULT_PACK
@@ -237,7 +235,7 @@ class TorchWorkers(Workers):
         own = tensor.detach().to(_CARRIERS.get(kind, kind)).contiguous()
         most = max(rows)
         if own.shape[0] < most:
-            # Equal lengths are what the engines gather.
+            # `allgather` requires equal lengths.
             missing = own.new_zeros((most - own.shape[0], *own.shape[1:]))
             own = torch.cat([own, missing])
         joined = own.new_empty((most * len(rows), *own.shape[1:]))
@@ -292,7 +290,7 @@ def _store(
     store = None
     port = b""
     if group.is_chief:
-        # On the interface that the cluster names, and on no other.
+        # On the network interface of the cluster's address only.
         host = group.own_host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = socket.create_server((host, 0), family=family)

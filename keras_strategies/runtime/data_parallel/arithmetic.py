@@ -1,9 +1,9 @@
 """Arithmetic of a computation, which decides whether it is split over CPU devices.
 
-Devices that are parts of one CPU gain little from small operations: on Torch replicas
-take turns in the Python interpreter, on JAX each step waits for all-reduces. A
-ten-layer perceptron of 64 units trains at half the speed of one device when it is split
-over two virtual CPUs, a convolutional network at 1.8x.
+Splitting small operations over virtual devices of one CPU does not pay: on Torch
+replicas share the Python interpreter, on JAX each step waits for all-reduces. Over two
+virtual CPUs, a ten-layer perceptron of 64 units trains at half the speed of one device,
+a convolutional network at 1.8 times its speed.
 
 The decision depends on shapes alone and never on a clock, so that a seeded run
 draws the same random numbers every time.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from keras_strategies.runtime.placement import Placement
 
-# About 20 microseconds, at tens of GFLOP/s for one core: on Torch an operation's way
-# through the interpreter, on JAX its share of an all-reduce.
+# About 20 microseconds at tens of GFLOP/s of one core: the overhead of an operation in
+# the interpreter on Torch, or its share of an all-reduce on JAX.
 MIN_FLOPS_PER_OPERATION = 1_000_000
 
 

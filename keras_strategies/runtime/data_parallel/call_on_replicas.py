@@ -31,7 +31,7 @@ from keras_strategies.user_warnings import warn_user
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
-# Layers of which gradients of gradients were computed.
+# Layers for which second-order gradients have been warned about.
 _twice_differentiated: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -183,9 +183,9 @@ class CallOnReplicas(GradientBoundary):
     ) -> list[Channel]:
         """Losses of the global batch, from those of the replicas.
 
-        A loss with one row per sample is concatenated. A scalar is either a mean
-        over rows (then replicas count by their rows; a term of the weights alone
-        is one too) or a sum over rows (then they add up).
+        A loss with one row per sample is concatenated. A scalar is either a mean over
+        rows, averaged with the replicas' numbers of rows as weights (so is a term of
+        the weights alone), or a sum over rows, which is added up.
         """
         layer, sizes = self.layer_call.layer, self.row_split.sizes
         counts = {len(result.losses) for result in results}
@@ -220,7 +220,7 @@ class CallOnReplicas(GradientBoundary):
     # State that layers update.
 
     def _merge_updates(self, results: Sequence[ReplicaResult]) -> None:
-        """Assigns one value of what the replicas assigned to each variable."""
+        """Assigns updated variables, each the merged value of the replicas."""
         first = results[0].state.updates
         with self.on_lead():
             columns = [
@@ -241,23 +241,23 @@ class CallOnReplicas(GradientBoundary):
     def recompute(self, value_of: Callable[[Any], Any]) -> list[Any]:
         """The output tensors and added losses of the unsplit call.
 
-        A gradient that is differentiated itself is computed by this call, whose
-        operations the framework can differentiate twice. What the call assigns is
-        dropped: the call on the replicas has assigned it.
+        Second-order gradients are computed by this call, whose operations the
+        framework can differentiate twice. Its assignments are dropped: the call on the
+        replicas has made them already.
 
         Args:
-            value_of: returns the tensor that stands for a variable.
+            value_of: returns the tensor to use as a variable's value.
         """
         layer = self.layer_call.layer
         if layer not in _twice_differentiated:
             _twice_differentiated.add(layer)
             warn_user(
-                f"A gradient that goes through layer {layer.name!r} "
-                f"({type(layer).__name__}) is differentiated itself. Gradients of "
-                "gradients do not cross replicas, so the layer is called once more on "
-                "one device with the unsplit batch for them, which is exact but not "
-                "parallel. Random layers in it draw other numbers there. Compute the "
-                "penalty inside a layer's `call` to compute it on all replicas."
+                f"A gradient through layer {layer.name!r} ({type(layer).__name__}) is "
+                "differentiated itself. Second-order gradients across replicas are "
+                "not supported, so for these the layer is called once more, on one "
+                "device with the unsplit batch, which is exact but not parallel; its "
+                "random layers draw other numbers there. Compute the penalty inside a "
+                "layer's `call` to compute it on all replicas."
             )
         structure, leaves = self.layer_call.structure, self.layer_call.leaves
         args, kwargs = keras.tree.pack_sequence_as(structure, leaves)

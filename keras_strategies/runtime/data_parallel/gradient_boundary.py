@@ -87,7 +87,7 @@ def sums_on_worker(
 
     Args:
         ops: the functions of the framework's tensors.
-        targets: what receives gradients.
+        targets: the variables and inputs that receive gradients.
         columns: for each target the gradient of each replica.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
     """
@@ -161,7 +161,7 @@ class GradientBoundary(abc.ABC):
         Args:
             replica_id: int, the number of the local replica.
             outputs: pairs of a tensor of the replica and its gradient.
-            sources: the tensors that gradients are wanted of.
+            sources: the tensors whose gradients are returned.
         """
 
     def on_lead(self) -> contextlib.AbstractContextManager[Any]:
@@ -194,7 +194,7 @@ class GradientBoundary(abc.ABC):
         Args:
             inputs: pairs of a global tensor and its slices.
             results: the replicas' results, whose states have the variables read.
-            channels: what is to be combined.
+            channels: the tensors to combine.
         """
         self.targets = self._targets(inputs, results)
         floats = [self.ops.is_float(channel.parts[0]) for channel in channels]

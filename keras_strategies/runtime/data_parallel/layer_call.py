@@ -7,12 +7,12 @@ it. Only the outermost calls of layers in it (`self(x, training=True)`) are
 parallel: the rows of their arguments are split over the replicas, each replica
 calls the layer on its rows, and the outputs are joined to one global batch. The
 loss, its reduction and masks, every metric, `add_loss`, clipping, accumulation and
-the optimizer see what they see on one device, so they need no distributed twin,
-and a custom `train_step` is exact whatever it computes. Gradients cross the
-boundary once: the outputs' gradient is split by rows, each replica runs its own
-backward pass, and the gradients of the variables are summed.
+the optimizer get the same values as on one device, so they need no distributed
+version, and a custom `train_step` is exact whatever it computes. In the backward
+pass the outputs' gradient is split by rows, each replica runs its own backward
+pass, and the gradients of the variables are summed.
 
-What is left to combine is what happens *inside* the layer: batch statistics (see
+Only results of code *inside* the layer have to be combined: batch statistics (see
 `training/batch_norm.py`), losses that layers add, and state that they update.
 """
 
@@ -44,7 +44,7 @@ from keras_strategies.user_warnings import warn_user
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
-# Rows on which the arithmetic of a layer is measured.
+# Number of rows for measuring the arithmetic of a layer.
 _MEASURED_ROWS = 4
 
 
@@ -90,8 +90,8 @@ class DataParallelCall(abc.ABC):
     ) -> bool:
         """Whether one device calls a layer in less time than the replicas.
 
-        `call_few()` calls the layer on a few rows, whose number it returns, and
-        leaves no trace.
+        `call_few()` calls the layer on a few rows without changing its state, and
+        returns their number.
         """
         return False
 
@@ -100,7 +100,7 @@ class DataParallelCall(abc.ABC):
         raise NotImplementedError
 
     def workers_changed(self) -> None:
-        """Drops results of checks that the workers have made together."""
+        """Drops the results of row checks, which workers agree on."""
         self._row_checks.clear()
 
     def has_foreign_variables(
@@ -173,13 +173,13 @@ class DataParallelCall(abc.ABC):
             every: list[Any] = split_sizes(rows, total)
         else:
             every = self.sizes_in_program(layer, rows, total)
-        # Replicas without rows do not take part: they would add nothing.
+        # Replicas without rows do not participate.
         if workers is None:
             row_split = RowSplit.local(self._primitives, every)
         else:
             found = RowSplit.over(self._primitives, every, workers)
             if found is None:
-                # Too few for all workers: each computes all of them.
+                # Fewer rows than workers: each worker computes all rows.
                 return None
             row_split = found
         replicas, lead = self.placement.replicas, self.placement.variables
@@ -207,14 +207,14 @@ class DataParallelCall(abc.ABC):
         warn_user(
             f"Layer {layer.name!r} ({type(layer).__name__}) cannot be split by rows: "
             f"{problem}. It is called on one device with the unsplit batch instead, "
-            "which is exact but not parallel. Compute each row from its own inputs, "
-            "and what needs the batch outside of the layer, in the loss for example, "
-            f"to run it on all replicas of {self.strategy!r}."
+            "which is exact but not parallel. To run it on all replicas of "
+            f"{self.strategy!r}, compute each row from its own inputs, and move "
+            "computations on the full batch out of the layer, for example to the loss."
         )
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """NumPy arrays become tensors; tensors keep their mask; the rest stays."""
+    """Converts NumPy arrays to tensors; other leaves are returned unchanged."""
     if hasattr(leaf, "__array__") and not keras.ops.is_tensor(leaf):
         if isinstance(leaf, keras.Variable):
             return leaf

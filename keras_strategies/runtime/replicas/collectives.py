@@ -47,11 +47,12 @@ class ReplicaCollectives(abc.ABC):
     def with_gradient(
         self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
     ) -> Any:
-        """Calls a function of a tensor that has its own gradient.
+        """Calls a function of a tensor that defines its own gradient.
 
         Args:
-            fn: returns a tuple of tensors, and the gradient of the argument as a
-                function of theirs. It is not used here: the framework has another.
+            fn: returns a tuple of tensors, and a function from their gradients to that
+                of the argument. This default ignores that function: the framework
+                differentiates the operations.
             tensor: the argument.
         """
         results, _ = fn(tensor)

@@ -67,9 +67,9 @@ def _are_sparse(ops: TensorPrimitives, column: Sequence[Any]) -> bool:
 def sums_over_workers(
     ops: TensorPrimitives, gradients: Sequence[Any], workers: Workers | None
 ) -> list[Any]:
-    """Sums gradients over workers; those of the same variables are None on all of them.
+    """Sums gradients over workers; a gradient must be None on all workers or on none.
 
-    Layers that come last have their gradients first, so these are sent first. Sparse
+    Gradients of the last layers, which are computed first, are sent first. Sparse
     gradients stay sparse.
     """
     results = list(gradients)

@@ -53,7 +53,7 @@ class ReplicaRun(RunDriver):
         self.replica_set = ReplicaSet(self._primitives, workers, counts, share.first)
         self.on_read_values = self.local_values_class(self.replica_set, self.placement)
 
-    # How an engine differs.
+    # Implemented by engines.
 
     @abc.abstractmethod
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
@@ -147,7 +147,7 @@ class ReplicaRun(RunDriver):
             state.forget(variables)
 
     def _assigned(self, states: Sequence[RunState], variable: Any) -> list[Any]:
-        """Values that local replicas have assigned; with workers, a value of each."""
+        """Values assigned by local replicas; with workers, one for each replica."""
         if run_state.is_local(variable):
             return [state.read(variable) for state in states]
         key = id(variable)

@@ -1,4 +1,4 @@
-"""Replicas of one computation, on the devices of all workers, and their rows."""
+"""Replicas of one computation, over all workers, and their rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from keras_strategies.types import ReduceOp
 
 @dataclass(frozen=True)
 class ReplicaSet:
-    """The replicas that take part in a computation: local devices times workers.
+    """The participating replicas of a computation: local devices times workers.
 
     Args:
         primitives: the functions of the framework's tensors.
         workers: the communicator between workers; None with one worker.
-        counts: the number of replicas that take part on each worker.
+        counts: the number of participating replicas on each worker.
         first: int, the number of this worker's first replica among all.
     """
 
@@ -39,7 +39,7 @@ class ReplicaSet:
     def over(
         cls, primitives: TensorPrimitives, workers: Workers, counts: Sequence[int]
     ) -> ReplicaSet:
-        """Replicas of all workers, of which each has so many."""
+        """Replicas of all workers; `counts` is the number on each worker."""
         first = sum(counts[: workers.group.index])
         return cls(primitives, workers, tuple(counts), first)
 
@@ -95,7 +95,7 @@ class ReplicaSet:
 
     def _gather(self, parts: Sequence[Any], axis: int) -> tuple[Any, list[Any]]:
         joined = self.primitives.concatenate(parts, axis)
-        # Scalar tensors where a program has no sizes.
+        # Scalar tensors in a program where sizes are unknown.
         sizes = [keras.ops.shape(part)[axis] for part in parts]
         if self.workers is None:
             return joined, sizes
@@ -115,8 +115,8 @@ class ReplicaSet:
         """The tensors of all replicas, from those of the local ones.
 
         Args:
-            columns: lists with a tensor of each local replica, of equal shapes. They
-                travel in one message for each dtype.
+            columns: lists with a tensor of each local replica, of equal shapes. All
+                tensors of a dtype are sent in one message.
         """
         if self.workers is None:
             return [list(column) for column in columns]
@@ -139,13 +139,13 @@ class ReplicaSet:
 
 @dataclass(frozen=True)
 class RowSplit:
-    """Rows of one call on each replica that takes part.
+    """Rows of one call on each participating replica.
 
     Rows are ints, or scalar tensors in a program for any number of rows.
 
     Args:
-        every: the rows of each replica, of all workers.
-        sizes: those of the local replicas.
+        every: the number of rows of each replica, of all workers.
+        sizes: the number of rows of each local replica.
         replica_set: the replicas.
     """
 
@@ -155,7 +155,7 @@ class RowSplit:
 
     @classmethod
     def local(cls, primitives: TensorPrimitives, sizes: Sequence[Any]) -> RowSplit:
-        """Over the replicas of this process alone; those without rows take no part."""
+        """Over the replicas of this process; those without rows do not participate."""
         present = [size for size in sizes if _may_have_rows(size)]
         return cls(present, present, ReplicaSet.local(primitives, len(present)))
 

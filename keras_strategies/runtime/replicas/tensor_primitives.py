@@ -1,4 +1,4 @@
-"""Interface of a framework's tensors: what combining replicas takes."""
+"""Interface of the tensor functions of a framework that combine replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras_strategies.types import ReduceOp
 
 
 class SparseGradients(abc.ABC):
-    """Gradients of tables that are rows and their indices."""
+    """Gradients of tables in the form of rows and their indices."""
 
     @abc.abstractmethod
     def is_sparse(self, gradient: Any) -> bool:
@@ -30,8 +30,8 @@ class SparseGradients(abc.ABC):
             column: the gradient of each replica; None where one has none.
 
         Returns:
-            list of tensors, zeros in place of other replicas' rows, and a function that
-            makes a sparse gradient of their sum.
+            list of tensors, with zeros in place of other replicas' rows, and a function
+            that converts their sum to a sparse gradient.
         """
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class SparseGradients(abc.ABC):
 
 
 class TensorPrimitives(abc.ABC):
-    """Functions of a framework's tensors that combining replicas takes."""
+    """Tensor functions of a framework that combine the values of replicas."""
 
     #: Gradients that are rows of tables; None where all gradients are tensors.
     sparse: SparseGradients | None = None
@@ -99,7 +99,7 @@ class TensorPrimitives(abc.ABC):
 
     @abc.abstractmethod
     def assign(self, variable: Any, value: Any) -> None:
-        """Assigns a `keras.Variable`, past hooks of assignments."""
+        """Assigns a `keras.Variable` without calling the hooks of assignments."""
 
     @abc.abstractmethod
     def to_device_of(self, tensor: Any, other: Any) -> Any:

@@ -1,8 +1,8 @@
 """Central storage: variables and updates on one device, computation on a mesh.
 
-Arrays that the compute devices produce, metric states and the statistics of batch
-normalization, stay there between the steps of an epoch. Keras moves them to the
-parameter device when it assigns the variables at its end.
+Arrays that the compute devices produce, metric states and statistics of batch
+normalization, stay on the mesh between the steps of an epoch. At its end, Keras assigns
+the variables, which moves them to the parameter device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CentralStorageTrainer(DistributionTrainer):
 
 
 class _CentralStep:
-    """A step with a list of groups as state, traced with one flat list."""
+    """Base of steps that are traced with the groups of their state as one flat list."""
 
     def __init__(self, trainer: CentralStorageTrainer, model: Any, kind: str):
         self._trainer = trainer

@@ -39,8 +39,8 @@ def keras_step(model: Any, kind: str) -> Step:
     original = predict_step if kind == "predict" else getattr(model, f"{kind}_step")
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        # Layers of Keras 3.15 hold the `id`s of losses of earlier traces, and drop a
-        # new loss with one of these ids.
+        # Layers of Keras 3.15 store the ids of losses of earlier traces, and drop a new
+        # loss with one of these ids.
         clear_losses(model)
         return original(state, batch)
 
@@ -191,7 +191,7 @@ def _scanned(step: Step, concatenates: bool) -> Step:
 
         def body(state: Any, leaves: Any) -> tuple[Any, Any]:
             outputs, new = step(state, jax.tree.unflatten(structure, leaves))
-            # The types of a carry stay: constants of a step can be weakly typed.
+            # `scan` requires equal types of its carry; constants are weakly typed.
             return jax.tree.map(_strongly_typed, _lists(new)), outputs
 
         state, outputs = jax.lax.scan(body, _lists(state), leaves)
@@ -291,9 +291,14 @@ def loop_function(
 ) -> Callable[..., Any]:
     """The function that Keras calls for each item of its loop: one step, or several.
 
-    `prepare` is called with a state read from the variables; `steps` are begun before
-    each batch is read. The `placer` puts batches on devices where its iterator has not,
-    as with all batches that are read `on_host`.
+    Args:
+        model: the model.
+        kind: str, "train", "test" or "predict".
+        step: the step.
+        prepare: converts a state that was read from the variables.
+        placer: transfers batches that its iterator has not transferred.
+        steps: the steps of several workers; None without a cluster.
+        on_host: bool, whether the batches of the loop are on the host.
     """
     several = model.steps_per_execution
     # Keras 3.15 does not place the input of `predict_on_batch`.
@@ -322,7 +327,7 @@ def loop_function(
             except StopIteration:
                 break
             except Exception as error:
-                # The steps of the batches before it are done first.
+                # Raised after the steps of the batches before it.
                 failure = error
                 break
         if len(items) == several and isinstance(step, ScannedStep) and _alike(items):

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class JaxElasticSteps(ElasticDriver):
-    """Steps that end when all workers have their results, or fail without effect.
+    """Steps that complete on all workers, or fail without effect.
 
-    A step's state are arrays that it does not overwrite, so that nothing is copied.
+    A step does not donate the arrays of its state, so saving them needs no copy.
 
     Args:
         trainer: the trainer of the strategy.
@@ -63,7 +63,7 @@ class JaxElasticSteps(ElasticDriver):
 
         def restore() -> bool:
             hold_jax_state(model, kind, state)
-            # The devices of these arrays may be replaced, and the variables follow.
+            # Assigned to the variables, whose values move to the next devices.
             sync_jax_state(model)
             return True
 
@@ -88,7 +88,7 @@ class JaxElasticSteps(ElasticDriver):
         restore_model(model, values)
 
     def reformed(self, model: Any, has_new: bool) -> None:
-        # Programs are compiled for a group, and all workers compile them.
+        # Nothing to drop: `_Program` compiles again for each group.
         pass
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+# Lines of a compiled program:
 #
 #   %all-reduce.3 = (f32[64,8]{1,0}, f32[8]{0}) all-reduce(%a, %b), channel_id=1,
 #       replica_groups={{0,1},{2,3}}, to_apply=%add
@@ -38,7 +39,7 @@ class _Computation:
 
 
 def sent_bytes(text: str) -> dict[str, tuple[int, int]]:
-    """Counts the collectives of a program and the bytes that a device sends in them.
+    """Counts a program's collectives and the bytes that each device sends in them.
 
     Bytes are those of a ring: each device sends (n-1)/n of what is gathered or
     scattered, and twice that for an all-reduce.

@@ -72,7 +72,7 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
         raw = raw_value(variable)
         if raw is None:
             return True
-        # Without a layout the next assignment would move it.
+        # Without a layout, the next assignment would move the variable.
         layout = layout_of(variable)
         return layout is not None and raw.sharding.device_set == self._devices
 
@@ -100,7 +100,8 @@ class MeshTrainer(DistributionTrainer):
         self.devices = list(self.replicated.mesh.devices.flat)
         #: The steps of elastic workers; None for fixed ones.
         self.elastic: JaxElasticSteps | None = None
-        #: Whether small steps run on one device: not where each has its own hardware.
+        #: Whether small steps may run on one device: only on virtual CPU devices, which
+        #: share one machine's cores.
         self.may_run_unsplit = (
             workers is None
             and strategy.placement.mesh is None
@@ -116,25 +117,26 @@ class MeshTrainer(DistributionTrainer):
             workers.when_replaced(self.replace_devices)
 
     def replace_devices(self) -> None:
-        """Puts the mesh on the devices of the current workers."""
+        """Rebuilds the mesh from the devices of the current workers."""
         workers = self.placement.workers
         assert isinstance(workers, JaxWorkers)
         devices = workers.devices_of(self.placement.replicas)
         self.home = jax_device(self.placement.variables)
-        # In place, for all that refers to the list.
+        # In place: the run driver refers to the same list.
         self.devices[:] = devices
         self._distribution.replace_devices(devices)
         self._note_mesh()
         assert isinstance(self.placer, MeshPlacer)
         self.placer.use_mesh(self._distribution.device_mesh.backend_mesh)
         if isinstance(jax.config.jax_default_device, jax.Device):  # type: ignore[attr-defined]
-            # Until the end of the scope that has entered a device of before.
+            # The open scope has entered a device that is replaced; its end restores
+            # the default before it.
             jax.default_device(self.home).__enter__()
 
     @property
     def input_placer(self) -> BatchPlacer:
-        # Steps place batches themselves: on one device or on all; a repeated one on
-        # the devices of the workers that are left.
+        # Steps place batches themselves: on one device or on all, and a repeated step
+        # on the devices of the remaining workers.
         if self.may_run_unsplit or self.elastic is not None:
             return HostBatches()
         return self.placer

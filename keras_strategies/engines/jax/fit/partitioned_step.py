@@ -1,4 +1,4 @@
-"""Steps in two programs: on the compute devices, and on the device of the variables.
+"""Steps as two programs: on the compute devices, and on the device of the variables.
 
 # Partition
 
@@ -45,7 +45,7 @@ def marked_update(optimizer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced_update(optimizer: Any, apply: Callable[..., Any]) -> Iterator[None]:
     """Replaces `optimizer.stateless_apply`."""
-    # Without Keras's tracking of attributes.
+    # Bypasses Keras's tracking of attributes.
     object.__setattr__(optimizer, "stateless_apply", apply)
     try:
         yield

@@ -55,11 +55,11 @@ class _Program:
 
     @property
     def keeps(self) -> bool:
-        """Whether the step neither changes nor donates some array."""
+        """Whether any array of the state is kept."""
         return any(map(any, self.kept))
 
     def after(self, state: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The results of a step; of arrays that it has not changed, all copies."""
+        """The results of a step; kept arrays with their copies on all devices."""
         outputs, new = found
         if not self.keeps:
             return outputs, new
@@ -97,9 +97,9 @@ class StepBySize(ScannedStep):
         self._home_placer = DevicePlacer(home)
         self._home = jax.sharding.SingleDeviceSharding(home)
         self._programs: dict[Any, _Program | None] = {}
-        # Whether the loop under way has come to the mesh.
+        # Whether the current loop runs on the mesh.
         self._is_split = False
-        # Whether all arrays of its state are on one device.
+        # Whether all arrays of the loop's state are on one device.
         self._is_home = False
 
     def begin(self, state: Any) -> Any:

@@ -26,7 +26,7 @@ from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.values import DistributedValues, PerReplica, map_structure
 
-# Programs in a cache, at most; the least recently added is dropped.
+# Maximum number of programs in a cache; the oldest is dropped.
 MAX_PROGRAMS = 128
 
 
@@ -40,7 +40,7 @@ class CompiledFunction:
     def __init__(self, fn: Callable[..., Any]):
         self._fn = fn
         self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
-        # By key, the workers of a call, known after its first trace.
+        # By key, the workers of a call; found by its first trace.
         self._workers: dict[Any, JaxWorkers] = {}
 
     def __call__(self, args: Any, kwargs: dict[str, Any], key: Any = None) -> Any:
@@ -56,7 +56,7 @@ class CompiledFunction:
     def on_replicas(
         self, args: Any, kwargs: dict[str, Any], workers: JaxWorkers | None
     ) -> Any:
-        """A call with arguments of replicas, the local ones of this worker."""
+        """A call with the arguments of this worker's replicas."""
         return self._call((list(args), kwargs), None, workers, workers is not None)
 
     def _call(
@@ -137,7 +137,7 @@ class _Call:
 
 
 def _per_replica(values: Sequence[Any]) -> Any:
-    # Values of a single local replica have no wrapper.
+    # With a single local replica, the value itself.
     return PerReplica(values) if len(values) > 1 else values[0]
 
 

@@ -70,7 +70,7 @@ class CompiledProgram:
         self._refs: dict[Any, StateRef] = {}
         self._donated: list[StateRef] = []
         self._kept: list[StateRef] = []
-        # By index in `_kept`, an array and itself on the device of the program.
+        # By index in `_kept`, an array and its copy with the program's sharding.
         self._moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._new: list[StateRef] = []
         # The variables among the outputs, whose shardings `jax.jit` needs in advance.
@@ -152,7 +152,7 @@ class CompiledProgram:
             return
         self._jitted = jax.jit(
             self._trace,
-            # Elastic workers undo a failed call.
+            # Not with elastic workers, which roll back a failed call.
             donate_argnums=() if self._is_elastic else 0,
             out_shardings=(
                 sharding.replicated,
@@ -163,7 +163,7 @@ class CompiledProgram:
         )
 
     def _check_made(self, made: list[Any], program: ProgramState) -> None:
-        """Raises if each trace creates variables and drops those of the last one."""
+        """Raises if each trace creates variables and the next one does not use them."""
         before, self._made = self._made, made
         if not made or list(map(_kind, before)) != list(map(_kind, made)):
             return
@@ -220,7 +220,7 @@ class CompiledProgram:
             with self._exchange():
                 done.extend(map(self._jitted, (donated,), (kept,), (plain,), (joined,)))
                 if self._workers is not None:
-                    # Raises here, and not at a later read, if a worker is lost.
+                    # So that a lost worker raises here, and not at a later read.
                     jax.block_until_ready(done[0])
         finally:
             if done:
@@ -239,9 +239,9 @@ class CompiledProgram:
     def _kept_state(self) -> list[Any]:
         """The state that the program only reads.
 
-        An array that is on the devices without the program's sharding is moved once,
-        and not in each call: a learning rate is never the result of a program, which
-        would have placed it. No device has two copies of it then.
+        An array on the program's devices with another sharding is moved once and
+        cached, such as a learning rate, which is never the output of a program and
+        would otherwise be moved in each call. No device has two copies then.
         """
         arrays = [ref.get() for ref in self._kept]
         for i, (original, moved) in list(self._moved.items()):
@@ -250,11 +250,11 @@ class CompiledProgram:
         placed = self._placed(self._kept, list(arrays))
         for i, (before, after) in enumerate(zip(arrays, placed, strict=True)):
             if after is not before and self.sharding.is_on_devices(before):
-                self._moved[i] = (self._forgetting(i, before), after)
+                self._moved[i] = (self._weak_reference(i, before), after)
         return placed
 
-    def _forgetting(self, index: int, array: Any) -> weakref.ref[Any]:
-        """A reference to an array, at whose end its moved array is dropped."""
+    def _weak_reference(self, index: int, array: Any) -> weakref.ref[Any]:
+        """A weak reference to an array; its end drops the moved copy."""
         cache = self._moved
 
         def forget(reference: weakref.ref[Any]) -> None:
@@ -300,7 +300,7 @@ def _same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _references(arrays: list[Any]) -> Iterable[int]:
-    """The references of each array, with those of this list and call."""
+    """The reference counts of arrays, including references by this list and call."""
     return map(sys.getrefcount, arrays)
 
 

@@ -1,7 +1,7 @@
-"""Keys of functions: when a compiled program serves another call of `Strategy.run`.
+"""Keys of functions: when a compiled program is reused in a call of `Strategy.run`.
 
-`Strategy.run` outside of `ks.function` reads like Python that runs in every call; on
-JAX it is a compiled program. So a program is reused only where the values that the
+`Strategy.run` outside of `ks.function` looks like Python that runs in every call; on
+JAX it is a compiled program. So a program is reused only if the values that the
 function closes over are unchanged, as far as its code shows them:
 
 - names of the enclosing functions and of the module, and default arguments;

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-# Traces of one call, after which a function is refused. One or two find its state.
+# Maximum number of traces of one call. One or two find a function's state; after this
+# many, an error is raised.
 MAX_TRACES = 100
 
 
@@ -242,8 +243,8 @@ def sees_all_replicas(strategy: StrategyCore) -> bool:
 def as_initializer(value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
     """The initial value of a variable that is made in a trace, as an initializer.
 
-    Keras accepts no values in a trace, after which variables are initialized. Traced
-    values are errors of Keras.
+    Keras accepts only initializers in a trace, after which it initializes the
+    variables. For a traced value it raises an error.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         return value, shape, dtype

@@ -42,8 +42,8 @@ def gather_arguments(
         workers: the workers.
         structure: this worker's arguments.
         name: str, the name of the function, for messages.
-        own: bool, whether arguments are those of replicas. On a worker with one
-            replica, whose components have no wrapper, arrays are components then.
+        own: bool, whether arrays are components of this worker's only replica, which
+            are not wrapped in `PerReplica`.
     """
     leaves = [_prepared(leaf, workers, own) for leaf in flatten(structure)]
     descriptions = [_description(leaf) for leaf in leaves]

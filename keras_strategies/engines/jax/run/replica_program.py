@@ -40,6 +40,7 @@ from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.runtime.replicas.collectives import SingleReplica
+from keras_strategies.runtime.state.run_state import CREATE_ONCE
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -121,8 +122,9 @@ class ReplicaProgram:
         try:
             return self._sharded(key, state, program, fn, arguments)
         except Exception as error:
-            # Python that depends on the traced replica number, a branch, a shape, an
-            # index, can raise any error. Errors with other causes are raised again.
+            # Python that depends on the traced replica number, in a branch, shape or
+            # index, can raise any error. An error with another cause is raised again by
+            # the unrolled replicas.
             results = UnrolledReplicas(self._mesh, state, fn)(arguments)
             self._unrolled.add(key)
             _warn_of_unrolling(fn, error)
@@ -148,7 +150,7 @@ class ReplicaProgram:
         else:
             raise ContextError(
                 f"{fn!r} was traced {MAX_TRACES} times, and each trace read variables "
-                "that no earlier trace had read."
+                f"that no earlier trace had read. {CREATE_ONCE}"
             )
         if not refs:
             results = mapped(*inputs)

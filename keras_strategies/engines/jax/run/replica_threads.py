@@ -83,8 +83,8 @@ class ReplicaThread:
 
     def abort(self) -> None:
         """Raises `ReplicaAbortedError` in the collective where the replica waits."""
-        kind = self.call.kind if self.call else "its first call"
-        self._abort = ReplicaAbortedError(f"Stopped in `{kind}`: another one failed.")
+        kind = self.call.kind if self.call else "run"
+        self._abort = ReplicaAbortedError(f"Stopped in {kind}: another replica failed.")
         while not self.is_done:
             self.resume()
         self._thread.join()
@@ -149,9 +149,9 @@ def _pending_calls(threads: Sequence[ReplicaThread]) -> list[_CollectiveCall]:
     for thread in threads:
         if thread.call is None:
             raise ReplicaMismatchError(
-                f"Replica {thread.number} ended without the call of `{kind}` "
-                "that other replicas wait in. All replicas must make the same "
-                "collective calls; check for a branch on the replica or on its data."
+                f"Replica {thread.number} ended without calling `{kind}`, in which "
+                "other replicas wait. All replicas must make the same collective "
+                "calls; check for a branch on the replica or on its data."
             )
         if thread.call.kind != kind:
             raise ReplicaMismatchError(

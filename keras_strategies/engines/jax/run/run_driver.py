@@ -93,8 +93,8 @@ class JaxRun(RunDriver):
             raise ContextError(
                 f"`run` was called under {self._strategy!r}, where a replica "
                 "takes the devices of several workers; a replica function runs on one "
-                "worker. Use `fit` with a custom `train_step`, or a "
-                "`model_parallel` that divides the devices of a worker."
+                "worker. Use `fit` with a custom `train_step`, or a `model_parallel` "
+                "that divides the number of devices of each worker."
             )
         if self._replica_program is None:
             return [run_single_replica(self._strategy, fn, args[0], kwargs[0])]

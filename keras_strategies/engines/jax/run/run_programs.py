@@ -20,7 +20,7 @@ from keras_strategies.values import regroup, select_replica
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
-# Programs of one function, after which a warning names its cause.
+# Number of programs of one function at which a warning is issued.
 _MANY_PROGRAMS = 32
 
 

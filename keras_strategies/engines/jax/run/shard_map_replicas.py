@@ -1,4 +1,4 @@
-"""Replicas under `jax.shard_map`: one trace, of which each device runs its shard."""
+"""Replicas under `jax.shard_map`: one trace, which each device runs on its shard."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _ShardedContext(context.ReplicaContext):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Different Python values on each replica, of which one trace has none."""
+        """Raises: the names differ between replicas, and one trace serves all."""
         raise _NotUniformError("`ReplicaContext.devices` differs between replicas")
 
     def all_reduce(

@@ -96,12 +96,12 @@ class CrossWorkerShards:
             "the values of sharded variables", own
         )
         for other, sums in enumerate(found):
-            for variable, mine, its in zip(variables, own, sums, strict=True):
-                if mine != its:
+            for variable, mine, theirs in zip(variables, own, sums, strict=True):
+                if mine != theirs:
                     raise WorkerError(
-                        f"Variable {variable.path!r} is sharded over the workers, and "
-                        f"worker {self._workers.group.index} assigned other values "
-                        f"than worker {other}. Assign and load the same values on "
+                        f"Variable {variable.path!r} is sharded over the workers, but "
+                        f"workers {self._workers.group.index} and {other} assigned "
+                        "different values to it. Assign and load the same values on "
                         "every worker; `strategy.load_sharded` reads each shard on "
                         "its worker."
                     )

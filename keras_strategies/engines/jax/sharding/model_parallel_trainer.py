@@ -46,7 +46,7 @@ class ModelParallelDistribution(keras.distribution.ModelParallel):
     """
 
     def __init__(self, mesh: VariableMesh, devices: Sequence[jax.Device]):
-        # "cpu:1": the ids of JAX, by which Keras finds devices.
+        # Keras identifies devices by the ids of JAX, such as "cpu:1".
         names = [f"{d.platform}:{d.id}" for d in devices]
         grid = np.array(names).reshape(mesh.shape)
         device_mesh = DeviceMesh(mesh.shape, list(mesh.axes), grid)
@@ -65,7 +65,7 @@ class ModelParallelDistribution(keras.distribution.ModelParallel):
         return layout_or_colocated(variable, self.own_layout, self._layout(()))
 
     def own_layout(self, variable: Any) -> TensorLayout:
-        """The layout that this strategy gives a variable, regardless of its own."""
+        """The layout of a variable by this strategy, regardless of its present one."""
         if variable is None:
             return self._layout(())
         itemsize = jax.numpy.dtype(variable.dtype).itemsize
@@ -86,7 +86,7 @@ class ModelParallelDistribution(keras.distribution.ModelParallel):
         return self._layout(axes)
 
     def _layout(self, axes: tuple[str | None, ...]) -> TensorLayout:
-        # One object for each, since equality of shardings is fast for one object.
+        # One object for each layout: comparing a sharding to itself is fast.
         if axes not in self._layouts:
             self._layouts[axes] = TensorLayout(axes, self.device_mesh)
         return self._layouts[axes]
@@ -152,8 +152,8 @@ class ModelParallelTrainer(MeshTrainer):
         step = super().plain_step(model, kind)
         if kind != "train":
             return self._traced(step)
-        # The gradient of a replicated variable is gathered once, and not each of the
-        # variable and slots that are updated with its shards.
+        # The gradient of a replicated variable is gathered once. Otherwise XLA may keep
+        # it sharded, and gather the updated variable and each slot instead.
         own = [self.sharding_of(v) for v in model.trainable_variables]
         placed = [_Gather(sharding, sharding) for sharding in own]
         fixed = [None] * len(model.non_trainable_variables)
@@ -167,8 +167,8 @@ class ModelParallelTrainer(MeshTrainer):
     def alternative_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
         """The step that gathers variables sharded along the data axis (FSDP).
 
-        By itself XLA moves activations instead: fewer bytes where a kernel is larger
-        than its input rows, and more bytes elsewhere.
+        Without these constraints XLA moves activations instead: fewer bytes where a
+        kernel is larger than its input rows, and more bytes elsewhere.
         """
         gathers = self._gathers_of(model)
         if not any(map(any, gathers)):
@@ -193,13 +193,13 @@ class ModelParallelTrainer(MeshTrainer):
         return sharded_step
 
     def _gathers_of(self, model: Any) -> tuple[list[Any], list[Any]]:
-        """The gathers of trainable and other variables; None for a variable without."""
+        """Gathers of trainable and of other variables, as of `_gather_of`."""
         groups = (model.trainable_variables, model.non_trainable_variables)
         trainable, fixed = ([self._gather_of(v) for v in vs] for vs in groups)
         return trainable, fixed
 
     def _gather_of(self, variable: Any) -> _Gather | None:
-        """A variable's sharding and the one without the data axis, if they differ."""
+        """The gather along the data axis; None if the variable is not sharded so."""
         own = self.sharding_of(variable)
         batch = self._mesh.batch_axis
         if batch not in own.spec:
@@ -246,7 +246,7 @@ def _gathering(
             **kwargs,
         )
 
-    # Past Keras's tracking of attributes.
+    # Bypasses Keras's tracking of attributes.
     object.__setattr__(model, "stateless_call", stateless_call)
     try:
         yield

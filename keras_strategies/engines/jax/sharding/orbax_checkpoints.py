@@ -59,7 +59,10 @@ def load(
     """
     ocp = _orbax()
     if not directory.is_dir():
-        raise CheckpointError(f"There is no directory {str(directory)!r} to load.")
+        raise CheckpointError(
+            f"There is no directory {str(directory)!r}. Pass the directory that was "
+            "given to `save_sharded`."
+        )
     with _manager(directory, None) as manager:
         number = manager.latest_step()
         if number is None:
@@ -106,21 +109,22 @@ def _check(groups: dict[str, list[Any]], about: Any, directory: Path) -> None:
     for group, variables in groups.items():
         own = [_about(variable) for variable in variables]
         saved = about[group]
-        # Names count up within a process: dense, dense_1.
+        # Shapes only: names are numbered within a process, as in dense and dense_1.
         if [shape for _, shape in own] == [list(shape) for _, shape in saved]:
             continue
-        unlike = next(
+        difference = next(
             (
-                f"number {i} is {b[0]!r} {b[1]} there and {a[0]!r} {a[1]} here"
+                f"variable {i} is {a[0]!r} of shape {a[1]} here and {b[0]!r} of shape "
+                f"{b[1]} in the checkpoint"
                 for i, (a, b) in enumerate(zip(own, saved, strict=False))
                 if a[1] != list(b[1])
             ),
-            f"{len(saved)} there, {len(own)} here",
+            f"there are {len(own)} variables here and {len(saved)} in the checkpoint",
         )
-        built = " Build the optimizer first." if not own and saved else ""
+        advice = "Build the optimizer" if not own and saved else "Create the same model"
         raise CheckpointError(
-            f"The checkpoint in {str(directory)!r} is of another model: of the "
-            f"variables of the {group}, {unlike}.{built}"
+            f"The checkpoint in {str(directory)!r} is of another model. In the {group} "
+            f"{difference}. {advice} before `load_sharded`."
         )
 
 

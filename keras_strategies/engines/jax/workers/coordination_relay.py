@@ -7,10 +7,11 @@ polls it for errors. When the connection breaks or the service ends, JAX 0.10 ca
 `LOG(FATAL)`: the end of the chief would end all workers without an error message. (The
 callback for this case cannot be a Python function: its argument has no conversion.)
 
-So each client connects to a local relay, which keeps the connection open when the far
-end closes. Lost workers are detected by the group's hub. The chief has a second relay
-in front of the service: it listens only on the interface that the cluster configures,
-and closes before the service ends, so that the service's last error reaches no client.
+So each client connects to a local relay, which keeps the client's connection open when
+the service's connection closes. Lost workers are detected by the group's hub. The chief
+has a second relay between the network and the service: it listens only on the interface
+that the cluster configures, and closes before the service ends, so that the service's
+last error reaches no client.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ class HostCopies:
     """Copies, on the host, of the values of all variables of this process.
 
     Arrays of the previous devices can still be read, but not computed with. Between
-    steps, variables have them, with the keys of seed generators, or loops that Keras
-    has passed the values of a model's variables.
+    steps they are values of variables, those of seed generators included, or state of a
+    loop of Keras, from which `sync_jax_state` assigns the variables.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class HostCopies:
     def _add(self, variable: Any, array: Any) -> None:
         if not isinstance(array, jax.Array) or array.is_deleted():
             return
-        # The result of a program that has failed cannot be read.
+        # The output of a failed program cannot be read.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._values.append((variable, np.asarray(local_value(array))))
 

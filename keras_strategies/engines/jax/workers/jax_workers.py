@@ -56,11 +56,11 @@ class _Runtime:
 
     Args:
         group: the workers that it connects.
-        front: in front of the chief's service.
-        relay: behind this worker's client.
+        front: the relay between the network and the service, in the chief.
+        relay: the relay between this worker's client and the chief.
         sockets: the connections of collectives between CPUs of elastic workers.
         are_connected: whether the devices of elastic workers are connected.
-        renewals: called when devices have been replaced.
+        renewals: methods that are called when devices have been replaced.
         copies: the values of variables while devices are replaced.
     """
 
@@ -117,7 +117,7 @@ class JaxWorkers(Workers):
                 )
             compat.use_host_for_collectives(group.own_host)
             group.barrier("the start of JAX's service")
-            # Whatever uses JAX first makes its devices, and with them a listener.
+            # The first use of JAX creates the devices, and Gloo's listener with them.
             sockets = self._runtime.sockets = EngineSockets()
             sockets.expect()
         finally:
@@ -128,8 +128,8 @@ class JaxWorkers(Workers):
     def _start_devices(self, group: WorkerGroup) -> None:
         """Connects the devices of all workers.
 
-        XLA would make connections in the first step, after its compilation. Here, the
-        loss of a worker meanwhile ends the wait for it.
+        Otherwise XLA would connect them in the first step, after its compilation. Here,
+        the loss of a worker ends the wait for its connection.
         """
         sockets = self._runtime.sockets
         assert sockets is not None
@@ -138,7 +138,7 @@ class JaxWorkers(Workers):
             sockets.shutdown()
 
         group.on_loss(end_waits)
-        with _lost_meanwhile(group), sockets.making(group):
+        with _naming_lost_worker(group), sockets.making(group):
             _connect_devices(group)
         self._runtime.are_connected = True
 
@@ -162,12 +162,12 @@ class JaxWorkers(Workers):
         if is_complete:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 compat.stop_client()
-        # First, since the last message of the service would end other processes.
+        # First: the last message of the service would end the other processes.
         if runtime.front is not None:
             runtime.front.close()
         self.exit_watchdog.limit_exit()
         if is_complete:
-            # After the client, which would see the relay end.
+            # After the client, which would fail if its relay closed.
             if runtime.relay is not None:
                 runtime.relay.close()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -188,7 +188,7 @@ class JaxWorkers(Workers):
             compat.abandon_runtime(runtime.front, runtime.relay)
             runtime.front = runtime.relay = runtime.sockets = None
             runtime.are_connected = False
-            with _lost_meanwhile(group):
+            with _naming_lost_worker(group):
                 self._start(group)
             self._start_devices(group)
             runtime.group = group
@@ -203,7 +203,7 @@ class JaxWorkers(Workers):
             runtime.copies = None
 
     def when_replaced(self, renew: Callable[[], None]) -> None:
-        """Calls a bound method whenever other devices exist, before arrays do."""
+        """Registers a bound method, called when devices are replaced, before arrays."""
         self._runtime.renewals.append(weakref.WeakMethod(renew))
 
     # Waits for other workers.
@@ -252,8 +252,8 @@ class JaxWorkers(Workers):
             if len(kinds) > 1:
                 raise ClusterError(
                     f"Workers use devices of different kinds: {every}. On JAX all "
-                    "workers run one program; set the devices in "
-                    "`MultiWorkerMirroredStrategy(devices=...)`."
+                    "workers run one program. Set devices of one kind on all workers, "
+                    "with `MultiWorkerMirroredStrategy(devices=...)`."
                 )
             return [
                 jax_device(device, process)
@@ -367,7 +367,7 @@ def _connect_devices(group: WorkerGroup) -> None:
     shape = jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=split)
     replicated = jax.NamedSharding(mesh, jax.P())
     program = jax.jit(jnp.sum, out_shardings=replicated).lower(shape).compile()
-    # From here on, all workers are in the same few milliseconds.
+    # After the compilation, whose time differs: workers connect within milliseconds.
     group.barrier("the connections between devices")
     ones = [jax.device_put(np.ones(1, np.float32), device) for device in local]
     stacked = jax.make_array_from_single_device_arrays(shape.shape, split, ones)
@@ -391,24 +391,24 @@ def _is_collective(error: BaseException) -> bool:
 def _check_unused(group: WorkerGroup) -> None:
     if compat.devices_are_fixed():
         raise BackendInUseError(
-            "MultiWorkerMirroredStrategy was made after JAX was used, when its devices "
-            "are fixed without those of other workers. Make the strategy first in the "
-            "program, before any array, model or other strategy."
+            "MultiWorkerMirroredStrategy was made after JAX was used in this process, "
+            "so JAX's devices can no longer include those of other workers. Make the "
+            "strategy first in the program, before any array, model or other strategy."
         )
-    # Trainers, such as Ray's on GPUs, start JAX's cluster of the same processes. Its
-    # service would end them all where one is lost.
+    # Trainers, such as Ray's on GPUs, initialize `jax.distributed` for the same
+    # processes. Its service would end all of them when one is lost.
     if compat.runtime_is_started() and not compat.end_runtime(group.index, group.count):
         raise BackendInUseError(
             "This process is in another JAX cluster: `jax.distributed.initialize` was "
-            f"called, and this is not process {group.index} of {group.count} there. "
-            "MultiWorkerMirroredStrategy starts JAX's cluster itself, from TF_CONFIG "
-            "or its cluster_resolver; omit that call."
+            f"called, and in its cluster this is not process {group.index} of "
+            f"{group.count}. Remove that call: MultiWorkerMirroredStrategy starts "
+            "JAX's cluster itself, from TF_CONFIG or its cluster_resolver."
         )
 
 
 @contextlib.contextmanager
-def _lost_meanwhile(group: WorkerGroup) -> Iterator[None]:
-    """Raises `WorkerError` for an engine's error while its runtime starts."""
+def _naming_lost_worker(group: WorkerGroup) -> Iterator[None]:
+    """Converts errors of JAX while its runtime starts to `WorkerError`."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, RuntimeError, OSError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Cost of a layer call, to decide whether to split it.
 
-Replicas that are threads on one device take turns in the Python interpreter, which
-every kernel passes through on its way. A call of many small kernels is therefore faster
-unsplit; `runtime/data_parallel/arithmetic.py` has the rule.
+Replicas are threads that share the Python interpreter, and each kernel launch holds its
+lock. On one device a call of many small kernels is therefore faster unsplit;
+`runtime/data_parallel/arithmetic.py` defines the rule.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def measure(call: Callable[[], int]) -> CallCost:
     """Counts the operations of a call on a few rows.
 
     Args:
-        call: calls the layer, leaves no trace in its state, and returns the number
-            of rows that it was called on.
+        call: calls the layer on a few rows without changing its state, and returns
+            the number of rows.
     """
     counter = _Counter()
     with torch.no_grad(), counter:

@@ -182,7 +182,7 @@ class CallOnThreads(CallOnReplicas):
 
 
 def _cast_copy(value: torch.Tensor, dtype: str) -> torch.Tensor | None:
-    """A copy of a variable in a dtype, with a gradient of its own, if it has any."""
+    """A copy of a variable in a dtype, with a separate gradient; None without one."""
     if not value.requires_grad:
         return None
     return value.detach().to(getattr(torch, dtype)).requires_grad_()

@@ -23,16 +23,16 @@ from keras_strategies.types import ReduceOp
 class WorkerSums:
     """Sums gradients over workers during the backward pass.
 
-    Gradients travel in packs, in the order in which the layers' backward passes come,
-    as in Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-    Training" (2020). A pack is sent when the local replicas have all of its gradients.
-    Packs are sent in one order on all workers, whatever order gradients come in.
+    Gradients are sent in packs, those of the last layers first, as in Li et al.,
+    "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020). A
+    pack is sent when the local replicas have all of its gradients. All workers send
+    packs in the same order, in whatever order gradients are computed.
 
-    It is entered around the backward pass.
+    A context manager around the backward pass.
 
     Args:
         ops: the functions of tensors.
-        targets: what receives gradients.
+        targets: the variables and inputs that receive gradients.
         row_split: the rows of the call.
         reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
     """
@@ -50,7 +50,7 @@ class WorkerSums:
         self._row_split = row_split
         assert isinstance(row_split.workers, TorchWorkers)
         self._workers = row_split.workers
-        # What a layer computes last has its gradient first.
+        # The gradients of the last layers are computed first.
         self._order = [i for i, target in enumerate(targets) if not target.by_rows]
         self._order.reverse()
         tensors = [self._targets[i].tensor for i in self._order]
@@ -58,8 +58,8 @@ class WorkerSums:
             [self._order[place] for place in places]
             for places in self._workers.packs(tensors)
         ]
-        # The last pack says what is missing, which is known at the end; with a single
-        # pack no gradient is waited for.
+        # Sent during the backward pass: all packs but the last. It also has the flags
+        # of variables without gradient, which are known at the end.
         self._early = [i for pack in self._packs[:-1] for i in pack]
         self._missing = {
             i: sum(local is not None for local in self._targets[i].locals)

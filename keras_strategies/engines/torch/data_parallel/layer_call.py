@@ -1,4 +1,4 @@
-"""Data-parallel layer calls on Torch: which calls threads are worth it for."""
+"""Data-parallel layer calls on Torch: which calls are split over threads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TorchDataParallelCall(DataParallelCall):
         self._random_calls = RandomCalls()
         self._random: ReplicaRandom = NoRandom()
         # On one physical device a small call is faster unsplit and computes the same,
-        # unless replicas are to have batch statistics of their own.
+        # unless each replica normalizes by its own batch statistics.
         devices = {torch_device(device) for device in self.placement.replicas}
         self._may_call_unsplit = (
             devices == {torch_device(self.placement.variables)}
@@ -69,21 +69,21 @@ class TorchDataParallelCall(DataParallelCall):
         self.unsplit_rows: weakref.WeakKeyDictionary[Any, set[int]] = (
             weakref.WeakKeyDictionary()
         )
-        # How the calls of the current step were made.
+        # For each call of the current step, whether it was small.
         self._were_small: list[bool] = []
 
     @contextlib.contextmanager
     def step(self, is_small: bool) -> Iterator[Callable[[], bool]]:
         """Context manager around a step.
 
-        If all calls are so small that they run unsplit, two kernel threads take longer
-        than one, because of synchronization.
+        A step in which all calls are so small that they run unsplit uses one kernel
+        thread: synchronization makes several slower.
 
         Args:
-            is_small: bool, whether the step before this one was.
+            is_small: bool, whether the previous step was such a step.
 
         Returns:
-            A callable that says whether this one is.
+            A callable that returns whether this step is.
         """
         self._were_small = []
         threads = torch.get_num_threads()
@@ -121,8 +121,8 @@ class TorchDataParallelCall(DataParallelCall):
         try:
             work = self._cost_of(layer, call_few)
         except Exception:
-            # Whatever a layer raises on some of its rows: the check of rows, which
-            # follows, calls it so too, reports the error and leaves it unsplit.
+            # A layer may raise any error on a subset of its rows. The row check that
+            # follows calls it likewise, reports the error and leaves it unsplit.
             return False
         is_small = not work.worth_splitting(rows, len(row_split.sizes))
         self._were_small.append(is_small)

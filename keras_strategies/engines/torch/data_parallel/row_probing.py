@@ -102,7 +102,7 @@ class ConstantRandomNumbers(TorchFunctionMode):
         }.get(func)
 
     def _filled(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result has its shape from the function, drawn with another generator."""
+        """A constant of the function's result shape; a separate generator draws it."""
         own = torch.Generator(device=device_of_call(args, kwargs))
         return func(*args, **{**kwargs, "generator": own}).fill_(self._quantile)
 
@@ -166,7 +166,7 @@ class TorchProbes(LayerProbes):
     @contextlib.contextmanager
     def probing(self, quantile: float) -> Iterator[ConstantRandomNumbers]:
         numbers = ConstantRandomNumbers(quantile)
-        # On CUDA, TF32 would round by more than what is looked for.
+        # On CUDA, TF32 rounds by more than the differences that probes detect.
         with torch.no_grad(), _full_precision(self._device), numbers:
             yield numbers
 

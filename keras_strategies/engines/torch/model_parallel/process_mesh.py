@@ -21,14 +21,14 @@ from keras_strategies.runtime.placement import itemsize
 
 
 def start_default_group(workers: TorchWorkers | None) -> None:
-    """Makes torch's default process group, through which DTensors are exchanged.
+    """Creates torch's default process group, which DTensors communicate by.
 
     Args:
-        workers: the processes of the mesh; None where this one is alone.
+        workers: the processes of the mesh; None without a cluster.
 
     Raises:
-        BackendError: if this process is alone.
-        ClusterError: if there is a default group of other processes.
+        BackendError: without a cluster.
+        ClusterError: if a default group of other processes exists.
     """
     if workers is None:
         raise BackendError(
@@ -47,13 +47,13 @@ _Distribution: Any = distribution_class()
 class ShardedDistribution(_Distribution):  # type: ignore[misc]
     """Keras distribution with the layouts of a `VariableMesh`.
 
-    Keras creates sharded variables as DTensors. It is not a
+    Keras creates sharded variables as DTensors. The class does not derive from
     `keras.distribution.ModelParallel`, for which Keras treats the batch of a process as
     its share of the global one.
 
     Args:
-        mesh: the mesh of devices, one of each process.
-        kind: str, what torch calls their kind.
+        mesh: the mesh of devices, one for each process.
+        kind: str, torch's name of their kind.
     """
 
     def __init__(self, mesh: VariableMesh, kind: str):
@@ -128,8 +128,8 @@ class Placements:
     def __init__(self, mesh: Any):
         self.mesh = mesh
         self.parts = int(mesh.size(0))
-        self._whole = [Replicate()] * mesh.ndim
-        self._by_rows = [Shard(0), *self._whole[1:]]
+        self._full = [Replicate()] * mesh.ndim
+        self._by_rows = [Shard(0), *self._full[1:]]
 
     def splits(self, tensor: torch.Tensor) -> bool:
         """Whether the rows of a tensor divide over the data axis."""
@@ -138,7 +138,7 @@ class Placements:
         return tensor.shape[0] > 0 and tensor.shape[0] % self.parts == 0
 
     def spread(self, tensor: torch.Tensor, by_rows: bool) -> DTensor:
-        """A DTensor of a tensor that every process has; differentiable.
+        """A DTensor of a tensor that is equal in every process; differentiable.
 
         Args:
             tensor: of shape `(rows, ...)`.
@@ -146,7 +146,7 @@ class Placements:
         """
         if isinstance(tensor, DTensor):
             return tensor
-        spread = DTensor.from_local(tensor, self.mesh, self._whole, run_check=False)
+        spread = DTensor.from_local(tensor, self.mesh, self._full, run_check=False)
         if by_rows:
             spread = spread.redistribute(self.mesh, self._by_rows)
         return spread

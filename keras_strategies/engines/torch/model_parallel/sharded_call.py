@@ -115,7 +115,7 @@ class ShardedCall:
                 lambda leaf: self._row_split(leaf, by_rows), (args, kwargs)
             )
             scope = _GatheredVariables(self._placements).scope()
-            with scope, self._cutting_outputs(by_rows):
+            with scope, self._sharding_outputs(by_rows):
                 outputs = call(*args, **kwargs)
             clear_losses(layer)
             if scope.losses:
@@ -125,7 +125,7 @@ class ShardedCall:
             return keras.tree.map_structure(self._gathered, outputs)
 
     @contextlib.contextmanager
-    def _cutting_outputs(self, by_rows: bool) -> Iterator[None]:
+    def _sharding_outputs(self, by_rows: bool) -> Iterator[None]:
         axes = self._distribution.device_mesh.axis_names
         self._distribution.output_axes = axes if by_rows else axes[1:]
         try:
@@ -260,19 +260,18 @@ class ShardedTrainer(FitDriver, ShardingDriver):
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = raw_value(variable)
-        cut = isinstance(raw, DTensor)
-        local = raw.to_local() if cut else raw
+        is_sharded = isinstance(raw, DTensor)
+        local = raw.to_local() if is_sharded else raw
         nbytes = local.numel() * local.element_size()
         device = device_of(local)
         if device.kind == "cpu":
             device = self.placement.variables
-        return [
-            VariableCopy(str(device), nbytes, "shard" if cut else "variable", local)
-        ]
+        role = "shard" if is_sharded else "variable"
+        return [VariableCopy(str(device), nbytes, role, local)]
 
 
 class ShardedRun(RunDriver):
-    """Refuses functions on replicas."""
+    """Raises an error for `run`, which is not supported with sharded variables."""
 
     def __init__(self, strategy: StrategyCore):
         self._strategy = strategy
@@ -292,4 +291,4 @@ class ShardedRun(RunDriver):
         return [raw_value(variable)]
 
     def variable_assigned(self, variable: Any, value: Any) -> None:
-        """Does nothing: the variable is the only replica's."""
+        """Does nothing: the only replica uses the variable itself."""

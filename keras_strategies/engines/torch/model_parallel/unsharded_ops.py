@@ -23,7 +23,7 @@ from keras_strategies.engines.torch.compat import (
 )
 
 _aten = torch.ops.aten
-# Torch's error messages.
+# Part of Torch's error message.
 _NO_RULE = "Sharding propagation failed"
 # Every tensor among their arguments and results has the batch as its first axis.
 _BY_ROWS = frozenset(
@@ -51,7 +51,7 @@ _BY_ROWS = frozenset(
 
 
 class UnshardedOps(TorchDispatchMode):
-    """Dispatch mode that runs such operations on gathered tensors."""
+    """Dispatch mode that runs operations without a sharding rule on full tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class UnshardedOps(TorchDispatchMode):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """As `with`, any number of times."""
+        """Enters the mode; reentrant."""
         self._depth += 1
         try:
             if self._depth > 1:
@@ -93,7 +93,7 @@ class UnshardedOps(TorchDispatchMode):
         if func in _BY_ROWS:
             return _by_rows(func, args, kwargs)
         if func in self._without_rule or torch.Tag.nondeterministic_seeded in func.tags:
-            return _whole(func, args, kwargs)
+            return _on_full_tensors(func, args, kwargs)
         try:
             return func(*args, **kwargs)
         except NotImplementedError:
@@ -102,11 +102,11 @@ class UnshardedOps(TorchDispatchMode):
             # A rule that does not cover these placements.
             if _NO_RULE not in str(error):
                 raise
-        return _whole(func, args, kwargs)
+        return _on_full_tensors(func, args, kwargs)
 
 
 def _even(value: Any) -> Any:
-    """A tensor with equal shards; torch's views of uneven ones are wrong."""
+    """The tensor, gathered along uneven axes: torch's views of those are wrong."""
     if not isinstance(value, DTensor):
         return value
     parts: dict[int, int] = {}
@@ -134,7 +134,7 @@ def _written(func: Any, args: Any) -> list[int]:
 
 
 def _written_copies(func: Any, args: Any, even: Any) -> list[tuple[Any, Any]]:
-    """Arguments of an operation in place, with the copies that it has written to."""
+    """Pairs of an argument and the copy of it that an in-place operation wrote to."""
     pairs = []
     for i in _written(func, args):
         leaves = (tree_flatten(each)[0] for each in (args[i], even[i]))
@@ -152,8 +152,8 @@ def _local(value: Any, mesh: Any, placements: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, DTensor):
-        whole = [Replicate()] * mesh.ndim
-        value = DTensor.from_local(value, mesh, whole, run_check=False)
+        replicated = [Replicate()] * mesh.ndim
+        value = DTensor.from_local(value, mesh, replicated, run_check=False)
     if value.placements != tuple(placements):
         value = value.redistribute(mesh, placements)
     return value.to_local()
@@ -165,7 +165,7 @@ def _joined(value: Any, mesh: Any, placements: Any) -> Any:
     return DTensor.from_local(value, mesh, placements, run_check=False)
 
 
-def _whole(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_full_tensors(func: Any, args: Any, kwargs: Any) -> Any:
     mesh = _mesh((args, kwargs))
     placements = [Replicate()] * mesh.ndim
     locals_: Any = tree_map(lambda leaf: _local(leaf, mesh, placements), list(args))
@@ -208,9 +208,9 @@ def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
 def _convolution(args: Any) -> Any:
     mesh = _mesh(args)
     rows = _row_placements(args[0], mesh)
-    whole = [Replicate()] * mesh.ndim
+    replicated = [Replicate()] * mesh.ndim
     images = _local(args[0], mesh, rows)
-    kernel, bias = (_local(value, mesh, whole) for value in args[1:3])
+    kernel, bias = (_local(value, mesh, replicated) for value in args[1:3])
     result = _aten.convolution.default(images, kernel, bias, *args[3:])
     return _joined(result, mesh, rows)
 
@@ -218,9 +218,9 @@ def _convolution(args: Any) -> Any:
 def _convolution_backward(args: Any) -> Any:
     mesh = _mesh(args)
     rows = _row_placements(args[1], mesh)
-    whole = [Replicate()] * mesh.ndim
+    replicated = [Replicate()] * mesh.ndim
     gradient, images = (_local(value, mesh, rows) for value in args[:2])
-    kernel = _local(args[2], mesh, whole)
+    kernel = _local(args[2], mesh, replicated)
     of_images, of_kernel, of_bias = _aten.convolution_backward.default(
         gradient, images, kernel, *args[3:]
     )

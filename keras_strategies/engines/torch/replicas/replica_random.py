@@ -1,12 +1,11 @@
 """Reproducible random numbers for each replica thread.
 
-Torch has one generator per device for the whole process. Threads that draw from it
-do so in the order in which they happen to run, so that a seed would not fix what a
-replica gets. While a replica runs, whatever would draw from that generator draws from
-one of the replica's own instead, which is seeded with one number from the process's
-generator and the replica's place. The number is drawn when the first replica needs
-it: a layer without randomness leaves the process's generator, and the shuffling that
-comes out of it, as they are on one device.
+Torch has one generator per device for the whole process. Threads would draw from it in
+the order in which they are scheduled, so a seed would not make results reproducible.
+On a replica, random functions therefore draw from a separate generator, seeded with one
+number from the process's generator plus the replica's number. The number is drawn when
+the first replica needs it, so that a layer without randomness does not change the state
+of the process's generator, which shuffling uses too.
 
 Intercepting every function of torch takes 4 % of the time of a small transformer. So it
 is done in the first call of a layer or function, and in later calls if the first one
@@ -53,8 +52,8 @@ _DRAWS = frozenset(
         torch.Tensor.uniform_,
     ]
 )
-# Functions that draw without a `generator` argument.
-_CANNOT_BE_GIVEN_ONE = frozenset(
+# Random functions without a `generator` argument.
+_WITHOUT_GENERATOR = frozenset(
     [
         torch.rand_like,
         torch.randint_like,
@@ -72,8 +71,8 @@ _CANNOT_BE_GIVEN_ONE = frozenset(
     ]
 )
 _dropout = torch.nn.functional.dropout
-# For those, one replica at a time uses the process's generator.
-_borrowing = threading.Lock()
+# For these functions, one replica at a time uses the process's generator.
+_generator_lock = threading.Lock()
 
 
 class ReplicaRandom:
@@ -89,7 +88,7 @@ class ReplicaRandom:
         return self._seed is not None
 
     def seed(self) -> int:
-        with self._lock, _borrowing:
+        with self._lock, _generator_lock:
             if self._seed is None:
                 self._seed = int(torch.randint(0, 2**62, (), device="cpu"))
             return self._seed
@@ -126,7 +125,7 @@ class RandomCalls:
         random = ReplicaRandom() if known.get(variant, True) else NoRandom()
         before = torch.default_generator.get_state()
         yield random
-        # A layer can begin to draw later: a schedule of the rate, a rare branch.
+        # A layer may draw in a later call only: by a schedule, or in a rare branch.
         known[variant] = random.was_used or not torch.equal(
             before, torch.default_generator.get_state()
         )
@@ -137,7 +136,7 @@ class OwnRandomNumbers(TorchFunctionMode):
 
     Args:
         random: the state that the replicas share.
-        replica_id: int, the index of this one.
+        replica_id: int, the number of the replica.
     """
 
     def __init__(self, random: ReplicaRandom, replica_id: int):
@@ -159,7 +158,7 @@ class OwnRandomNumbers(TorchFunctionMode):
                 kwargs = {**kwargs, "generator": self._generator(args, kwargs)}
         elif func is _dropout:
             return self._dropout(*args, **kwargs)
-        elif func in _CANNOT_BE_GIVEN_ONE:
+        elif func in _WITHOUT_GENERATOR:
             return self._draw(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -195,7 +194,7 @@ class OwnRandomNumbers(TorchFunctionMode):
             return func(*args, **kwargs)
         own = self._generator(args, kwargs)
         process = _process_generator(own.device)
-        with _borrowing:
+        with _generator_lock:
             before = process.get_state()
             process.set_state(own.get_state())
             try:

@@ -89,7 +89,7 @@ class TorchRun(ReplicaRun):
         try:
             results = self._run(fn, args, kwargs, owner, collectives, merging)
         except SequentialRunNeededError:
-            # A later run creates a variable: it is restarted sequentially.
+            # A run after the first one created a variable: restart it sequentially.
             self._has_run.discard(owner)
             _check_restart(getattr(fn, "__qualname__", repr(fn)), collectives, merging)
             merging = MergeContext(self)
@@ -174,11 +174,11 @@ def _owner(fn: Callable[..., Any]) -> Any:
 def _check_restart(
     name: str, collectives: ThreadCollectives, merging: MergeContext
 ) -> None:
-    """Raises if a run so far cannot be repeated."""
+    """Raises if the run had effects that a restart would repeat."""
     workers = collectives.replica_set.workers
     if merging.was_used or (workers is not None and collectives.has_exchanged):
         raise ContextError(
             f"{name!r} created a variable after a `merge_call` or "
-            "`optimizer.apply`, in a run that was not its first. On Torch "
-            f"replicas run concurrently then. {CREATE_ONCE}"
+            "`optimizer.apply`, in a run that was not its first, in which replicas "
+            f"run concurrently on Torch. {CREATE_ONCE}"
         )

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class _SharedThreads:
-    """Idle threads; a computation takes one for each replica and returns them.
+    """Pool of idle threads; a computation takes one for each replica.
 
-    A thread has kernel threads and workspaces of its own, tens of megabytes, until it
-    ends. In a notebook every run of a cell makes a strategy, and the previous one
-    waits for the garbage collector: threads of each strategy would add up.
+    Each thread has its own kernel threads and workspaces, tens of megabytes, until it
+    ends. In a notebook every run of a cell creates a strategy, while previous ones wait
+    for the garbage collector; with threads for each strategy, memory would grow.
 
-    The methods need no lock, which a finalizer could find locked by its own thread:
-    operations on lists and sets are atomic.
+    The methods use no lock, since a finalizer could run on the thread that has locked
+    it: operations on lists and sets are atomic.
     """
 
     def __init__(self) -> None:
@@ -67,13 +67,13 @@ class _SharedThreads:
         except IndexError:
             return ThreadPoolExecutor(1, f"replica-{next(self._numbers)}")
 
-    def forget(self) -> None:
-        """For forked processes, where the threads do not run."""
+    def clear(self) -> None:
+        """Drops the idle threads; for forked processes, where none of them runs."""
         self._idle.clear()
 
 
 _shared = _SharedThreads()
-os.register_at_fork(after_in_child=_shared.forget)
+os.register_at_fork(after_in_child=_shared.clear)
 
 
 class _Kernels(threading.local):
@@ -109,8 +109,8 @@ class ReplicaThreads:
     ) -> list[Any]:
         """Runs one task on each thread and returns the results in order.
 
-        The first exception stops the other replicas where they wait for it, and
-        is raised when all have ended; so is an interrupt of this thread.
+        The first exception stops the other replicas at their next collective, and is
+        raised when all have ended. An interrupt of this thread is handled likewise.
         """
         state = thread_state()
         grad = torch.is_grad_enabled()
@@ -138,7 +138,7 @@ class ReplicaThreads:
             return replica(task, replica_id)
 
         if len(self._devices) == 1:
-            # A thread of its own would only be waited for.
+            # The caller would only wait for a separate thread.
             return [replica(task, i) for i, task in enumerate(tasks)]
         with _shared.taken(len(tasks)) as threads:
             futures: list[Future[Any]] = [

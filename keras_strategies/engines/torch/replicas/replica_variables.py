@@ -17,9 +17,9 @@ from keras_strategies.runtime.placement import Placement
 class ReplicaVariables:
     """Values of variables on the device of each replica.
 
-    A replica on the variable's own device (all virtual CPUs are one to torch) gets
-    an alias of its memory, the others a copy: a persistent one if variables are
-    mirrored, else one for the call.
+    A replica on the variable's own device (for torch, all virtual CPUs are one device)
+    gets an alias of its memory; other replicas get a copy, which is persistent if
+    variables are mirrored, else made for each call.
     """
 
     def __init__(self, placement: Placement):
@@ -44,7 +44,7 @@ class ReplicaVariables:
             offset = seed_offset(variable, first + replica_id)
             local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
         if raw.requires_grad and torch.is_grad_enabled():
-            # New in every case above, and in no graph.
+            # `local` is a new tensor outside of any graph in every case above.
             local = local.requires_grad_()
         return local
 
@@ -66,8 +66,8 @@ class ReplicaVariables:
 class _Mirrors:
     """Copies of tensors on other devices, updated lazily.
 
-    Torch counts the in-place changes of a tensor, so that a copy is made after an
-    update, a loaded file or an assignment, and never otherwise.
+    Torch counts in-place changes of a tensor, so a copy is renewed after an update, a
+    load or an assignment, and only then.
     """
 
     def __init__(self) -> None:
@@ -86,6 +86,6 @@ class _Mirrors:
         return copy.detach()
 
     def peek(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-        """The present copy on a device, without making or renewing one."""
+        """The existing copy on a device, possibly out of date; None without one."""
         entry = self._copies.get((id(raw), device))
         return entry[2] if entry is not None and entry[0]() is raw else None

@@ -66,7 +66,7 @@ class ThreadCollectives(ReplicaCollectives):
         self.is_sequential = is_sequential
         self._merging = merging
         self._devices = tuple(devices)
-        #: All replicas that take part.
+        #: All participating replicas.
         self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
         self.first = self.replica_set.first
         # The replica that runs; None if they run concurrently.
@@ -89,7 +89,7 @@ class ThreadCollectives(ReplicaCollectives):
         self._finished.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Stops all replicas; the first error is the one that is reported."""
+        """Stops all replicas; the first error is raised to the caller."""
         with self._condition:
             if self.error is None or (
                 isinstance(self.error, ReplicaAbortedError)
@@ -134,9 +134,9 @@ class ThreadCollectives(ReplicaCollectives):
         value: Any,
         merge: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
-        """Exchanges a value with the other replicas and returns all of them.
+        """Exchanges a value with the other replicas; returns the values of all.
 
-        With `merge`, the last one to arrive calls it on the values for all.
+        With `merge`, returns its result on the values; the last replica calls it.
         """
         with self._condition:
             slot = self._slots.get(key)
@@ -155,7 +155,7 @@ class ThreadCollectives(ReplicaCollectives):
                 del self._slots[key]
                 self.has_exchanged = True
                 slot.result = merge(slot.values) if merge else slot.values
-                slot.missing.add(-1)  # Marks the result as being there.
+                slot.missing.add(-1)  # Marks the result as complete.
                 self._condition.notify_all()
             while slot.missing != {-1}:
                 self._check(slot)
@@ -172,8 +172,8 @@ class ThreadCollectives(ReplicaCollectives):
         if gone:
             raise ReplicaMismatchError(
                 f"Replica {gone[0]} ended without calling `{slot.kind}`, in which "
-                "the others wait. All replicas must make the same collective calls; "
-                "check for branches that depend on the replica or its data."
+                "other replicas wait. All replicas must make the same collective "
+                "calls; check for a branch on the replica or on its data."
             )
 
     # Collectives.
@@ -265,7 +265,7 @@ def _reduced(
 
 
 class _AllGather(torch.autograd.Function):
-    """A concatenation; each replica's part gets the sum of the gradients of it."""
+    """A concatenation; the gradient of a part is its sum over replicas."""
 
     @staticmethod
     def forward(ctx, collectives, replica_id, number, axis, *tensors):  # type: ignore[no-untyped-def]
