@@ -7,8 +7,8 @@
 ...     model.compile("adam", "mse")
 >>> model.fit(x, y, batch_size=256)
 
-The public names are listed in `__init__.pyi`. Each is imported when it is first used:
-the launcher and the resolvers run without Keras, which imports a framework.
+The public names are listed in `__init__.pyi`. Each is imported at its first use, so
+that the launcher and the resolvers run without Keras, which imports a framework.
 """
 
 import ast as _ast
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 
 
 def _origins() -> dict[str, str]:
-    """The module that each public name comes from, as the stub says."""
+    """The module of each public name, read from the stub."""
     stub = _resources.files(__name__).joinpath("__init__.pyi").read_text("utf-8")
     return {
         alias.name: statement.module
@@ -48,10 +48,10 @@ def __getattr__(name: str) -> object:
 
 
 def _import(module: str) -> _ModuleType:
-    """Imports a module; with the first that needs Keras, Keras's backend is imported.
+    """Imports a module, which may import Keras and its backend.
 
-    TensorFlow reads meanwhile how much it is to print, and then says only what is a
-    warning or an error, unless the user has set a level or has imported it already.
+    TensorFlow reads its log level when it is imported. The level is set to warnings and
+    errors meanwhile, unless the user has set one or has imported Keras or TensorFlow.
     """
     level = "TF_CPP_MIN_LOG_LEVEL"
     if level in _os.environ or {"keras", "tensorflow"} & _sys.modules.keys():

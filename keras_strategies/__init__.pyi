@@ -1,5 +1,5 @@
-# The public names of this package, each with the module that it comes from. This
-# file is their only list: `__init__.py` reads it, and so do type checkers.
+# The public names of this package and their modules. This is the only list of them:
+# `__init__.py` reads it, and so do type checkers.
 
 from keras_strategies import callbacks as callbacks
 from keras_strategies import cluster_resolver as cluster_resolver

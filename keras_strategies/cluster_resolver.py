@@ -1,6 +1,6 @@
 """Names of `tf.distribute.cluster_resolver`, and resolvers of other clusters.
 
-Importing it imports the standard library only.
+Importing this module imports the standard library only.
 """
 
 from keras_strategies import cluster

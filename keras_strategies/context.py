@@ -51,7 +51,7 @@ _thread = _Thread()
 class ReplicaContext:
     """Context of code on one replica: its index, devices and collectives.
 
-    It is made by `Strategy.run` and found with `ks.get_replica_context()`.
+    `Strategy.run` creates it; `ks.get_replica_context()` returns it.
 
     Example:
 
@@ -75,7 +75,7 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> StrategyCore:
-        """The strategy that this replica belongs to."""
+        """The strategy of this replica."""
         return self._strategy
 
     @property
@@ -94,15 +94,15 @@ class ReplicaContext:
     def devices(self) -> tuple[str, ...]:
         """tuple of str, the device of this replica.
 
-        On JAX, where one program is traced for all replicas, a function that reads it
-        is traced for each replica instead, with a warning.
+        On JAX one program is traced for all replicas. A function that reads this
+        property is traced for each replica instead, with a warning.
         """
         placement = self._strategy.placement
         local = self._replica_id - placement.share.first
         if 0 <= local < len(placement.replicas):
             return (str(placement.replicas[local]),)
-        # Where one program is traced for all workers.
-        return (f"a device of another worker than {placement.share!r}",)
+        # In one trace for the replicas of all workers.
+        return ("a device of another worker",)
 
     @property
     def synchronizes_batch_norm(self) -> bool:
@@ -121,14 +121,15 @@ class ReplicaContext:
             reduce_op: `ReduceOp` or its name.
             value: a structure of tensors, with the same shapes on each replica.
             options: `CommunicationOptions`, or None for those of the strategy.
-                `bytes_per_pack` is the size of this call's messages; the engine and
-                its timeout are the strategy's, which the options may only repeat.
+                `bytes_per_pack` is the size of this call's messages; `implementation`
+                and `timeout_seconds` must be those of the strategy.
 
         Returns:
             The structure, reduced. Its gradient is the same all-reduce.
 
         Raises:
-            ValueError: for an unknown operation, or options that the call cannot have.
+            ValueError: for an unknown operation, or options that differ from those of
+                the strategy.
         """
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
@@ -163,15 +164,15 @@ class ReplicaContext:
         Args:
             value: a structure of tensors; lengths may differ along `axis` only.
             axis: int, the axis to concatenate along.
-            options: `CommunicationOptions` that repeat the strategy's engine and
-                timeout, or None. Each tensor travels on its own, so that
-                `bytes_per_pack` is refused.
+            options: `CommunicationOptions` with the strategy's implementation and
+                timeout, or None. Tensors are sent one by one, so `bytes_per_pack` must
+                be 0.
 
         Returns:
             The structure, concatenated in replica order; differentiable.
 
         Raises:
-            ValueError: for options that the call cannot have.
+            ValueError: for other options.
         """
         if options is not None:
             gather_options(options, self._strategy.workers)
@@ -208,8 +209,8 @@ class ReplicaContext:
     ) -> Any:
         """Calls `merge_fn(strategy, ...)` once, in cross-replica context.
 
-        Every replica must make the call. Arguments that differ arrive as
-        `PerReplica`; the result's components go back to their replicas.
+        Every replica must make the call. Arguments that differ between replicas are
+        passed as `PerReplica`; of such a result each replica gets its component.
         """
 
         def merge(*args: Any, **kwargs: Any) -> Any:
@@ -227,7 +228,7 @@ class ReplicaContext:
 
 
 def check_returns(fn: Callable[..., Any], what: str) -> None:
-    """Raises for functions whose body runs after they have returned.
+    """Raises for generator and coroutine functions, whose bodies run after the call.
 
     Args:
         fn: callable.
@@ -312,7 +313,7 @@ def cross_replica(strategy: StrategyCore) -> Iterator[StrategyCore]:
 
 @contextlib.contextmanager
 def entered(strategy: StrategyCore) -> Iterator[StrategyCore]:
-    """`strategy.scope()` without its check of models that were made outside of it."""
+    """`strategy.scope()` without the check of models created outside of it."""
     with cross_replica(strategy), strategy.drivers.fit.scope():
         yield strategy
 
@@ -333,8 +334,8 @@ def on_replica(replica: ReplicaContext) -> Iterator[ReplicaContext]:
 
 @contextlib.contextmanager
 def _pushed(frame: _Frame) -> Iterator[None]:
-    # Contexts are restored by depth, so that a generator that leaves its context out of
-    # order cannot remove another frame.
+    # Restored by depth, so that a generator that exits out of order cannot remove
+    # another frame.
     depth = len(_thread.frames)
     _thread.frames.append(frame)
     try:
@@ -347,13 +348,13 @@ def set_strategy(strategy: StrategyCore | None) -> None:
     """Makes a strategy current until the next call, as an open scope would.
 
     Args:
-        strategy: a strategy, or None for none.
+        strategy: a strategy, or None for the default one.
 
     Raises:
         RuntimeError: inside a scope.
     """
-    global_frames = getattr(_thread, "set_by_call", None)
-    if _thread.frames and _thread.frames[-1] is not global_frames:
+    frame_of_call = getattr(_thread, "set_by_call", None)
+    if _thread.frames and _thread.frames[-1] is not frame_of_call:
         raise ContextError(
             "`experimental_set_strategy` was called inside the scope of "
             f"{_thread.frames[-1].strategy!r}. Call it outside every scope."

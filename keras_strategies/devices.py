@@ -17,7 +17,7 @@ from keras_strategies.errors import (
 )
 
 KINDS = ("cpu", "gpu", "tpu", "mps", "xpu")
-# torch says "cuda" (and "hip" builds say it too) where Keras says "gpu".
+# GPUs are "cuda" in torch, also in builds for ROCm, and "gpu" in Keras.
 _ALIASES = {"cuda": "gpu", "xla_gpu": "gpu", "xla_cpu": "cpu"}
 
 # "gpu", "gpu:0", "/gpu:0", "GPU:0", "/device:GPU:0", "/physical_device:GPU:0" and
@@ -54,7 +54,7 @@ def parse_device(name: object) -> Device:
         A `Device`.
 
     Raises:
-        ValueError: if it is none of these.
+        ValueError: for anything else.
 
     >>> str(parse_device("/job:localhost/replica:0/task:0/device:GPU:1"))
     'gpu:1'
@@ -77,7 +77,7 @@ def parse_device(name: object) -> Device:
 
 
 def is_device(value: object) -> bool:
-    """Whether a value is the name of a device, or an object that stands for one."""
+    """Whether a value is one device: a string, or a device object of a framework."""
     return isinstance(value, Device) or _name_of_object(value) is not None
 
 
@@ -99,7 +99,7 @@ def _name_of_object(value: object) -> str | None:
 
 
 def _name_of_jax_device(device: Any) -> str:
-    # The index counts the devices of one process, and `id` those of all.
+    # The index counts the devices of one process, `id` the devices of all processes.
     local = list(device.client.local_devices())
     if device not in local:
         raise UnknownDeviceError(
@@ -114,7 +114,7 @@ def as_devices(devices: object) -> list[Device]:
     if is_device(devices):
         return [parse_device(devices)]
     if not isinstance(devices, Iterable):
-        parse_device(devices)  # Raises with a description of device names.
+        parse_device(devices)  # Raises an error that describes device names.
     return [parse_device(device) for device in devices]  # type: ignore[attr-defined]
 
 
@@ -124,32 +124,32 @@ def check_devices(
     """Parses device names and checks that the devices exist.
 
     Args:
-        names: the names that were given.
-        available: the devices that exist.
+        names: device names, or device objects of a framework.
+        available: the existing devices.
         what: str, the argument's name, for the messages.
 
     Returns:
         tuple of `Device`, in the given order.
 
     Raises:
-        ValueError: for an empty list, a name that is not one, a device that
-            does not exist or one named twice. The message lists what exists.
+        ValueError: for an empty list, an invalid name, a device that does not exist or
+            is named twice. The message lists the existing devices.
     """
     devices = tuple(as_devices(names))
     exist = ", ".join(str(device) for device in available)
     if not devices:
         raise InvalidArgumentError(
-            f"`{what}` is empty. Name at least one of the devices that exist: {exist}."
+            f"`{what}` is empty. Name at least one of the existing devices: {exist}."
         )
     for device in devices:
         if device not in available:
             raise UnknownDeviceError(
                 f"`{what}` names {str(device)!r}, which does not exist here. "
-                f"These do: {exist}."
+                f"Name existing devices: {exist}."
             )
         if devices.count(device) > 1:
             raise DuplicateDeviceError(
                 f"`{what}` names {str(device)!r} {devices.count(device)} times; "
-                f"each replica needs a device of its own. These exist: {exist}."
+                f"each replica needs a device of its own. Existing devices: {exist}."
             )
     return devices

@@ -9,7 +9,7 @@ Every class is also a built-in exception, so that code written for
     │   ├── DuplicateDeviceError               a device named twice
     │   ├── BatchError                         input that cannot be split by rows
     │   ├── GatherError                        values that cannot be concatenated
-    │   ├── LayoutError                        a variable that cannot be sharded so
+    │   ├── LayoutError                        a layout that does not fit a variable
     │   └── ClusterError                       an invalid cluster description
     ├── InvalidTypeError (TypeError)           an argument of the wrong type
     ├── CheckpointError (ValueError)           checkpoint missing or of another model
@@ -25,10 +25,10 @@ Every class is also a built-in exception, so that code written for
         ├── ReplicaMismatchError               not the same collectives on each
         ├── ReplicaAbortedError                stopped because another one failed
         ├── WorkerError                        a worker process lost
-        ├── WorkersChanged                     a custom loop continues with others
+        ├── WorkersChanged                     workers of a custom loop lost or joined
         ├── PeerError                          a request failed in another process
         ├── ClusterTimeoutError                no answer from a process in time
-        ├── ServerLostError                    a parameter server lost for good
+        ├── ServerLostError                    a parameter server and its variables lost
         ├── SnapshotError                      a snapshot that cannot be written or read
         └── ClosureCancelledError              cancelled scheduled work
 
@@ -47,8 +47,8 @@ _ADDRESS = re.compile(rf"\s*\bSee ({re.escape(TROUBLESHOOTING)}#\w+)")
 class KerasStrategiesError(Exception):
     """Base class of every exception that this package raises itself."""
 
-    # Out of functions that `tf.function` rewrites it comes as it is, and not as
-    # TensorFlow's `StagingError`.
+    # Raised in a function that AutoGraph converts, it is not wrapped in TensorFlow's
+    # `StagingError`.
     ag_pass_through = True
 
     @property
@@ -82,7 +82,7 @@ class UnknownDeviceError(InvalidArgumentError):
 
 
 class DuplicateDeviceError(InvalidArgumentError):
-    """One device was named for two replicas."""
+    """A device was named for two replicas."""
 
 
 class BatchError(InvalidArgumentError):
@@ -151,7 +151,7 @@ class ReplicaMismatchError(ReplicaError):
 class ReplicaAbortedError(ReplicaError):
     """A replica was stopped because another one failed.
 
-    It is internal: the caller gets the error of the replica that failed.
+    Internal: the caller gets the error of the replica that failed.
     """
 
 
@@ -160,20 +160,20 @@ class WorkerError(ReplicaError):
 
 
 class WorkersChanged(ReplicaError):
-    """Elastic workers were lost or have joined, in a loop of one's own.
+    """Elastic workers were lost or have joined during a custom loop.
 
-    `strategy.run`, a `ks.function` around it, and everything else in which workers
-    exchange values raise it on all workers, when they have formed their next group.
-    Variables, those of optimizers, metrics and seed generators included, are as after
-    the last finished step; a step that was under way has to be taken again. A worker
-    that joins raises it in its first step.
+    `strategy.run`, a `ks.function` around it, and every other call in which workers
+    exchange values raise it on all workers, after they have formed their next group.
+    Variables, including those of optimizers, metrics and seed generators, have their
+    values after the last finished step; an interrupted step must be repeated. On a
+    worker that joins, its first step raises the error.
 
     Args:
         text: str, the message.
-        step: int, how many steps are finished.
+        step: int, the number of finished steps.
         lost: tuple of int, the numbers of the workers that were lost.
         joined: tuple of int, the numbers of the workers that have joined.
-        workers: int, the workers that there are now.
+        workers: int, the number of workers in the new group.
 
     Example:
 

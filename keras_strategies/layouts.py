@@ -30,7 +30,7 @@ class LayoutRule(abc.ABC):
 
     name: str
     # Integers are counters and states of random generators, which are not sharded.
-    cuts_integers = False
+    shards_integers = False
 
     @abc.abstractmethod
     def axes(self, path: str, shape: Sequence[int], itemsize: int) -> Axes:
@@ -58,7 +58,7 @@ class MappedLayouts(LayoutRule):
     """
 
     name = "map"
-    cuts_integers = True
+    shards_integers = True
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class MappedLayouts(LayoutRule):
         return self._patterns[found[0]] if found else None
 
     def check_matches(self) -> None:
-        """Raises `LayoutError` if patterns have matched nothing that was made so far.
+        """Raises `LayoutError` if a pattern has matched no variable or output so far.
 
-        Patterns of layers' outputs count once layers have been called.
+        Patterns of layers' outputs are checked only after layers have been called.
         """
         unmatched = [key for key in self._patterns if key not in self._matched]
         outputs = [path for path in self._seen if path.endswith(_OUTPUT)]
@@ -124,7 +124,7 @@ _OUTPUT = "/output"
 
 
 def closest_paths(pattern: str, paths: Sequence[str], count: int = 3) -> list[str]:
-    """The paths most like a pattern, compared by as many last parts as it has.
+    """The paths most similar to a pattern, compared in full and by their last parts.
 
     >>> closest_paths(".*dense/kernal", ["net/dense/kernel", "net/conv/bias"])
     ['net/dense/kernel']
@@ -289,17 +289,17 @@ class VariableMesh:
     def layout(
         self, path: str, shape: Sequence[int], itemsize: int = 4, is_float: bool = True
     ) -> Axes:
-        """The layout of a variable, without None at its end.
+        """The layout of a variable, without trailing None.
 
         Raises:
-            ValueError: if the shape cannot be sharded so.
+            ValueError: if the layout does not fit the shape.
         """
-        if not is_float and not self.rule.cuts_integers:
+        if not is_float and not self.rule.shards_integers:
             return ()
         return self.checked(path, shape, self.rule.axes(path, shape, itemsize))
 
     def checked(self, path: str, shape: Sequence[int], axes: Axes) -> Axes:
-        """A layout that fits a shape, without None at its end."""
+        """The layout without trailing None, after checking that it fits the shape."""
         named = [axis for axis in axes if axis is not None]
         problem = ""
         if len(axes) > len(shape):
@@ -340,10 +340,10 @@ class VariableMesh:
 
 
 def mesh_shape(count: int, model_parallel: int) -> tuple[int, int]:
-    """The data x model shape of so many devices.
+    """The shape of a mesh of `count` devices, data x model.
 
     Raises:
-        ValueError: if they do not divide.
+        ValueError: if `model_parallel` does not divide `count`.
 
     >>> mesh_shape(8, 2)
     (4, 2)
@@ -361,6 +361,6 @@ def mesh_shape(count: int, model_parallel: int) -> tuple[int, int]:
         fitting = [n for n in range(1, count + 1) if count % n == 0]
         raise InvalidArgumentError(
             f"`model_parallel` is {model_parallel}, which does not divide the number "
-            f"of devices, {count}. Use one of {fitting}, or name other `devices`."
+            f"of devices, {count}. Use one of {fitting}, or pass other `devices`."
         )
     return count // model_parallel, model_parallel

@@ -23,7 +23,7 @@ def check_flag(name: str, value: object) -> None:
 def _parsed_fields(
     cls: type[_Options], value: Any, what: str, error: type[Exception]
 ) -> _Options:
-    """An instance of a dataclass of options, or of tf.distribute's class of that name.
+    """Options from an argument: None, an instance, or one of tf.distribute's class.
 
     tf.distribute's classes have the same fields.
     """
@@ -75,7 +75,7 @@ class ReduceOp(_NamedEnum):
 class VariableAggregation(_Named, enum.StrEnum):
     """Aggregation of the values that replicas assign to one variable.
 
-    Members are strings, which Keras takes.
+    Members are strings, as Keras expects.
 
     Example:
 
@@ -128,7 +128,8 @@ class AutoShardPolicy(_NamedEnum):
       compute what one computes. Arrays, `PyDataset` and map-style loaders always do.
     - `HINT`: `tf.data.Dataset.shard(tf.data.experimental.SHARD_HINT, ...)` in the
       pipeline says where.
-    - `OFF`: every worker reads everything as its own batches.
+    - `OFF`: every worker reads the full dataset; its batches are its part of the
+      global batches.
     """
 
     OFF = -1
@@ -235,7 +236,7 @@ class Elastic:
 
     @classmethod
     def check(cls, value: Any) -> None:
-        """Raises `TypeError` if the argument `elastic` is neither of this nor None."""
+        """Raises `TypeError` if `elastic` is neither an `Elastic` nor None."""
         if value is not None and not isinstance(value, cls):
             raise InvalidTypeError(
                 "`elastic` must be a ks.Elastic or None. Received: "
@@ -308,7 +309,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class InputOptions:
-    """Options of distributed datasets: their way to the replicas.
+    """Options of distributed datasets: replication, transfer and prefetch.
 
     Args:
         experimental_fetch_to_device: bool or None, whether batches are moved to the
@@ -317,10 +318,10 @@ class InputOptions:
             `PER_REPLICA`, `distribute_datasets_from_function` calls its function once
             for each replica.
         experimental_place_dataset_on_device: bool, with `PER_REPLICA` only: whether
-            the function and the dataset that it makes run with the replica's device
-            as the current one, so that the tensors that they make are there at once.
-        experimental_per_replica_buffer_size: int, batches that are moved ahead of
-            their use; 0 moves each when it is used.
+            the function and its dataset run with the replica's device as the current
+            device, so that their tensors are created there.
+        experimental_per_replica_buffer_size: int, batches that are prefetched; 0
+            moves each batch when it is used.
 
     Raises:
         TypeError: for a flag that is not a bool.
@@ -391,7 +392,7 @@ class InputContext:
         num_replicas_in_sync: int, how many replicas compute one step together.
 
     Raises:
-        ValueError: for numbers that cannot be.
+        ValueError: for numbers out of range.
 
     Example:
 

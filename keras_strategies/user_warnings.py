@@ -1,11 +1,11 @@
-"""Warnings that point to a line of the user's."""
+"""Warnings that point to a line of user code."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 
-# Frames of these packages are between a user's line and the code that warns.
+# Frames of these packages, between user code and the warning, are skipped.
 _LIBRARIES = frozenset(
     ["keras_strategies", "keras", "tensorflow", "torch", "jax", "contextlib"]
 )

@@ -86,7 +86,8 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
         if len(lengths) > 1:
             raise InvalidArgumentError(
                 "Structures of the replicas differ: containers of lengths "
-                f"{[len(structure) for structure in structures]}."
+                f"{[len(structure) for structure in structures]}. Use the same "
+                "structure on every replica."
             )
         mapped = [map_structure(fn, *items) for items in zip(*structures, strict=True)]
         if hasattr(first, "_fields"):
@@ -142,8 +143,8 @@ def regroup(results: Sequence[Any]) -> Any:
         results: one structure per replica, all of the same form.
 
     Returns:
-        The structure, its leaves bare where all replicas hold the identical
-        object or where there is one replica, and `PerReplica` elsewhere.
+        The structure. A leaf is the object itself if it is identical on all replicas,
+        else a `PerReplica`; with one replica, that replica's result.
     """
     if len(results) == 1:
         return results[0]

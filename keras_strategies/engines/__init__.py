@@ -1,4 +1,4 @@
-"""The engines below: one folder per Keras backend, behind `Engine`."""
+"""Engines: one folder for each Keras backend, with a subclass of `Engine`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def get_engine() -> Engine:
 
 
 def for_backend(classes: Mapping[str, str]) -> Any:
-    """The only object of the class for Keras's backend, imported at its first use.
+    """The singleton of the class for Keras's backend, imported at its first use.
 
     Args:
-        classes: `"module:class"` by the name of the backend.
+        classes: dict from the name of a backend to `"module:class"`.
 
     Raises:
         ValueError: if Keras uses a backend without strategies.

@@ -25,17 +25,17 @@ from keras_strategies.values import map_structure
 
 @dataclass(frozen=True)
 class ArrayDataset:
-    """The rows of arrays, with the few methods of `tf.data.Dataset` that they need.
+    """The rows of arrays, with a few methods of `tf.data.Dataset`.
 
-    It is what `strategy.make_experimental_numpy_dataset` returns on JAX and Torch.
-    Each method returns a new dataset; each iteration starts from the first row.
+    `strategy.make_experimental_numpy_dataset` returns it on JAX and Torch. Each method
+    returns a new dataset; each iteration starts from the first row.
 
     Args:
         arrays: structure of arrays with the same first axis, shape `(rows, ...)`.
         batch_size: int, rows of a batch; None gives single rows.
-        drop_remainder: bool, whether to leave out a last batch that is smaller.
-        shuffled: bool, whether each pass has an order of its own.
-        seed: int, for the orders; None takes them from NumPy's global generator,
+        drop_remainder: bool, whether to omit a smaller last batch.
+        shuffled: bool, whether rows are shuffled, in another order in each pass.
+        seed: int, for the orders; None to draw one from NumPy's global generator,
             which `keras.utils.set_random_seed` seeds.
         repeats: int, passes over the rows; None for no end.
 
@@ -62,7 +62,7 @@ class ArrayDataset:
         return tf.data.Dataset.from_tensor_slices(self.arrays)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
-        """Batches of so many rows; the last one may have fewer."""
+        """Batches of `batch_size` rows; the last one may have fewer."""
         if not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
             raise InvalidArgumentError(
                 "`batch_size` must be the number of rows of the global batch, 1 or "
@@ -80,18 +80,18 @@ class ArrayDataset:
     def shuffle(
         self, buffer_size: int | None = None, seed: int | None = None
     ) -> ArrayDataset:
-        """Another order of the rows in each pass.
+        """Shuffles all rows, in another order in each pass.
 
         Args:
-            buffer_size: accepted for `tf.data`'s sake; all rows are shuffled.
-            seed: int, makes the orders those of every run.
+            buffer_size: ignored; accepted for compatibility with `tf.data`.
+            seed: int, for the same orders in every run; None for different ones.
         """
         del buffer_size
         return dataclasses.replace(self, shuffled=True, seed=seed)
 
     def repeat(self, count: int | None = None) -> ArrayDataset:
-        """So many passes over the rows, one after the other; None for no end."""
-        if count is not None and count < 0:  # As tf.data has it.
+        """`count` passes over the rows; None for no end."""
+        if count is not None and count < 0:  # As in tf.data.
             count = None
         if self.repeats is None or count is None:
             return dataclasses.replace(self, repeats=None)
@@ -108,7 +108,7 @@ class ArrayDataset:
         return rows_of(self.arrays)
 
     def cardinality(self) -> int | None:
-        """int, how many elements there are; None without an end."""
+        """int, the number of elements; None if there is no end."""
         if self.repeats is None:
             return None
         if self.batch_size is None:
@@ -172,7 +172,7 @@ def from_arrays(arrays: Any) -> ArrayDataset:
 def are_arrays(value: Any) -> bool:
     """Whether a value is an array, a frame, or a tuple or mapping of these.
 
-    A list is not: it is taken for a sequence of batches.
+    False for a list, which is a sequence of batches.
     """
     if is_frame(value) or is_array(value):
         return True

@@ -1,8 +1,8 @@
 """Auto-sharding of `tf.data` pipelines between workers.
 
-`tf.data.Options().experimental_distribute.auto_shard_policy` says how a dataset is
-divided; TensorFlow itself rewrites the pipeline where files are divided, or where the
-pipeline says by `tf.data.experimental.SHARD_HINT`.
+`tf.data.Options().experimental_distribute.auto_shard_policy` defines how a dataset is
+divided. For `FILE` and for `HINT`, with `tf.data.experimental.SHARD_HINT` in the
+pipeline, TensorFlow itself rewrites the pipeline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keras_strategies.types import AutoShardPolicy
 
 
 def policy_of(dataset: Any) -> AutoShardPolicy:
-    """The policy in a dataset's options; `AUTO` where there is none."""
+    """The policy in a dataset's options, by default `AUTO`."""
     found = dataset.options().experimental_distribute.auto_shard_policy
     return AutoShardPolicy(int(getattr(found, "value", found)))
 
@@ -26,20 +26,20 @@ def check_elastic(dataset: Any) -> None:
     policy = policy_of(dataset)
     if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         raise InvalidArgumentError(
-            f"The dataset's auto_shard_policy is {policy.name}: each worker reads rows "
-            "of its own, and those of a lost worker would be missing. Elastic workers "
-            "all read the same global batches; use AutoShardPolicy.DATA, which AUTO "
-            "means with `elastic`."
+            f"The dataset's auto_shard_policy is {policy.name}: each worker reads "
+            "different rows, and those of a lost worker would be missing. Elastic "
+            "workers all read the same global batches. Use AutoShardPolicy.DATA, or "
+            "AUTO, which selects DATA with `elastic`."
         )
 
 
-def not_shared() -> InvalidArgumentError:
-    """The error for input of which elastic workers read different batches."""
+def separate_input_error() -> InvalidArgumentError:
+    """The error for elastic workers with separate input."""
     return InvalidArgumentError(
         "The input is a dataset function, or a dataset with files divided between "
-        "workers: each worker reads rows of its own, and those of a lost worker "
-        "would be missing. Elastic workers all read the same global "
-        "batches; pass arrays, a dataset, a PyDataset or a generator of them."
+        "workers: each worker reads different rows, and those of a lost worker would "
+        "be missing. Elastic workers all read the same global batches. Pass arrays, a "
+        "dataset, a PyDataset or a generator of global batches."
     )
 
 
@@ -92,15 +92,15 @@ def _batch_size(dataset: Any) -> int | None:
     size = compat.static_batch_size(dataset)
     if size > 0:
         return size
-    # A function after `batch` hides it; the first batch shows it.
+    # A `map` after `batch` can hide the size; read the first batch.
     first = next(iter(dataset.take(1)), None)
     return None if first is None else rows_of(first)
 
 
 def count_files(dataset: Any) -> int | None:
-    """How many files a pipeline's readers read; None if it has no readers.
+    """The number of files of a pipeline's readers; None if it has no readers.
 
-    Readers inside of `interleave` or `flat_map` are not seen.
+    Readers inside of `interleave` or `flat_map` are not found.
     """
     from keras_strategies.engines.tensorflow import compat
 

@@ -1,4 +1,4 @@
-"""Batches on the host: structures of arrays that agree on their rows.
+"""Batches on the host: structures of arrays with the same number of rows.
 
 Leaves are arrays and tensors of any framework, or None. Only frameworks that are
 already loaded are considered; none is imported.
@@ -18,12 +18,12 @@ from keras_strategies.values import flatten, map_structure
 
 
 def loaded(name: str) -> Any:
-    """A framework's module if something has imported it, else None."""
+    """A framework's module if it has been imported, else None."""
     return sys.modules.get(name)
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is one array or tensor, of whatever framework."""
+    """Whether a value is an array or tensor of any framework."""
     if isinstance(value, np.ndarray):
         return True
     if isinstance(value, (type, keras.Variable)):
@@ -32,7 +32,7 @@ def is_array(value: Any) -> bool:
 
 
 def named_leaves(structure: Any, name: str = "batch") -> dict[str, Any]:
-    """The leaves of a structure by how one would write them: `batch[0]['left']`.
+    """The leaves of a structure, by expressions such as `batch[0]['left']`.
 
     >>> named_leaves(({"a": 1}, 2))
     {"batch[0]['a']": 1, 'batch[1]': 2}
@@ -61,18 +61,18 @@ def shape_of(leaf: Any) -> tuple[int | None, ...]:
 
 
 def check_rows(batch: Any, what: str) -> int | None:
-    """How many rows a batch has.
+    """The number of rows of a batch, after checking that all parts have it.
 
     Args:
         batch: structure of arrays, or of specifications with a `shape`.
-        what: str, where it came from, for the messages.
+        what: str, the origin of the batch, for messages.
 
     Returns:
-        int; None if specifications do not say.
+        int; None if the specifications do not define it.
 
     Raises:
-        ValueError: for a batch without rows, parts with different numbers of them, or
-            parts that the backend has no tensors for.
+        ValueError: for a batch without rows, parts with different numbers of rows, or
+            parts that the backend does not support.
     """
     leaves = named_leaves(batch)
     _check_kinds(leaves, what)
@@ -129,9 +129,9 @@ def to_host(batch: Any, keep: Any, copy: bool = False) -> Any:
 
     Args:
         batch: structure of arrays and tensors of any framework.
-        keep: callable that says whether a leaf is a tensor of the backend.
-        copy: bool, whether NumPy arrays are copied, because their owner may write
-            into them before they are used.
+        keep: callable that returns whether a leaf is a tensor of the backend.
+        copy: bool, whether NumPy arrays are copied, because their owner may overwrite
+            them before they are used.
     """
 
     def leaf_to_host(leaf: Any) -> Any:
@@ -193,7 +193,7 @@ def join_rows(batches: Sequence[Any]) -> Any:
 
 
 def leaf_specs(batch: Any) -> Any:
-    """Shape and dtype of each leaf, the number of rows left open.
+    """Shape and dtype of each leaf, with an open number of rows.
 
     Returns:
         The structure, with `keras.KerasTensor` of shape `(None, ...)` for leaves.
@@ -209,7 +209,7 @@ def leaf_specs(batch: Any) -> Any:
 
 
 def rows_of(batch: Any) -> int:
-    """The rows of a batch that has been checked."""
+    """The number of rows of a checked batch."""
     leaf = next(leaf for leaf in flatten(batch) if leaf is not None)
     rows = shape_of(leaf)[0]
     assert rows is not None

@@ -61,7 +61,7 @@ def from_function(
     options = InputOptions.parse(options)
     check_dataset_fn(dataset_fn)
     if strategy.workers is not None and strategy.workers.elastic is not None:
-        raise auto_shard.not_shared()
+        raise auto_shard.separate_input_error()
     pipelines = strategy.input_context()
     count = strategy.input_share().count
     if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:

@@ -21,14 +21,14 @@ from keras_strategies.values import PerReplica, map_structure, regroup
 class DistributedDataset(ProgramIterable):
     """Batches with a component for each replica, on the replica's device.
 
-    It is made by `strategy.experimental_distribute_dataset` and
+    Created by `strategy.experimental_distribute_dataset` and
     `strategy.distribute_datasets_from_function`. Each iteration starts from the first
-    batch; `fit`, `evaluate` and `predict` take it too.
+    batch; `fit`, `evaluate` and `predict` accept it as well.
 
     Args:
         engine: the engine.
         devices: the local replicas' devices.
-        feed: what the replicas get.
+        feed: the batches of the replicas, on the host.
         options: an `InputOptions`.
         workers: the workers that the batches are split over; None without a cluster.
 
@@ -103,7 +103,7 @@ class DistributedDataset(ProgramIterable):
 
         Args:
             initial_state: the state before the first batch.
-            reduce_func: callable of the state and a batch, as iteration gives it, that
+            reduce_func: callable of the state and a batch, as in an iteration, that
                 returns the next state.
 
         Returns:
@@ -137,7 +137,7 @@ class DistributedDataset(ProgramIterable):
         size = self._options.experimental_per_replica_buffer_size
         where = self._where()
         if self._feed.is_in_memory and all(device.kind == "cpu" for device in where):
-            # A thread would cost time here.
+            # Batches are ready in memory: a prefetch thread would only add overhead.
             size = 0
         begin = _Placing(self._engine, self._feed, where, bool(size))
         return Prefetcher(begin, size) if size else begin()
@@ -214,9 +214,10 @@ class DistributedIterator(ProgramIterable):
         if self._generation is not self._dataset.generation:
             self.close()
             raise InputError(
-                "The workers have changed since this iterator was made, which splits "
-                "batches over those of before. Make a new one when `strategy.run` "
-                "raises `ks.WorkersChanged`, from the batch after its `step`."
+                "The workers have changed since this iterator was made; it splits "
+                "batches over the previous workers. When `strategy.run` raises "
+                "`ks.WorkersChanged`, make a new iterator that starts with the batch "
+                "after its `step`."
             )
         try:
             batch = next(self._batches)()

@@ -26,16 +26,16 @@ class Feed(abc.ABC):
         """A pass: for each step, a list of one batch for each local replica.
 
         Args:
-            keep: callable that says whether a leaf is a tensor of the backend.
-            copy: bool, whether batches are used later than the next one is made.
+            keep: callable that returns whether a leaf is a tensor of the backend.
+            copy: bool, whether a batch may be used after the next one is read.
         """
 
-    #: Whether `source` has the rows of all workers, and not of this one only.
+    #: Whether `source` has the rows of all workers, or of this worker only.
     is_global = False
 
     @property
     def is_in_memory(self) -> bool:
-        """bool, whether batches lie in memory and are split there."""
+        """bool, whether batches are slices of arrays in memory."""
         return False
 
     @property
@@ -45,7 +45,7 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def spec(self) -> Any:
-        """Shapes and dtypes of a batch, the rows open."""
+        """Shapes and dtypes of a batch, with an open number of rows."""
 
 
 class SplitFeed(Feed):
@@ -53,7 +53,7 @@ class SplitFeed(Feed):
 
     Args:
         source: the global batches.
-        share: returns which replicas are local, at the beginning of a pass.
+        share: returns the local replicas, at the beginning of a pass.
         is_global: bool, whether the batches have the rows of all workers.
     """
 
@@ -132,7 +132,8 @@ class PerReplicaFeed(Feed):
             yield [empty if batch is nothing else batch for batch in found]
 
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
-        # Batches of one step are made one after the other, also without prefetching.
+        # One pipeline yields the batches of all replicas, and may reuse their memory
+        # within a step, also without prefetching.
         several = self._count > len(self._sources)
         for found in self._rounds():
             reuses = self._sources[0].may_reuse_memory and (copy or several)
@@ -159,7 +160,7 @@ _streams = itertools.count()
 class EqualStepsFeed(Feed):
     """Equal numbers of steps on workers with different numbers of batches.
 
-    A worker without batches feeds zero rows until all workers have ended.
+    A worker without more batches yields zero rows until all workers have ended.
 
     Args:
         own: this worker's batches.
@@ -174,7 +175,7 @@ class EqualStepsFeed(Feed):
         return self._own.source()
 
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
-        # Each pass is read by a thread of its own, where batches are read ahead.
+        # With prefetching, each pass is read by a separate thread: it needs a stream.
         stream = f"steps {next(_streams)}"
         steps = self._own.steps(keep, copy)
         empty: list[Any] | None = None

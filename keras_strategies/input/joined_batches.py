@@ -1,8 +1,8 @@
 """Global batches joined from separate pipelines of the workers.
 
-Where workers have pipelines of their own, a global batch is their batches one after
-the other. Workers may have different amounts of data: one that has no more gives no
-rows until all have none, so that all take the same steps.
+If workers have separate pipelines, a global batch is the concatenation of their
+batches. Workers may have different amounts of data: one without more batches
+contributes no rows until all workers have ended, so that all take the same steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkersSource(Source):
         )
 
     def read(self) -> Iterator[Any]:
-        # Frameworks read on threads of their own, so each pass is a stream by itself.
+        # Frameworks may read several passes on separate threads: each needs a stream.
         stream = f"input {next(_streams)}"
         batches = self._own.batches()
         while True:
@@ -104,7 +104,7 @@ def encode(batch: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """Decodes a structure."""
+    """Decodes a structure of arrays from bytes of `encode`."""
     header, _, data = message.partition(b"\n")
     start = 0
 
@@ -131,7 +131,7 @@ def decode(message: bytes) -> Any:
 def _dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
-    except TypeError:  # bfloat16 and the like, which frameworks bring.
+    except TypeError:  # bfloat16 and others, which NumPy lacks.
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name))

@@ -28,7 +28,7 @@ class _Buffer:
         self._error: BaseException | None = None
 
     def wait_for_room(self) -> bool:
-        """Waits until another item may be made; False if none is wanted any more."""
+        """Waits until there is room for another item; False if the buffer is closed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or len(self._items) < self._size
@@ -42,14 +42,14 @@ class _Buffer:
             self._changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
-        """Says that there are no more items, and why."""
+        """Marks the end of the items, with the error that ended them, if any."""
         with self._changed:
             self._ended = True
             self._error = error
             self._changed.notify_all()
 
     def take(self) -> Any:
-        """The next item; raises what ended them when there is none."""
+        """The next item; after the last one raises the error, or `StopIteration`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._items or self._ended)
             if self._items:
@@ -77,7 +77,7 @@ def _produce(make: Callable[[], Iterator[Any]], buffer: _Buffer) -> None:
                 except StopIteration:
                     break
                 buffer.put(item)
-                del item  # The consumer decides how long it lives.
+                del item  # So that only the consumer refers to it.
         finally:
             close = getattr(items, "close", None)
             if close is not None:
@@ -100,9 +100,8 @@ def _close_all() -> None:
 class Prefetcher:
     """Iterator that prefetches items on a thread.
 
-    The thread ends when the items do, with their error if they have one, which the
-    consumer gets with its type; when the prefetcher is closed; and when the prefetcher
-    is garbage-collected.
+    The thread ends after the last item, at an error, which is raised to the consumer,
+    when the prefetcher is closed, and when it is garbage-collected.
 
     Args:
         make: callable that returns an iterator; called on the thread. It must not
@@ -131,7 +130,7 @@ class Prefetcher:
             raise
 
     def close(self) -> None:
-        """Ends the thread; an item that it is waiting for is waited for first."""
+        """Ends the thread, after the item that it is reading."""
         self._buffer.close()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)

@@ -11,7 +11,7 @@ _PARTS = ("x", "y", "sample_weight")
 
 
 def split_sizes(rows: int, parts: int) -> list[int]:
-    """How many rows each part gets: as equal as can be, larger parts first.
+    """The number of rows of each part: as equal as possible, larger parts first.
 
     Args:
         rows: int, rows of the global batch, 0 or more.
@@ -36,18 +36,18 @@ def split_sizes(rows: int, parts: int) -> list[int]:
 
 
 def check_batch(batch: Any) -> None:
-    """Raises an error if a batch has no rows to split, or parts that do not agree.
+    """Raises an error if the parts of a batch have no rows, or different numbers.
 
-    Inputs may have several lengths, as those of a graph do: nodes and edges.
+    Inputs may have several lengths, such as the nodes and edges of graphs.
 
     Args:
         batch: `x`, or a tuple or list of `x`, `y` and `sample_weight`: structures of
-            what has a `shape`, whose first entry is the number of rows or None.
+            objects with a `shape`, whose first entry is the number of rows or None.
 
     Raises:
-        ValueError: naming the parts and their shapes.
+        ValueError: with the parts and their shapes.
     """
-    # Some loaders make a list of the parts; Keras takes it for a tuple.
+    # Some loaders return a list of the parts, which Keras treats as a tuple.
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     shapes = {
         f"{name}[{i}]" if i else name: tuple(leaf.shape)

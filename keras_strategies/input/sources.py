@@ -26,12 +26,12 @@ class Source(abc.ABC):
     """A restartable source of batches.
 
     Args:
-        given: what the user gave.
+        given: the user's dataset.
     """
 
-    #: Whether NumPy arrays may be overwritten once the next batch is requested.
+    #: Whether NumPy arrays may be overwritten when the next batch is requested.
     may_reuse_memory = False
-    #: Whether batches lie in memory, so that nothing is gained by reading them ahead.
+    #: Whether batches are slices of arrays in memory, for which prefetch gains nothing.
     is_in_memory = False
 
     def __init__(self, given: Any):
@@ -46,7 +46,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> Iterator[Any]:
-        """A pass over the batches as they are."""
+        """A pass over the batches, without checks."""
 
     @property
     def cardinality(self) -> int | None:
@@ -54,7 +54,7 @@ class Source(abc.ABC):
         return None
 
     def spec(self) -> Any:
-        """Shapes and dtypes, the rows open; reads a batch where nothing says them."""
+        """Shapes and dtypes, with open rows; by default, those of the first batch."""
         batch = next(self.batches(), None)
         if batch is None:
             raise InputError(
@@ -63,11 +63,11 @@ class Source(abc.ABC):
         return leaf_specs(batch)
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        """Input of Keras's `fit`, `evaluate` and `predict` for it.
+        """The input of Keras's `fit`, `evaluate` and `predict` for this source.
 
         Args:
-            class_weight: dict, as for `fit`, which Keras applies itself to what the
-                user gave, and not to what is made here.
+            class_weight: dict, as for `fit`. Keras applies it to the user's dataset;
+                adapters that are made here must apply it themselves.
         """
         return self.given
 
@@ -77,7 +77,7 @@ class TfDataSource(Source):
 
     def __init__(self, given: Any):
         super().__init__(given)
-        # Known before anything is read.
+        # Checked by its specification, before anything is read.
         check_rows(given.element_spec, self.what)
 
     def read(self) -> Iterator[Any]:
@@ -86,7 +86,7 @@ class TfDataSource(Source):
     @property
     def cardinality(self) -> int | None:
         count = int(self.given.cardinality())
-        return count if count >= 0 else None  # Unknown, or without end.
+        return count if count >= 0 else None  # Negative: unknown or infinite.
 
     def spec(self) -> Any:
         return leaf_specs(self.given.element_spec)
@@ -124,7 +124,7 @@ class ArraySource(Source):
     def __init__(self, given: ArrayDataset):
         super().__init__(given)
         if given.batch_size is None:
-            # A single row has no batch axis: this raises, and says so.
+            # Raises for scalars; other single rows look like batches.
             check_rows(next(iter(given), None), self.what)
             raise InvalidArgumentError(
                 f"{self.what} yields single rows. Batch it first: "
@@ -136,7 +136,7 @@ class ArraySource(Source):
         for first in batches:
             check_rows(first, self.what)
             yield first
-            # Rows of the same arrays.
+            # The other batches are rows of the same arrays.
             yield from batches
 
     def read(self) -> Iterator[Any]:
@@ -160,7 +160,7 @@ class IterableSource(Source):
 
     def __init__(self, given: Iterable[Any]):
         super().__init__(given)
-        # An iterator is its own; a list, a class with `__iter__` are not.
+        # Set for an iterator, which can be read only once.
         self._remaining: Iterator[Any] | None = None
         self._is_used = False
         if isinstance(given, Iterator):
@@ -185,7 +185,7 @@ class IterableSource(Source):
     def spec(self) -> Any:
         if self._remaining is None:
             return super().spec()
-        # Looked at, and put back.
+        # Read, and put back for the iteration.
         first = list(itertools.islice(self.batches(), 1))
         self._is_used = False
         self._remaining = itertools.chain(first, self._remaining)
@@ -196,7 +196,7 @@ class IterableSource(Source):
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         if self._remaining is None:
             return batches_adapter(self.batches, self.cardinality, class_weight)
-        # Keras goes on with a generator from epoch to epoch, and so does this one.
+        # Keras continues a generator in the next epoch, and so must this one.
         rest = self._remaining
 
         def checked() -> Iterator[Any]:
@@ -255,7 +255,7 @@ class PlacedSource(Source):
         self.may_reuse_memory = source.may_reuse_memory
 
     def read(self) -> Iterator[Any]:
-        # Current while a batch is made, and not while it is used.
+        # The device is current while a batch is made, and not while it is used.
         with self._on_device():
             batches = self._source.read()
         nothing = object()
@@ -322,7 +322,7 @@ def is_tf_data(value: Any) -> bool:
 
 
 def length_of(value: Any) -> int | None:
-    """The length of a dataset, None where it has none."""
+    """The length of a dataset; None if it has none."""
     try:
         return len(value)
     except TypeError:

@@ -1,7 +1,4 @@
-"""Rows and elements of workers and replicas, in pure functions.
-
-Independent of the contents of rows. With one worker, it has all of them.
-"""
+"""Division of rows and files between workers and replicas, in pure functions."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ class Share:
     """The replicas of one process among all replicas.
 
     Args:
-        first: int, the number of the first of them.
-        count: int, how many of them there are.
-        total: int, the replicas of all processes.
+        first: int, the number of the process's first replica.
+        count: int, the number of replicas of the process.
+        total: int, the number of replicas of all processes.
     """
 
     first: int
@@ -36,7 +33,7 @@ class Share:
 
     @classmethod
     def of_worker(cls, replicas: Sequence[int], worker: int) -> Share:
-        """The share of one worker, of workers with so many replicas each.
+        """The share of one worker, given the number of replicas of each worker.
 
         >>> Share.of_worker([2, 1, 3], 2)
         Share(first=3, count=3, total=6)
@@ -49,7 +46,7 @@ def replica_ranges(rows: int, share: Share) -> list[tuple[int, int]]:
 
     Args:
         rows: int, rows of the global batch.
-        share: which replicas are local.
+        share: the local replicas.
 
     Returns:
         list of pairs `(start, stop)`, one for each local replica.
@@ -88,9 +85,9 @@ def resolve_policy(
     """The effective policy.
 
     Args:
-        policy: the requested one.
-        num_workers: int, how many workers there are.
-        num_files: int, the files that the dataset reads; None if it reads none.
+        policy: the requested policy.
+        num_workers: int, the number of workers.
+        num_files: int, the number of files that the dataset reads; None for no files.
 
     Returns:
         `OFF` for one worker; for `AUTO`, either `FILE` or `DATA`; else the policy.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
 
 
-# Batches of a loop whose contents workers compare, where they may differ.
+# Number of first batches of a loop whose contents workers compare.
 _COMPARED_BATCHES = 2
 
 
@@ -40,7 +40,7 @@ class WorkerSteps:
         self._method = ""
         self._steps = 0
         self._checks = False
-        # Host and process of the workers that a warning has named.
+        # Host and process id of workers that have been warned about.
         self._slow: set[tuple[str, int]] = set()
 
     @contextlib.contextmanager
@@ -100,7 +100,7 @@ class WorkerSteps:
             raise
 
     def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches; the time of reading them is that of this worker's steps."""
+        """The batches; the time of reading them is measured for `strategy.status`."""
         iterator = iter(batches)
         end = object()
         while True:
@@ -111,7 +111,7 @@ class WorkerSteps:
             yield batch
 
     def _warn_of_slow_workers(self) -> None:
-        """Names a worker that the others wait for, once, on the chief."""
+        """Warns of a worker that the others wait for, once, on the chief."""
         if not self.group.is_chief:
             return
         for index in self.group.slow_workers():
@@ -133,12 +133,12 @@ class WorkerSteps:
     def check_batch(self, batch: Any) -> None:
         """Compares a global batch with those that the other workers have read.
 
-        Arrays are compared once, before the loop; what may end or shuffle by itself,
-        a generator or a `PyDataset`, with every batch: its rows, and in the first
-        batches what is in it.
+        Arrays are compared once, before the loop. Other input, such as a generator or a
+        `PyDataset`, may end or shuffle differently: shapes of every batch are compared,
+        and contents of the first ones.
 
         Raises:
-            WorkerError: if workers have other batches, or one has no more.
+            WorkerError: if batches differ, or a worker has no more.
         """
         if not self._checks:
             return

@@ -35,7 +35,7 @@ class Workers(abc.ABC):
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         self.group = group
         self.options = options
-        #: The number of replicas of each worker, from `with_replicas`.
+        #: The number of replicas of each worker, set by `with_replicas`.
         self.replicas: tuple[int, ...] = (1,) * group.count
         # The workers that make up one replica, where it takes several.
         self._span = 1
@@ -110,7 +110,7 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
-        """The chief's tensors, in place of those of the same shapes and dtypes."""
+        """The chief's tensors; all workers pass tensors of these shapes and dtypes."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -129,10 +129,10 @@ class Workers(abc.ABC):
         return self.elastic.call(what, lambda: self.group.gather_values(what, value))
 
     def end_waits(self) -> None:
-        """Ends every wait of this process in a collective, with a `WorkerError`.
+        """Aborts every wait of this process in a collective, with a `WorkerError`.
 
-        Elastic groups call it when a worker is lost, from any thread, possibly several
-        times, and also while no thread waits. It returns at once. Later collectives
+        Elastic groups call it when a worker is lost: from any thread, possibly several
+        times, and also while no thread waits. It does not block. Later collectives
         raise errors until `replace`.
         """
         raise NotImplementedError
@@ -148,7 +148,7 @@ class Workers(abc.ABC):
             group: the connected workers; there may be one only.
 
         Raises:
-            WorkerError: if a worker is lost meanwhile; it is called again, then.
+            WorkerError: if a worker is lost meanwhile; then it is called again.
         """
         self.group = group
         self.steps.group = group
@@ -159,11 +159,11 @@ class Workers(abc.ABC):
         return self.steps.method(name)
 
     def cause(self, error: BaseException) -> BaseException:
-        """The error to raise for one that a method has raised.
+        """The error to raise in place of one that a method has raised.
 
         Returns:
-            A `WorkerError` where the engine has failed because of a lost worker; the
-            error itself where it has nothing to do with other workers.
+            A `WorkerError` if the engine failed because a worker was lost; else the
+            error itself.
         """
         return error
 

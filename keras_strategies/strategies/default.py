@@ -68,7 +68,7 @@ class DefaultStrategy(Strategy):
         *,
         batch_size: int | None = None,
     ) -> Any:
-        """Returns the dataset as it is, where no options are given.
+        """Returns the dataset unchanged, if no options are given.
 
         Arrays, pandas frames and `keras.utils.PyDataset`, which are not iterables of
         batches, become a `DistributedDataset` of one replica.
@@ -88,7 +88,7 @@ class DefaultStrategy(Strategy):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> Any:
-        """Calls the function, and returns its dataset likewise."""
+        """Calls the function; see `experimental_distribute_dataset` for the result."""
         if options is not None:
             return super().distribute_datasets_from_function(dataset_fn, options)
         distribute.check_dataset_fn(dataset_fn)
@@ -98,15 +98,15 @@ class DefaultStrategy(Strategy):
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def _check_outside_replicas(self, method: str) -> None:
-        """Outside every scope all code is the one replica's; nothing to check."""
+        """Does nothing: outside of every scope all code is in replica context."""
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Does nothing; inside another strategy's scope it is a `RuntimeError`."""
+        """Does nothing; raises a `RuntimeError` inside another strategy's scope."""
         current = context.current_strategy()
         if current is not None:
             raise MixedStrategyError(
                 "Mixing different strategies: the scope of the default strategy was "
-                f"opened inside that of {current!r}."
+                f"opened inside that of {current!r}. Leave that scope first."
             )
         yield self

@@ -12,15 +12,15 @@ from keras_strategies.runtime.engine import Engine
 
 
 def set_virtual_cpu_devices(count: int) -> None:
-    """Makes `count` CPU devices exist, for development without accelerators.
+    """Divides the CPU into `count` devices, for development without accelerators.
 
     Args:
         count: int, 1 or more.
 
     Raises:
         ValueError: if `count` is not a positive int.
-        RuntimeError: if the backend has already been used and has fixed its
-            devices; call it first in the program then.
+        RuntimeError: if the backend has already been used, after which its devices
+            cannot change. Call the function first in the program.
 
     Example:
 
@@ -62,6 +62,6 @@ def choose_devices(
 
 
 def make_cpu_devices(engine: Engine, count: int) -> None:
-    """Makes CPU devices up to a number, if fewer are known to exist."""
+    """Creates `count` CPU devices, if fewer exist."""
     if engine.cpu_device_count() < count:
         engine.set_virtual_cpu_devices(count)

@@ -26,18 +26,17 @@ class MirroredStrategy(Strategy):
             virtual CPU devices.
         cross_device_ops: `CrossDeviceOps`, reductions between replicas: gradients in
             `fit` and in `run`, `ReplicaContext.all_reduce`, `reduce` and
-            `extended.reduce_to`. None for the backend's own way. With one, layer calls
-            are always split on Torch; calls that are computed unsplit have nothing to
-            combine. On JAX, XLA inserts the all-reduces of steps, whichever class is
-            given, and only those of this package are accepted.
+            `extended.reduce_to`. None for the backend's own. If given, layer calls are
+            always split on Torch, since unsplit calls reduce nothing. On JAX, XLA
+            inserts the all-reduces of steps whichever class is given, and only the
+            classes of this package are accepted.
         sync_batch_norm: bool, whether batch normalization uses the statistics of
-            the global batch. False uses those of each replica's rows, where
-            replicas are separate computations (Torch, TensorFlow); JAX has one
-            program for all, and refuses False.
+            the global batch. False uses those of each replica's rows. Torch and
+            TensorFlow only; JAX, where all replicas are one program, raises an error.
         always_split: bool. On virtual CPU devices of Torch and JAX, batches with
             little arithmetic per operation are computed unsplit on the first device,
-            since that is faster and computes the same; shapes decide. True splits
-            these as well, as on separate physical devices.
+            which is faster and computes the same; the choice depends on shapes only.
+            True splits these as well, as on separate physical devices.
 
     Raises:
         TypeError: if `cross_device_ops` is something else.

@@ -77,7 +77,7 @@ class ModelParallelStrategy(Strategy):
             as those of a map that serves several models. Otherwise such a pattern is
             an error in `plan`, `describe`, and the first `fit`, `evaluate` or
             `predict`.
-        elastic: None; shards of a lost worker are on no other one.
+        elastic: must be None: no other worker has the shards of a lost one.
 
     Raises:
         ValueError: for devices that do not exist or that `model_parallel` does not
@@ -136,7 +136,7 @@ class ModelParallelStrategy(Strategy):
         if devices is not None:
             # Before workers connect, so that none waits for this one.
             check_implementation(options, engine.name, as_devices(devices))
-        # Before devices are looked at: engines add those of other workers.
+        # Before devices are listed: connecting engines adds those of other workers.
         resolver, workers = find_workers(
             engine, cluster_resolver, communication_options
         )
@@ -202,7 +202,7 @@ def _of_all_workers(
 
 
 def _span(every: Sequence[Sequence[Device]], width: int) -> int:
-    """How many workers one replica takes."""
+    """The number of workers that one replica spans."""
     counts = [len(each) for each in every]
     if all(count % width == 0 for count in counts):
         return 1
@@ -218,7 +218,7 @@ def _span(every: Sequence[Sequence[Device]], width: int) -> int:
 def _grid(
     layout_map: Any, given: Any, count: int, model_parallel: int | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The shape and the axes of the grid of so many devices."""
+    """The shape and the axis names of the grid of `count` devices."""
     if given is None:
         if model_parallel is None:
             model_parallel = 1 if layout_map == "fsdp" else count
@@ -247,8 +247,8 @@ def _one_device(
 
     Args:
         engine: the engine.
-        devices: those that were named, or all there are.
-        is_chosen: bool, whether they were named.
+        devices: the devices given by the user, or all devices of the process.
+        is_chosen: bool, whether the user gave them.
     """
     rank = os.environ.get("LOCAL_RANK", "")
     if not is_chosen and devices[0].kind != "cpu" and rank.isdigit():

@@ -117,7 +117,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if devices is not None:
             # Before workers connect, so that none waits for this one.
             check_implementation(options, engine.name, as_devices(devices))
-        # Before the devices are looked at: engines add those of other workers.
+        # Before devices are listed: connecting engines adds those of other workers.
         resolver, workers = find_workers(
             engine, cluster_resolver, communication_options, elastic
         )
@@ -257,9 +257,9 @@ def _elastic_of_launcher() -> Elastic | None:
 def _check_addresses(resolver: ClusterResolver) -> None:
     if any(":" not in address for address in worker_addresses(resolver.cluster_spec())):
         raise ClusterError(
-            f"`elastic` was given, but {type(resolver).__name__} describes the address "
-            "of the first worker only; elastic workers listen at one each. Start them "
-            "with `keras-strategies launch --elastic 1:N script.py`, or set TF_CONFIG."
+            f"`elastic` was given, but {type(resolver).__name__} has the address of "
+            "the first worker only; elastic workers need one each. Start them with "
+            "`keras-strategies launch --elastic 1:N script.py`, or set TF_CONFIG."
         )
 
 
@@ -267,15 +267,15 @@ def _check_elastic(workers: Workers, elastic: Elastic | None) -> None:
     if (workers.elastic is None) != (elastic is None):
         raise ClusterError(
             "The workers are already connected "
-            f"{'without' if workers.elastic is None else 'with'} `elastic`, shared by "
-            "all strategies. Pass the same to each of them."
+            f"{'without' if workers.elastic is None else 'with'} `elastic`, and all "
+            "strategies use this connection. Pass the same `elastic` to each of them."
         )
 
 
 def _is_port_shared(resolver: ClusterResolver) -> bool:
     # The agent of torchrun listens at MASTER_PORT itself.
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return is_agents and isinstance(resolver, TorchrunClusterResolver)
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return has_agent and isinstance(resolver, TorchrunClusterResolver)
 
 
 def _job(addresses: list[str], resolver: ClusterResolver) -> str:
@@ -304,8 +304,8 @@ def _end_process() -> None:
     is_lost = any(workers.group.loss() is not None for workers in _joined.values())
     leave_cluster()
     if is_lost:
-        # The interpreter would look for garbage among all that frameworks have made,
-        # which takes seconds on a busy machine; others wait for this process to end.
+        # Skips the interpreter's last garbage collection, which takes seconds on a busy
+        # machine while other workers wait for this process to end.
         gc.freeze()
 
 

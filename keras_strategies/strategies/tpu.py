@@ -30,9 +30,9 @@ class DeviceAssignment:
     """The cores of each replica.
 
     Args:
-        devices: sequence of sequences of device names or objects: for each replica its
-            cores, which are equally many. Other devices than TPUs may be named, for
-            development: they are used in the same way.
+        devices: sequence of sequences of device names or objects: the cores of each
+            replica, the same number for all. For development, devices other than TPUs
+            may be named; they are used in the same way.
 
     Raises:
         ValueError: if replicas have different numbers of cores, or none.
@@ -56,21 +56,21 @@ class DeviceAssignment:
 
     @property
     def num_replicas(self) -> int:
-        """int, how many replicas there are."""
+        """int, the number of replicas."""
         return len(self.devices)
 
     @property
     def num_cores_per_replica(self) -> int:
-        """int, how many cores each replica has."""
+        """int, the number of cores of each replica."""
         return len(self.devices[0])
 
 
 class TPUStrategy(Strategy):
     """Synchronous training on TPU cores, on JAX.
 
-    Every core is a replica with a copy of the variables, as `MirroredStrategy` has
-    them on other accelerators. A device assignment can give a replica several cores;
-    with SPMD partitioning, large variables are sharded over these as by
+    Every core is a replica with a copy of the variables, as with `MirroredStrategy` on
+    other accelerators. A device assignment can assign several cores to a replica: with
+    SPMD partitioning, large variables are sharded over these as by
     `ModelParallelStrategy("auto")`; without it only the first core of each replica
     computes.
 
@@ -84,7 +84,7 @@ class TPUStrategy(Strategy):
             cores of a replica; None for False.
 
     Raises:
-        RuntimeError: where there is no TPU, with what was looked for.
+        RuntimeError: if there is no TPU; the message lists the devices.
         ValueError: for cores that do not exist or are named twice, and for SPMD
             partitioning over the machines of a slice.
 
@@ -119,8 +119,8 @@ class TPUStrategy(Strategy):
         rows = _cores(engine, assignment)
         if workers is not None:
             workers = workers.with_replicas(len(rows))
-        is_cut = bool(experimental_spmd_xla_partitioning) and len(rows[0]) > 1
-        if is_cut and workers is not None:
+        is_sharded = bool(experimental_spmd_xla_partitioning) and len(rows[0]) > 1
+        if is_sharded and workers is not None:
             raise InvalidArgumentError(
                 "SPMD partitioning shards variables over the cores of one machine, "
                 f"but this slice has {workers.group.count} machines. Omit "
@@ -128,7 +128,7 @@ class TPUStrategy(Strategy):
             )
         replicas = tuple(row[0] for row in rows)
         mesh = None
-        if is_cut:
+        if is_sharded:
             require(engine, Feature.SHARDED_VARIABLES)
             shape = (len(rows), len(rows[0]))
             rule = AutoLayouts(MODEL_AXIS, shape[1], MIN_SHARD_BYTES)

@@ -20,15 +20,15 @@ def replica_moments(
 
     Each replica sends its count, mean and sum of squared deviations in one message;
     they are combined as in Chan, Golub and LeVeque, "Updating formulae and a
-    pairwise algorithm for computing sample variances" (1979), which does not
-    subtract large numbers from each other as E[x^2] - E[x]^2 does.
+    pairwise algorithm for computing sample variances" (1979), which avoids the
+    cancellation of E[x^2] - E[x]^2.
 
     Args:
         replica: the replica that this runs on.
         layer: a `keras.layers.BatchNormalization`.
         inputs: float tensor, this replica's rows.
-        mask: None, or a bool tensor of one dimension less, False where a position
-            does not count.
+        mask: None, or a bool tensor of one dimension less, False at positions to
+            ignore.
 
     Returns:
         Two tensors of shape `(channels,)`, equal on all replicas; differentiable.
@@ -46,7 +46,7 @@ def replica_moments(
     mean = ops.sum(inputs, axes) / ops.maximum(count, 1.0)
     deviations = inputs - _along(mean, inputs, axes)
     spread = ops.sum(weights * ops.square(deviations), axes)
-    # Keras adds it to the count of a masked batch, on one device too.
+    # Keras also adds it to the count of a masked batch on one device.
     tiny = keras.config.epsilon()
     mean, variance, _ = _combined(replica, count, mean, spread, tiny)
     return mean, variance
@@ -57,7 +57,7 @@ def _moments(
 ) -> tuple[tuple[Any, Any], Callable[[Any, Any], Any]]:
     """Mean and variance without a mask, and their gradient."""
     shape = ops.shape(inputs)
-    # Tensors last: in a program for any number of rows, one multiplication.
+    # Ints first: in a program for any number of rows, one tensor multiplication.
     positions = math.prod(sorted((shape[i] for i in axes), key=ops.is_tensor))
     total = ops.sum(inputs, axes)
     count = ops.full_like(total, positions)

@@ -43,7 +43,7 @@ def value_and_grad(
     """
     variables = list(variables)
     if not variables:
-        # Training would skip its first step: the call of the model builds it.
+        # The model's first call builds it: its first step would train nothing.
         raise InvalidArgumentError(
             "`value_and_grad` received no variables. An unbuilt model has none: "
             "give it a `keras.Input`, or call `model.build(input_shape)` before the "
@@ -53,7 +53,7 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # Those on parameter servers, outside of a program: read for the call.
+        # Outside of a program, variables on parameter servers are read for the call.
         with materialized(variables):
             return differentiated(*args, **kwargs)
 
@@ -63,7 +63,7 @@ def value_and_grad(
 def function(
     fn: Callable[..., Any] | None = None, *, jit_compile: bool | None = None
 ) -> Callable[..., Any]:
-    """Compiles a step the backend's way; usable as a decorator.
+    """Compiles a step by the backend's compiler; usable as a decorator.
 
     On TensorFlow it is `tf.function`; on JAX `jax.jit`, with all Keras state that the
     function reads and assigns passed in and out; on Torch the function runs eagerly
@@ -94,10 +94,10 @@ def function(
     engine = get_engine()
     make = functools.partial(engine.function, fn, jit_compile=jit_compile)
     compiled = make()
-    # A `tf.function` stays what it is, without elastic workers.
+    # Without elastic workers, a `tf.function` is returned unwrapped.
     if engine.name != "tensorflow" or current_loop() is not None:
         compiled = _elastic(fn, compiled, make)
-    # Workers of parameter servers compile it their own way.
+    # Workers of parameter servers compile the Python function themselves.
     register_compiled(compiled, fn)
     return compiled
 

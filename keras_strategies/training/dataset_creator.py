@@ -30,7 +30,7 @@ class DatasetCreator(DatasetFunction):
     Raises:
         TypeError: if `dataset_fn` is not callable, or `input_options` is something
             else.
-        ValueError: for input options that `fit` has no use for.
+        ValueError: for input options that `fit` does not support.
 
     Example:
 
@@ -66,7 +66,7 @@ class DatasetCreator(DatasetFunction):
 
 
 def _check_used_in_fit(options: InputOptions) -> None:
-    """Raises `InvalidArgumentError` for options that `fit` has no use for."""
+    """Raises `InvalidArgumentError` for options that `fit` does not support."""
     default = InputOptions()
     for name in (
         "experimental_fetch_to_device",

@@ -13,7 +13,7 @@ from keras_strategies.keras_compat.models.layers import embedding_tables, sublay
 from keras_strategies.keras_compat.optimizers.optimizer_classes import optimizer_kind
 from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
 
-#: Default of `TableConfig.optimizer` in keras_rs 0.4, which counts as not given.
+#: Default of `TableConfig.optimizer` in keras_rs 0.4; equal to no optimizer given.
 _DEFAULT = "adam"
 
 
@@ -46,7 +46,7 @@ def check_table_optimizers(model: Any) -> None:
                 f"Table {table.name!r} of layer {layer.name!r} has "
                 f"optimizer={wanted!r}, which keras_rs uses on the SparseCores of TPUs "
                 "only: here the optimizer of the model, "
-                f"{optimizer_kind(optimizer).__name__}, would update it. Leave it out, "
+                f"{optimizer_kind(optimizer).__name__}, would update it. Omit it, "
                 "or compile the model with `keras.optimizers.MultiOptimizer`, which "
                 "updates variables by their paths: "
                 "`keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap("
@@ -59,7 +59,7 @@ def _is_equal(wanted: Any, own: Any) -> bool:
     kind = optimizer_kind(own)
     config = own.get_config()
     if isinstance(wanted, str):
-        # Without an optimizer, which would have variables.
+        # By the defaults, without creating an optimizer, which would create variables.
         defaults = inspect.signature(kind.__init__).parameters
         return wanted.lower() == kind.__name__.lower() and all(
             name not in defaults or _is_close(defaults[name].default, value)

@@ -34,8 +34,8 @@ from keras_strategies.training.saving.atomic_files import atomic_save, read_seed
 def install_hooks() -> None:
     """Hooks Keras's models, layers and optimizers, once for the process.
 
-    Strategies and `DatasetCreator` call it when they are made, so that nothing depends
-    on which module was imported, or in which order.
+    Called when a strategy or `DatasetCreator` is created, so that hooks do not depend
+    on the order of imports.
     """
     hooks.install(StrategyHooks())
 
@@ -286,10 +286,9 @@ def _are_aggregated() -> bool:
 
 @contextlib.contextmanager
 def gradients_are_aggregated() -> Iterator[None]:
-    """In replica context: gradients are the same on all replicas already.
+    """Context in a replica function: gradients are equal on all replicas already.
 
-    Inside, `optimizer.apply` and `apply_gradients` use them as they are and do not
-    sum them over replicas first.
+    Inside, `optimizer.apply` and `apply_gradients` do not sum them over replicas.
 
     Example:
 

@@ -1,7 +1,7 @@
 """Distributed input of `Model.fit`, `evaluate` and `predict`.
 
-Strategies train on global batches, so a dataset that was distributed is given to
-Keras as the global batches that it came from.
+Strategies train on global batches, so Keras gets the global batches that a distributed
+dataset was split from.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DatasetFunction:
         """Calls the function and returns the global batches of this worker.
 
         Args:
-            pipelines: which of the workers this is.
+            pipelines: the input context of this worker.
             local_replicas: int, the replicas of this worker.
         """
         mode = self.input_options.experimental_replication_mode
@@ -70,7 +70,7 @@ class _RecordingInputContext(InputContext):
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:
-        # A printed context is not a used one.
+        # Printing a context does not count as use.
         is_used = self.uses_replicas
         text = super().__repr__()
         self.__dict__["is_used"] = is_used
@@ -89,10 +89,10 @@ def model_arguments(
     Args:
         strategy: the model's strategy; None for the default one.
         name: str, the method.
-        arguments: dict, what was given, by name.
+        arguments: dict of the given arguments, by name.
 
     Returns:
-        dict of the arguments that are others: `x` and `validation_data`.
+        dict of the changed arguments, of `x` and `validation_data`.
 
     Raises:
         ValueError: for targets or weights with a dataset that contains them.
@@ -128,13 +128,13 @@ def is_distributed_input(value: Any) -> bool:
 
 
 def _elastic_input(value: Any, class_weight: dict[int, float] | None) -> Any:
-    """Input of which all workers read the same global batches."""
+    """Input for elastic workers, which all read the same global batches."""
     if is_tf_data(value):
         auto_shard.check_elastic(value)
         return value
     is_feed = isinstance(value, DistributedDataset)
     if isinstance(value, DatasetFunction) or (is_feed and not value.feed.is_global):
-        raise auto_shard.not_shared()
+        raise auto_shard.separate_input_error()
     source = value.feed.source() if is_feed else source_of(value)
     return source.model_input(class_weight)
 

@@ -16,7 +16,7 @@ class WorkerProgress(keras.callbacks.ProgbarLogger):
         total: callable that returns the number of workers.
     """
 
-    # As the progress bar that Keras adds itself: steps need not wait for it.
+    # As Keras's own progress bar: steps do not wait for it.
     async_safe = True
 
     def __init__(self, computing: Callable[[], int], total: Callable[[], int]):

@@ -16,9 +16,9 @@ from keras_strategies.runtime.engine import Engine
 def sync_random_numbers(engine: Engine, group: WorkerGroup) -> None:
     """Copies the chief's random states: Python's, NumPy's and the framework's.
 
-    Keras takes seeds of layers and of initializers from Python's numbers, and
-    shuffles with NumPy's or the framework's, so that workers with the same numbers
-    make the same weights and the same batches.
+    Keras draws seeds of layers and initializers from Python's generator, and shuffles
+    with NumPy's or the framework's, so workers with the same states create the same
+    weights and the same batches.
     """
     own = json.dumps(random_numbers(engine)).encode() if group.is_chief else None
     found = json.loads(group.broadcast("random numbers", own))

@@ -1,4 +1,4 @@
-"""Errors for calls of TensorFlow on another backend."""
+"""Errors for calls of TensorFlow's functions on another backend."""
 
 from __future__ import annotations
 

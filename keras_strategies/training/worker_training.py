@@ -97,13 +97,13 @@ def arguments(
     """Changes of a method's arguments, after checking that workers agree on them.
 
     Raises:
-        ValueError: if workers have other batches, epochs or models.
+        ValueError: if batches, epochs or models differ between workers.
     """
     workers = strategy.workers
     if workers is None or name not in _LOOPS:
         return {}
     agree(workers, model, name, given)
-    # Arrays have been compared; joined batches are the same by how they are made.
+    # Arrays have been compared above; joined batches are equal by construction.
     x = given.get("x")
     workers.steps.check_batches(not _is_arrays(x) and not is_adapter(x))
     callbacks = given.get("callbacks")
@@ -248,7 +248,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
 
 
 def _check_backups(strategy: StrategyCore, callbacks: Any) -> None:
-    """Refuses `BackupAndRestore` with variables sharded over workers."""
+    """Raises for `BackupAndRestore` with variables sharded over workers."""
     if strategy.placement.mesh is None:
         return
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -260,13 +260,13 @@ def _check_backups(strategy: StrategyCore, callbacks: Any) -> None:
                 f"{strategy!r}, which shards variables over several workers, but "
                 "only the chief writes and reads its file. Call "
                 "`strategy.save_sharded(model, directory)` at the end of an epoch, "
-                "and `load_sharded` before `fit`; every worker writes and reads its "
-                "own parts there."
+                "and `load_sharded` before `fit`, with which every worker writes and "
+                "reads its own shards."
             )
 
 
 def _check_elastic(callbacks: Any) -> None:
-    """Refuses callbacks that set the position of `fit`, as `elastic` does."""
+    """Raises for callbacks that set the position of `fit`, as `elastic` does."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise InvalidArgumentError(
             "A CallbackList is not supported with elastic workers: output moves to "
@@ -282,9 +282,9 @@ def _check_elastic(callbacks: Any) -> None:
 
 
 def _acts_on_batches(callback: Any) -> bool:
-    """Whether it may stop training, or change the rate, at the end of a batch.
+    """Whether a callback may stop training, or change the rate, after a batch.
 
-    Of Keras's own callbacks only `LambdaCallback` does, with functions of the user.
+    Of Keras's own callbacks only `LambdaCallback` may, by functions of the user.
     """
     names = ("on_train_batch_end", "on_batch_end")
     if type(callback).__module__.startswith("keras."):

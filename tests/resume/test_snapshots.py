@@ -242,7 +242,7 @@ def test_other_callbacks_than_before_are_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as found:
         fit(model_of(), ks.callbacks.Resume(tmp_path), stopping)
     texts = " ".join(str(warning.message) for warning in found)
-    assert "EarlyStopping was not there when the snapshot was made" in texts
+    assert "EarlyStopping has no state in the snapshot" in texts
     assert "states of callbacks that `fit` was not given: Counter" in texts
 
 
@@ -282,7 +282,7 @@ def test_a_log_that_was_shortened_is_a_warning(tmp_path: Path) -> None:
     fit(model_of(), ks.callbacks.Resume(tmp_path), logger)
     (tmp_path / "log.csv").write_text("epoch")
     again = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-    with pytest.warns(UserWarning, match="It lacks rows of epochs before"):
+    with pytest.warns(UserWarning, match="It lacks rows of earlier epochs"):
         fit(model_of(), ks.callbacks.Resume(tmp_path), again)
 
 

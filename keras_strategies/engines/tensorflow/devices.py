@@ -61,6 +61,6 @@ def set_virtual_cpus(count: int) -> None:
         raise BackendInUseError(
             f"{count} CPU devices were requested, but TensorFlow has already been "
             f"used in this process, with {cpu_count()} CPU devices, and can no longer "
-            f"change them. Call `ks.set_virtual_cpu_devices({count})` right after the "
-            "imports, before any tensor, variable or model is created."
+            f"change them. Call `ks.set_virtual_cpu_devices({count})` first, right "
+            "after the imports, before any tensor, variable or model is created."
         ) from error

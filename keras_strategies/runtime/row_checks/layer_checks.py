@@ -5,12 +5,11 @@ layer is called on a few rows of the batch, unsplit and in two parts. Its output
 losses and state updates must be what the data-parallel call makes of the parts.
 
 Two batches are tried: the first rows of the batch, and repetitions of two rows, one in
-each part. The second one makes dependence on the full batch extreme: the capacity of
-experts is exceeded, and statistics of the parts are far apart. Most layers need three
-calls, of which nothing is split: on the first rows, on a part of these, and on
-repetitions of the last one. The outputs of a row must be the same in all of them, and
-so must what the layer assigns to variables; statistics of batch normalization are those
-of the first call.
+each part. The second one makes a dependence on the full batch as large as possible: the
+capacity of experts is exceeded, and the statistics of the parts differ most. For most
+layers three calls suffice: on the first rows, on a part of these, and on repetitions of
+the last row. Outputs of a row and values assigned to variables must be equal in all
+three; batch normalization uses the statistics of the first call.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ if TYPE_CHECKING:
 PROBE_ROWS = 32
 # Repetitions of each of the two rows of the second batch.
 _REPETITIONS = 4
-# Random numbers are this quantile of their range: nothing is dropped, then nearly all.
+# Random numbers are this quantile of their range: dropout drops nothing, then most.
 _QUANTILES = (0.97, 0.03)
 # Largest difference that is rounding, relative to the largest value.
 _TOLERANCES = {"int8": 5e-2, "bfloat16": 5e-2, "float16": 1e-2, "float32": 1e-4}
 _SMALLEST_SCALE = 1e-6
-# Fraction of integers that may differ: those computed from floats can be near a tie.
+# Fraction of integers that may differ: rounding of floats can change an argmax or bin.
 _TIES = 0.02
 
 
@@ -72,9 +71,9 @@ class RowChecks:
     """Results of the checks of all layers that a strategy calls.
 
     Args:
-        workers: those that make the same calls, or None. A layer is split on all of
-            them or on none: rounding near the tolerance could make one worker find a
-            difference that another one does not find, and wait for its collectives.
+        workers: the workers, which make the same calls; None without a cluster. A layer
+            is split on all of them or on none: with rounding near the tolerance, only
+            one worker might find a difference, and others would wait in collectives.
     """
 
     def __init__(self, workers: Workers | None = None) -> None:
@@ -87,13 +86,13 @@ class RowChecks:
         """Checks a call, unless an earlier result holds for it.
 
         Returns:
-            The result, and whether it is new. A new problem counts once it is added:
-            the unsplit call comes first, and raises errors of its arguments.
+            The result, and whether it is new. A new problem is not stored yet: the
+            caller adds it after the unsplit call, which raises errors of its arguments.
         """
         found = self._found.setdefault(call.layer, {})
         known = found.get(call.key())
-        rows = min(PROBE_ROWS, _rows_at_hand(probes, call))
-        # A check of two rows says little about a batch of many.
+        rows = min(PROBE_ROWS, _known_rows(probes, call))
+        # A check on few rows is repeated for a batch of at least twice as many.
         if known is not None and (known.problem or rows < 2 * known.rows):
             return known, False
         result = self._agreed(call, _compare(probes, call, rows))
@@ -102,7 +101,7 @@ class RowChecks:
         return result, True
 
     def _agreed(self, call: LayerCall, own: RowCheck) -> RowCheck:
-        """The result of all workers: a problem that one of them has found counts."""
+        """The result for all workers: a problem if any worker has found one."""
         if self._workers is None:
             return own
         every = self._workers.group.gather_values(
@@ -116,14 +115,14 @@ class RowChecks:
         return own
 
     def clear(self) -> None:
-        """Drops all results: other workers may lack the last one."""
+        """Drops all results: workers that have joined lack them."""
         self._found.clear()
 
     def add(self, call: LayerCall, result: RowCheck) -> None:
         self._found.setdefault(call.layer, {})[call.key()] = result
 
 
-def _rows_at_hand(probes: LayerProbes, call: LayerCall) -> int:
+def _known_rows(probes: LayerProbes, call: LayerCall) -> int:
     if isinstance(call.rows, int):
         return call.rows
     for leaf in call.leaves:
@@ -142,13 +141,13 @@ def _compare(probes: LayerProbes, call: LayerCall, rows: int) -> RowCheck:
     try:
         return _compared(probes, call, rows, tolerance)
     except UsesReplicasError:
-        # A layer for replicas: the split call raises its errors.
+        # A layer that calls collectives itself: the split call raises its errors.
         return RowCheck(rows)
     except DifferentRowsError as error:
         return RowCheck(rows, f"{error}, so it cannot be split")
     except Exception as error:
-        # Any error on a subset of rows; the unsplit call that follows raises errors of
-        # the caller again.
+        # Any error on a subset of rows. If the arguments are wrong, the unsplit call
+        # that follows raises the error again.
         reason = (str(error).strip() or "no message").splitlines()[0]
         return RowCheck(
             rows,
@@ -192,10 +191,10 @@ def _repetitions(probe: Probe) -> int:
 
 
 def _is_same_alone(probe: Probe, tolerance: float) -> bool:
-    """Whether the last row has the same outputs in a batch of nothing else.
+    """Whether the last row has the same outputs in a batch of repetitions of it.
 
-    Nothing is more extreme: one expert gets all rows, and statistics that are not those
-    of batch normalization are those of one row.
+    This is the most extreme batch: one expert gets all rows, and statistics other than
+    those of batch normalization are those of one row.
     """
     if not probe.compares_rows:
         return False
@@ -209,7 +208,7 @@ def _is_same_alone(probe: Probe, tolerance: float) -> bool:
 
 
 def _is_same_in_part(probe: Probe, tolerance: float) -> bool:
-    """Whether the first rows have the same outputs without those that follow."""
+    """Whether the first rows have the same outputs without the rows after them."""
     size = probe.sizes[0]
     return _are_rows_of(
         probe.first_part, probe, lambda output: output[:size], tolerance
@@ -222,9 +221,9 @@ def _are_rows_of(
     rows: Callable[[Any], Any],
     tolerance: float,
 ) -> bool:
-    """Whether a call's outputs are some rows of the unsplit call's.
+    """Whether a call's outputs are certain rows of the unsplit call's outputs.
 
-    What replicas that all assign what it assigns leave behind is the same, too.
+    Also compares assigned variables, merged as if two replicas had made this call.
     """
     outputs = probe.unsplit.outputs
     if len(found.outputs) != len(outputs):
@@ -261,7 +260,7 @@ def _problem_of(
     else:
         return "the number of losses that it adds depends on the rows"
     if probe.collectives.by_user:
-        # A layer for replicas.
+        # A layer that calls collectives itself.
         return None
     if any(len(part.losses) != len(probe.unsplit.losses) for part in probe.parts):
         return "the number of losses that it adds depends on the rows"
@@ -284,7 +283,7 @@ def _differing_outputs(probe: Probe, tolerance: float) -> Iterator[str]:
             continue
         sizes = [part.shape[:1] for part in parts]
         if unsplit.ndim == 0 or sizes != [(size,) for size in probe.sizes]:
-            # The data-parallel call reports outputs without a batch axis.
+            # Outputs without a batch axis, which the data-parallel call reports.
             continue
         gap = difference(unsplit, np.concatenate(parts))
         if gap > tolerance:
@@ -292,7 +291,7 @@ def _differing_outputs(probe: Probe, tolerance: float) -> Iterator[str]:
 
 
 def _loss_kinds(probe: Probe, tolerance: float) -> list[set[str]]:
-    """For each loss which of its kinds agree with the values; none if it is neither."""
+    """For each loss the kinds that agree with its values; empty if neither does."""
     kinds = []
     for i, unsplit in enumerate(probe.unsplit.losses):
         if any(i >= len(part.losses) for part in probe.parts):
@@ -332,7 +331,7 @@ def _differing_updates(
             if difference(unsplit, merged) > tolerance:
                 yield f"its update of {variable.path!r}"
             continue
-        # Relative to the change, or to the value where that changes little.
+        # Relative to the change, or to the value if it changes little.
         change = float(np.abs(unsplit - old).max(initial=0))
         scale = max(change, 1e-2 * float(np.abs(old).max(initial=0)))
         if difference(unsplit, merged, scale) > tolerance:
@@ -342,7 +341,7 @@ def _differing_updates(
 def _first_differing_layer(
     probes: LayerProbes, call: LayerCall, batch: list[Any], tolerance: float
 ) -> Any:
-    """The innermost layer that differs first, where inner layers can be compared."""
+    """The first inner layer whose outputs differ; None if they cannot be compared."""
     probe = Probe(probes, call, batch, with_inner=True)
     calls = [outcome.inner for outcome in (probe.unsplit, *probe.parts)]
     wrong = [i for i, kind in enumerate(_loss_kinds(probe, tolerance)) if not kind]
@@ -368,11 +367,11 @@ def difference(expected: Any, found: Any, scale: float | None = None) -> float:
 
     Args:
         expected: array.
-        found: array of the same shape; others are infinitely far away.
+        found: array; infinity is returned if its shape is another.
         scale: float, divisor of differences; the largest value by default.
 
     Returns:
-        float; of integers 0 or 1, where only a few may differ.
+        float; for integers 1 if more than a few differ, else 0.
     """
     expected, found = np.asarray(expected), np.asarray(found)
     if expected.shape != found.shape:

@@ -1,8 +1,8 @@
 """Probes of a layer on a few rows: unsplit and in two parts, without side effects.
 
-Random numbers are replaced by a constant, so that parts have the same ones as the
-unsplit call. Batch normalization and other collectives, which are exact on replicas,
-are answered in the parts with the results that they had in the unsplit call.
+Random numbers are replaced by a constant, so that parts use the same ones as the
+unsplit call. Collectives, such as those of batch normalization, are exact on replicas:
+in the parts they return the results of the unsplit call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LayerProbes(abc.ABC):
 
     @abc.abstractmethod
     def values_of(self, tensor: Any) -> Any | None:
-        """The tensor with its values; None where a program has only its shape."""
+        """The tensor with its values; None in a program that has only its shape."""
 
     @abc.abstractmethod
     def first_rows(self, tensor: Any, rows: int | None) -> Any:
@@ -164,7 +164,7 @@ class _ProbeReplica(context.ReplicaContext):
 
 @dataclass
 class ProbeOutcome:
-    """Outputs, losses and updates of one call on a few rows, as arrays."""
+    """Outputs, losses and updates of one call on a few rows."""
 
     outputs: list[Any]
     losses: list[Any]
@@ -252,7 +252,8 @@ class Probe:
     def compares_rows(self) -> bool:
         """Whether the outputs of a row show if it depends on the others.
 
-        Losses and collectives of the user's are functions of the batch.
+        They do not show it if the layer adds losses or calls collectives itself, which
+        are functions of the batch.
         """
         return not (self.unsplit.losses or self.collectives.by_user)
 
@@ -334,7 +335,7 @@ def taken(batch: list[Any], indices: Sequence[int]) -> list[Any]:
 
 
 class UsesReplicasError(RuntimeError):
-    """A layer that uses its `ReplicaContext` failed in a probe, outside of replicas."""
+    """A layer that uses its `ReplicaContext` failed in a probe."""
 
 
 class DifferentRowsError(ValueError):
@@ -354,7 +355,7 @@ def _python_numbers_restored() -> Iterator[None]:
 
 
 def as_arrays(structure: Any) -> list[Any]:
-    """The leaves as arrays; None for a leaf that is no dense tensor."""
+    """The leaves as arrays; None for a leaf that is not a dense tensor."""
     return [
         as_array(leaf) if keras.ops.is_tensor(leaf) else None
         for leaf in keras.tree.flatten(structure)

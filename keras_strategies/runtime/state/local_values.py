@@ -15,7 +15,7 @@ class LocalValues:
     """The values of on-read variables, one for each local replica, kept between runs.
 
     The variable itself has the value that is read outside of `run`; an assignment there
-    gives every replica its part.
+    also sets the value of each replica.
 
     Args:
         replica_set: the replicas.

@@ -75,7 +75,7 @@ def _variables_of(model: Any) -> list[Any]:
     return list({id(variable): variable for variable in found}.values())
 
 
-_ADVICE = "Use another directory, or the model as it was."
+_ADVICE = "Use another directory, or the model that the snapshot was made of."
 
 
 def _optimizer_name(model: Any) -> str:
@@ -90,7 +90,7 @@ def _described(variable: Any) -> dict[str, Any]:
 
 
 def _identity(described: dict[str, Any]) -> tuple[Any, ...]:
-    # The numbers in names depend on what was made before.
+    # Names contain numbers that depend on the layers created before.
     name = re.sub(r"_\d+", "", described["path"].rpartition("/")[2])
     return name, described["shape"]
 

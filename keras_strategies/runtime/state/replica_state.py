@@ -19,13 +19,15 @@ HALF = ("float16", "bfloat16")
 class ReplicaState(StatePolicy):
     """The variables of one replica in a layer call: a copy of each that it reads.
 
-    Copies are made when a variable is first read, so that only what a call needs
-    is moved, and updates stay here until they are merged.
+    A copy is made when a variable is first read, so that only variables that a call
+    uses are moved. Updates are stored here until they are merged.
 
     Args:
         copy: returns the replica's copy of a variable.
-        assigned: the backend's `DataParallelCall.assigned_value`; None where no
-            gradients are computed.
+        cast: returns a copy in another dtype, with a separate gradient; None without
+            gradient.
+        assigned: `assigned(variable, read, value)` returns the value to read after an
+            assignment, where `read()` is the value before; None for `value` itself.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class ReplicaState(StatePolicy):
     def read(self, variable: Any) -> Any:
         value = self._current(variable)
         if value is not None and value is self._copies.get(id(variable)):
-            cast = self._in_half_range(variable, value)
+            cast = self._float16_read(variable, value)
             if cast is not None:
                 return cast
         return self._read(variable)
@@ -66,13 +68,13 @@ class ReplicaState(StatePolicy):
             self.reads[id(variable)] = (variable, value)
         return value
 
-    def _in_half_range(self, variable: Any, value: Any) -> Any:
-        """The value as float16 where the layer reads it so, for one read.
+    def _float16_read(self, variable: Any, value: Any) -> Any:
+        """The value in float16 if the layer autocasts to it, for one read.
 
-        On one device the gradient of such a read is a float16 tensor: it is infinite
-        where the sum over the batch is, and a `LossScaleOptimizer` skips the step.
-        Sums over the rows of a replica are smaller. So each read has a gradient of
-        its own, which is summed over replicas in float32 and rounded to float16.
+        On one device the gradient of such a read is a float16 tensor: if the sum over
+        the batch overflows it is infinite, and a `LossScaleOptimizer` skips the step.
+        Sums over the rows of a replica are smaller. So each read has a separate
+        gradient, which is summed over replicas in float32 and rounded to float16.
         """
         if autocast_dtype(variable) != "float16":
             return None
@@ -93,7 +95,7 @@ class ReplicaResult:
     """Results of one replica's call of the layer.
 
     Args:
-        outputs: what the layer returned.
+        outputs: the outputs of the layer.
         state: the variables that were read and assigned.
         losses: the losses that were added.
     """
@@ -110,11 +112,12 @@ class ReplicaResult:
 
 
 def merged_value(variable: Any, values: list[Any], weights: list[Any]) -> Any:
-    """One value of what the replicas assigned to a variable.
+    """The merged value of a variable that replicas assigned.
 
-    Sums (metrics) add up what each replica added. Other floats are averaged by rows,
-    which is exact for a moving average of a batch mean and leaves alone what all
-    replicas agree on. Counters and seeds are the first replica's.
+    For sums (metrics), the increments of all replicas are added. Other floats are
+    averaged with rows as weights, which is exact for a moving average of a batch mean
+    and keeps a value that is equal on all replicas. Counters and seeds are those of the
+    first replica.
 
     Args:
         variable: the `keras.Variable`, whose value is the one before the call.

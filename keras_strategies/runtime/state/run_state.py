@@ -1,14 +1,15 @@
 """State of a replica in `Strategy.run`: reads and assignments of variables.
 
-In replica context a variable behaves by how it was made, as in `tf.distribute`:
+In replica context the arguments of a variable define its behavior, as in
+`tf.distribute`:
 
-- `synchronization="on_read"` (metrics): each replica has a value of its own, which
-  persists between runs; outside, it is read as the aggregate.
+- `synchronization="on_read"` (metrics): each replica has a separate value, which
+  persists between runs; outside of `run` the aggregate is read.
 - an `aggregation`: an assignment is a collective, and all replicas continue with the
   sum, the mean or the first replica's value. `assign_add` and `assign_sub` aggregate
-  what is added, not the result.
-- neither: assignments are local to the replica until the run ends; then floats are
-  averaged (they agree, where replicas computed the same) and others are the first's.
+  the increments, not the results.
+- neither: assignments are local to the replica until the run ends. Then floats are
+  averaged, which keeps equal values, and others are those of the first replica.
 """
 
 from __future__ import annotations
@@ -56,34 +57,34 @@ def parts(variable: Any, value: Any, count: int) -> list[Any]:
 
 
 class SequentialRunNeededError(BaseException):
-    """A variable is made in a run whose replicas run side by side.
+    """A variable was created in a run with concurrent replicas.
 
-    A `BaseException`, since the user's code is between here and `run`.
+    A `BaseException`, so that the user's code does not catch it.
     """
 
 
 class CreatedVariables:
-    """Variables made by the replicas of one run: each once, for all of them.
+    """Variables created by the replicas of one run: each once, for all replicas.
 
     Args:
-        sequential: bool, whether one replica runs at a time, so that what the first one
-            makes and stores is found by the others.
+        sequential: bool, whether one replica runs at a time, so that the others find
+            and use the variables that the first one has created and stored.
     """
 
     def __init__(self, sequential: bool = True):
-        self._in_turns = sequential
+        self._is_sequential = sequential
         self._makers: dict[Any, tuple[int, str]] = {}
 
     def begin(self) -> None:
-        """A replica is about to make a variable."""
-        if not self._in_turns:
+        """Called before a replica creates a variable."""
+        if not self._is_sequential:
             raise SequentialRunNeededError("one of several threads created a variable")
 
     def add(self, variable: Any, replica_id: int) -> None:
-        """A replica has made a variable.
+        """Called after a replica has created a variable.
 
         Raises:
-            ContextError: if another replica made one of this shape and dtype too.
+            ContextError: if another replica created one of the same shape and dtype.
         """
         kind = (tuple(variable.shape), variable.dtype)
         maker, path = self._makers.setdefault(kind, (replica_id, variable.path))
@@ -107,13 +108,13 @@ class RunState(StatePolicy):
 
     Args:
         replica: the replica's context.
-        copy: gives the value of a variable on this replica's device; None leaves
-            the read to the variable itself.
+        copy: returns the value of a variable on this replica's device; None to read
+            the variable itself.
         local: returns the value of an on-read variable on a replica.
-        made: the variables that the replicas of the run make; None where that is
-            checked elsewhere.
-        assigned: `assigned(variable, value)` returns what the replica reads from a
-            variable after assigning `value`; None for `value` itself.
+        made: the variables created by the replicas of the run; None if that is checked
+            elsewhere.
+        assigned: `assigned(variable, value)` returns the value that the replica reads
+            after assigning `value`; None for `value` itself.
     """
 
     patches = ("custom loops", "replicas")
@@ -143,7 +144,8 @@ class RunState(StatePolicy):
         value = self._values.get(id(variable))
         if value is None:
             if is_local(variable):
-                # Made elsewhere: from now on assignments outside concern us.
+                # Created outside of any scope: later assignments outside of `run`
+                # must update the values of replicas.
                 if strategy_of(variable) is None:
                     set_strategy(variable, self.replica.strategy)
                 value = self._local(variable, self.replica.replica_id_in_sync_group)
@@ -180,7 +182,7 @@ class RunState(StatePolicy):
         return value
 
     def forget(self, variables: Sequence[Any]) -> None:
-        """Reads variables again, after they were changed outside of the replicas."""
+        """Drops values of variables that were changed outside of the replicas."""
         for variable in variables:
             self._values.pop(id(variable), None)
             self.updates.pop(id(variable), None)

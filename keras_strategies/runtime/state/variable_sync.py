@@ -1,4 +1,4 @@
-"""Variables with the chief's values on all workers."""
+"""Broadcast of variables from the chief to all workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sync_model(strategy: StrategyCore, model: Any, all_of_them: bool) -> None:
     if strategy.workers is None:
         return
     if all_of_them:
-        # As the chief has it, which may have restored a file.
+        # The chief's optimizer may be built, if it has restored a file.
         build_optimizer(model)
     sync_variables(strategy, all_variables(model), all_of_them)
 
@@ -34,7 +34,7 @@ def sync_variables(
     """Broadcasts variables with values from the chief; see `sync_model`.
 
     Raises:
-        WorkerError: if workers have other variables.
+        WorkerError: if the variables differ between workers.
     """
     workers = strategy.workers
     assert workers is not None
@@ -56,7 +56,7 @@ def sync_variables(
 
 
 def are_synced(strategy: StrategyCore, model: Any) -> list[bool]:
-    """Whether each variable of a model has been the same on all workers."""
+    """Whether each variable of a model has been synchronized between workers."""
     return [v in strategy.synced_variables for v in all_variables(model)]
 
 

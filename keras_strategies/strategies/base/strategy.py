@@ -34,7 +34,7 @@ from keras_strategies.training.tensorflow_calls import (
 from keras_strategies.types import ReduceOp, RunOptions, check_flag
 from keras_strategies.values import regroup, select_replica
 
-# Attributes of strategies for other modules of this package; `dir` leaves them out.
+# Attributes of strategies for other modules of this package; `dir` omits them.
 _INTERNAL = frozenset(
     {
         "always_split",
@@ -57,15 +57,16 @@ _INTERNAL = frozenset(
 class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
     """Placement of variables and computation on devices.
 
-    Strategies are made by their subclasses, which choose the parts and add nothing.
+    Base class; create one of its subclasses, which only choose the arguments.
 
     Args:
-        placement: where replicas compute and where variables are.
-        cross_device_ops: how values are combined, or None for the backend's way.
+        placement: the devices of replicas and variables.
+        cross_device_ops: `CrossDeviceOps`, reductions between replicas; None for the
+            backend's own.
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch.
         always_split: bool, whether layer calls are split over replicas even where
-            calling them whole is faster.
+            the unsplit call is faster.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Makes this strategy current: models made inside belong to it.
+        """Makes this strategy current: models created inside use it.
 
         Returns:
             A context manager; the `as` target is the strategy.
@@ -199,15 +200,14 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
 
         Args:
             reduce_op: `ReduceOp` or its name, in any case.
-            value: a structure of `PerReplica`; anything else counts as being the
+            value: a structure of `PerReplica`; any other value is taken to be the
                 same on every replica.
-            axis: int, or a sequence of them: axes to reduce along as well, which
-                replicas may have different lengths of; None to reduce over replicas
-                only.
+            axis: int, or a sequence of them: axes to reduce along as well, along which
+                lengths may differ between replicas; None to reduce over replicas only.
 
         Returns:
-            The structure of reduced tensors. A mean along an axis divides by the
-            number of elements that there are, on all replicas together.
+            The structure of reduced tensors. A mean along an axis divides by the number
+            of elements on all replicas together.
 
         Raises:
             ValueError: for an unknown operation or shapes that do not fit.
@@ -246,15 +246,15 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             )
 
     def _in_loop(self, fn: Any, call: Callable[[], Any]) -> Any:
-        """Makes a call in which workers exchange values, with elastic ones as well."""
+        """Makes a call in which workers exchange values, also elastic workers."""
         loop = loop_of(self)
         if loop is None:
             return call()
         if self._engine.in_program() and not loop.is_inside:
             raise ContextError(
-                "Elastic workers called a strategy in a `tf.function`, which would "
-                "go on with workers that are lost. Use `ks.function`, after the "
-                "strategy is made."
+                "A method of a strategy with elastic workers was called in a "
+                "`tf.function`, whose program could not continue when workers are "
+                "lost or join. Use `ks.function`, after the strategy is made."
             )
         return loop.call(fn, call)
 

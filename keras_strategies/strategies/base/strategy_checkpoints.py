@@ -22,24 +22,24 @@ class StrategyCheckpoints(StrategyChecks):
     ) -> int:
         """Saves a model's state without gathering sharded variables.
 
-        Each process writes the shards of its devices. A checkpoint counts when it is
-        complete: until then, and if a process is killed, the previous one stays the
-        latest. JAX only; needs the extra `checkpoint` (Orbax).
+        Each process writes the shards of its devices. Until a checkpoint is complete,
+        and if a process is killed, the previous one is the latest. JAX only; needs the
+        extra `checkpoint` (Orbax).
 
         Args:
             model: a built `keras.Model` of this strategy. Its variables are saved,
                 seed generators among them, and its optimizer's.
-            directory: path to a directory for the model's checkpoints; made if there
-                is none.
-            keep: int, how many checkpoints to keep, 1 or more.
+            directory: path to a directory for the model's checkpoints; created if it
+                does not exist.
+            keep: int, the number of checkpoints to keep, 1 or more.
 
         Returns:
             int, the number of the checkpoint, which counts from 1.
 
         Raises:
-            RuntimeError: on other backends, without Orbax, or if the model was made
-                elsewhere.
-            ValueError: if `keep` is no positive int.
+            RuntimeError: on other backends, without Orbax, or if the model was not
+                created in this strategy's scope.
+            ValueError: if `keep` is not a positive int.
 
         Example:
 
@@ -55,9 +55,9 @@ class StrategyCheckpoints(StrategyChecks):
             return self._checkpoints.save_sharded(model, Path(directory), keep)
 
     def load_sharded(self, model: Any, directory: str | os.PathLike[str]) -> int:
-        """Loads the latest checkpoint that `save_sharded` has finished.
+        """Loads the latest complete checkpoint of `save_sharded`.
 
-        Each device reads only its shards, under any strategy that saved the checkpoint.
+        Each device reads only its shards, whichever strategy saved the checkpoint.
 
         Args:
             model: a built `keras.Model` of this strategy with the same variables. Its

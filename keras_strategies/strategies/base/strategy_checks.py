@@ -10,7 +10,7 @@ from keras_strategies.runtime.engine import StrategyCore
 
 
 class StrategyChecks(StrategyCore):
-    """A strategy, with checks of what its methods are called with and where."""
+    """A strategy, with checks of the context and the models of its methods."""
 
     def _check_outside_replicas(self, method: str) -> None:
         if context.current_replica() is not None:
@@ -25,5 +25,6 @@ class StrategyChecks(StrategyCore):
         if not self.owns(model):
             raise ModelScopeError(
                 f"Model {model.name!r} was not created in the scope of {self!r}, "
-                f"which therefore cannot {what} it."
+                f"which therefore cannot {what} it. Create it in that scope, or call "
+                "the method of the strategy that it was created under."
             )

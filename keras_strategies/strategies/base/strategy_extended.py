@@ -50,7 +50,7 @@ class StrategyExtended:
         """Whether a `keras.Variable` was made in this strategy's scope.
 
         Args:
-            variable: a `keras.Variable`; anything else was not.
+            v: a `keras.Variable`; False is returned for anything else.
         """
         return self._strategy.created(v)
 
@@ -58,8 +58,8 @@ class StrategyExtended:
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
         """Colocates new variables with another one, in the scope of the strategy.
 
-        They have copies on the same devices; of a variable that is sharded over a
-        mesh, one of the same shape has the layout, and one of another shape is
+        New variables have copies on the same devices. If the given variable is sharded
+        over a mesh, new ones of the same shape have its layout, and others are
         replicated.
 
         Args:
@@ -110,8 +110,7 @@ class StrategyExtended:
             destinations: a device name or object, a sequence of them, or a
                 `DistributedValues`, tensor or variable, for its devices.
             options: `CommunicationOptions`; `bytes_per_pack` is the size of packs.
-                The engine and its timeout are the strategy's, which the options may
-                only repeat.
+                `implementation` and `timeout_seconds` must be those of the strategy.
 
         Returns:
             A tensor for one destination, `Mirrored` for several.
@@ -164,14 +163,13 @@ class StrategyExtended:
             var: a `keras.Variable`.
             fn: callable that assigns it.
             args: tuple; of a `DistributedValues` the first component is used, since
-                updates are the same everywhere.
+                updates are equal on all replicas.
             kwargs: dict, likewise.
-            group: bool, whether to return what `fn` returned, once. False gives a
-                list with it for each local replica, as `tf.distribute` does.
+            group: bool, whether to return the result of `fn` once. False returns lists
+                with an entry for each local replica, as `tf.distribute` does.
 
         Returns:
-            What `fn` returned; with `group=False`, its structure with lists for
-            leaves.
+            The result of `fn`; with `group=False`, its structure with lists as leaves.
 
         Raises:
             TypeError: if `fn` is not callable, or `group` is not a bool.

@@ -21,7 +21,7 @@ class ValueContext:
 
     Args:
         replica_id_in_sync_group: int, the number of the replica, from 0.
-        num_replicas_in_sync: int, how many replicas there are.
+        num_replicas_in_sync: int, the number of replicas.
     """
 
     replica_id_in_sync_group: int = 0
@@ -37,11 +37,11 @@ class StrategyInput(StrategyChecks):
         """Makes a per-replica value from a function.
 
         Args:
-            value_fn: callable of a `ValueContext`, which says which replica it is
-                for; returns the component.
+            value_fn: callable of a `ValueContext`, which identifies the replica;
+                returns its component.
 
         Returns:
-            The components, as `run` regroups results.
+            A `PerReplica` of the components; with one replica, its component.
 
         Example:
 
@@ -83,8 +83,8 @@ class StrategyInput(StrategyChecks):
             `PerReplica`, with one replica tensors.
 
         Raises:
-            ValueError: for what is no dataset, for one that is not batched, and,
-                while it is iterated, for a batch whose parts have different lengths.
+            ValueError: if `dataset` is not a dataset or not batched; and, during
+                iteration, for a batch whose parts have different lengths.
             RuntimeError: inside `run`.
 
         Example:
@@ -106,11 +106,11 @@ class StrategyInput(StrategyChecks):
 
         Args:
             dataset_fn: callable of an `InputContext` that returns a dataset of any
-                kind, whose batches are for one replica each: consecutive ones go to
-                consecutive replicas, without being split or joined. It is called once
-                for each worker, or once for each replica with
-                `InputReplicationMode.PER_REPLICA`. When the dataset ends amid the
-                replicas, the others get zero rows.
+                kind. Each batch is for one replica: consecutive batches go to
+                consecutive replicas, without being split or joined. The function is
+                called once for each worker, or once for each replica with
+                `InputReplicationMode.PER_REPLICA`. If the dataset ends before the last
+                replica, the remaining ones get zero rows.
             options: `InputOptions`, or None for the defaults.
 
         Returns:
@@ -118,7 +118,7 @@ class StrategyInput(StrategyChecks):
 
         Raises:
             TypeError: if `dataset_fn` is not callable.
-            ValueError: if it returns no dataset, or one that is not batched.
+            ValueError: if its result is not a dataset or not batched.
             RuntimeError: inside `run`.
 
         Example:

@@ -33,9 +33,8 @@ class StrategyReports(StrategyChecks):
     def status(self) -> TrainingStatus:
         """A table of the workers and of the times of their steps in `fit`.
 
-        Steps take as long as those of the slowest worker, which the others wait for. A
-        worker that takes twice the median of the others over 20 steps is also named in
-        a warning, once.
+        All workers wait for the slowest one in each step. A worker that takes twice the
+        median of the others over 20 steps is also named in a warning, once.
 
         Returns:
             A `TrainingStatus`: text in a terminal, a table in a notebook. Times are at

@@ -1,4 +1,4 @@
-"""Callbacks of the chief, which the next chief takes over."""
+"""Callbacks that run on the chief, continued by the next chief if it is lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_
 class ChiefCallback(keras.callbacks.Callback):
     """A callback that writes files, called on the chief only.
 
-    Every worker has one. A worker that becomes the chief begins it, and writes what
-    the chief before has not written.
+    Every worker has one. A worker that becomes the chief starts it, and writes the
+    output that the previous chief has not written.
 
     Args:
         callback: the callback.
@@ -43,7 +43,7 @@ class ChiefCallback(keras.callbacks.Callback):
             self.take_over()
         if name == "on_epoch_end":
             logs = kwargs.get("logs", args[1] if args[1:] else None)
-            # Other callbacks add to it.
+            # A copy: other callbacks add to the logs.
             self._last = args[0], dict(logs or {})
         if is_chief:
             self._begin()
@@ -56,17 +56,17 @@ class ChiefCallback(keras.callbacks.Callback):
             self.callback.set_model(self.model)
 
     def take_over(self) -> None:
-        """Begins the callback in the middle of training."""
+        """Starts the callback in the middle of training."""
         if self._has_begun:
             return
         self._begin()
         if isinstance(self.callback, keras.callbacks.BackupAndRestore):
-            # It would read the backup.
+            # Its `on_train_begin` would restore the backup.
             return
         if not isinstance(self.callback, keras.callbacks.CSVLogger):
             self.callback.on_train_begin()
             return
-        # A worker that has joined or resumed has not seen the epochs before.
+        # `_last` is None on a worker that has joined or resumed in this epoch.
         done = self._epoch - 1 if self._last is None else self._last[0]
         header, written = _log_so_far(
             Path(self.callback.filename), self.callback.sep, done
@@ -141,7 +141,7 @@ class ChiefCallbacks:
                 callback.verbose = 0
 
     def follow(self) -> None:
-        """Begins the output of a worker that has become the chief."""
+        """Starts the output on a worker that has become the chief."""
         if self._was_chief or not self._is_chief():
             return
         self._was_chief = True

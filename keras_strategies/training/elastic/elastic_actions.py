@@ -42,7 +42,7 @@ class Fit(Protocol):
         """Position in the input and states of callbacks after the last step."""
 
     def save(self) -> str:
-        """Saves the state after the last step; says where, or why not."""
+        """Saves the state after the last step; returns a sentence with the result."""
 
     def reformed(self) -> None:
         """Called when the group has changed."""
@@ -70,7 +70,7 @@ class ElasticActions(ElasticLoop):
         self._fits = 0
         #: The calls of custom loops.
         self.loop = LoopSteps(self)
-        # Held while waits are ended, which must not reach the next generation.
+        # Held while waits are aborted, so that those of the next generation are not.
         self._ending = threading.Lock()
         _actions.append(self)
 
@@ -121,7 +121,7 @@ class ElasticActions(ElasticLoop):
 
     @property
     def generation(self) -> object:
-        """Another object for each group of workers."""
+        """A different object for each group of workers."""
         return self._membership.group
 
     # Actions
@@ -261,9 +261,10 @@ class ElasticActions(ElasticLoop):
         return self._fit.save()
 
     def _begin_again(self, model: Any) -> NoReturn:
-        """Leaves the `fit` of an excluded worker, which joins as a new one.
+        """Ends the `fit` of an excluded worker, which then joins as a new one.
 
-        They have taken steps since, for example while this process was stopped.
+        The other workers have taken steps without it, for example while this process
+        was stopped.
         """
         assert self._fit is not None
         can_begin_again = self._fit.can_begin_again
@@ -273,9 +274,9 @@ class ElasticActions(ElasticLoop):
         self._replace()
         if not can_begin_again:
             raise WorkerError(
-                "The other workers did not hear from this one for too long and train "
-                "without it. It cannot join them in this process, since its input "
-                "cannot begin again. Start it again."
+                "The other workers had no heartbeat of this worker for too long and "
+                "train without it. It cannot rejoin in this process, since its input "
+                "cannot be read again from the start. Restart this worker."
             )
         self._drop_checks(model, True)
         raise MethodBeginsAgain("fit")
@@ -294,7 +295,7 @@ class ElasticActions(ElasticLoop):
     def _replace(self) -> None:
         group = self._membership.group
         with self._ending:
-            # A thread may still end the waits of the generation before.
+            # A thread may still abort the waits of the previous generation.
             for workers in self._workers:
                 group.progress = workers.group.progress
         for workers in self._workers:
@@ -304,7 +305,7 @@ class ElasticActions(ElasticLoop):
         self._watch(group)
 
     def _synchronize(self, model: Any, generation: Generation) -> None:
-        """Gives the state of the furthest worker to those that need it."""
+        """Sends the state of a worker with all finished actions to those behind."""
         if not generation.behind and generation.source is not None:
             return
         source = generation.source
@@ -427,14 +428,14 @@ class ElasticActions(ElasticLoop):
 
 
 def loop_of(strategy: Any) -> LoopSteps | None:
-    """The custom loops of a strategy with elastic workers; None for another one."""
+    """The custom loops of a strategy with elastic workers; None for others."""
     workers = None if strategy is None else strategy.workers
     if workers is None or not isinstance(workers.elastic, ElasticActions):
         return None
     return workers.elastic.loop
 
 
-# That of this process, which belongs to one cluster.
+# The actions of this process, which is in one cluster: one entry or none.
 _actions: list[ElasticActions] = []
 
 
@@ -449,8 +450,8 @@ def _nothing_to_undo() -> bool:
 
 def _other_phase(theirs: str, own: str) -> WorkerError:
     return WorkerError(
-        f"The other workers are in {theirs}, and this one, which has joined, in {own}. "
-        f"Skip in the script what is done, so that a new worker reaches {theirs} first."
+        f"This worker has joined in {own}, but the other workers are in {theirs}. Skip "
+        f"finished parts of the script, so that a new worker reaches {theirs} first."
     )
 
 

@@ -25,10 +25,10 @@ from keras_strategies.training.resume.resume_callback import Resume
 
 @dataclasses.dataclass
 class DecisionTimes:
-    """When the chief decides for all workers, besides at the ends of epochs.
+    """Times at which the chief's decisions are broadcast, besides ends of epochs.
 
     Args:
-        each_batch: bool, whether at the end of each batch too.
+        each_batch: bool, whether also at the end of each batch.
     """
 
     each_batch: bool
@@ -59,7 +59,7 @@ class ElasticFit(fit_position.OrderedCallback):
         self._others: list[Any] = []
         self._epochs: Any = None
         self._position: InputPosition | None = None
-        # It follows the position, then.
+        # If there is one, it follows the position in the input.
         self._resume: Resume | None = None
         self._state: dict[str, Any] | None = None
         self._point = Point()
@@ -70,7 +70,7 @@ class ElasticFit(fit_position.OrderedCallback):
 
     @property
     def is_new(self) -> bool:
-        """bool, whether this worker has joined and not trained yet."""
+        """bool, whether this worker has joined and has not trained yet."""
         return self._state is not None
 
     def companion(self) -> keras.callbacks.Callback:
@@ -133,7 +133,7 @@ class ElasticFit(fit_position.OrderedCallback):
 
     @property
     def can_begin_again(self) -> bool:
-        # Shuffled `tf.data` does not repeat its orders.
+        # A shuffled `tf.data` pipeline does not repeat the order of a pass.
         is_stream = fit_position.is_stream(self._epochs)
         return not is_stream and not is_tf_data(fit_position.input_of(self._epochs))
 

@@ -2,9 +2,9 @@
 
 A *call* is an outermost `Strategy.run`, `ks.function`, `reduce`, `gather` or
 `*_on_batch`. It is an action (`ElasticActions`) if workers exchange values in it, and a
-step if it trains. An interrupted call is undone, and not repeated: the loop continues
-where `WorkersChanged` says. A new worker takes its first step alone, which creates what
-is created in a step, and joins the others then.
+step if it trains. An interrupted call is rolled back, and not repeated: the loop
+continues at the step of `WorkersChanged`. A new worker takes its first step alone, to
+create the variables that a step creates, and then joins the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Change:
     Args:
         lost: the numbers of the workers that were lost.
         joined: those of the workers that have joined.
-        workers: int, the workers that there are now.
+        workers: int, the number of workers in the new group.
     """
 
     lost: frozenset[int]
@@ -70,7 +70,7 @@ class Actions(Protocol):
 
     @property
     def generation(self) -> object:
-        """Another object for each group of workers."""
+        """A different object for each group of workers."""
 
     @property
     def driver(self) -> ElasticDriver:
@@ -90,7 +90,7 @@ class Actions(Protocol):
         Args:
             take: makes the call.
             save_state: see `ElasticDriver.save_state`.
-            function: what the call does.
+            function: the function, with the effects of its calls.
 
         Raises:
             WorkersChanged: if the group has changed.
@@ -112,7 +112,7 @@ class LoopSteps:
         self._variables = LoopVariables()
         self._functions: dict[Any, Function] = {}
         self._current: Function | None = None
-        # Undo the call under way; the values before it.
+        # Functions that restore the values before the current call.
         self._restores: list[Callable[[], bool]] = []
         #: int, the finished steps of all loops.
         self.step = 0
@@ -126,17 +126,17 @@ class LoopSteps:
 
     @property
     def generation(self) -> object:
-        """Another object for each group of workers."""
+        """A different object for each group of workers."""
         return self._actions.generation
 
     def created(self, variable: Any) -> None:
-        """A variable was created under an elastic strategy."""
+        """Called when a variable was created under an elastic strategy."""
         self._variables.add(variable)
         if self._current is not None and self._actions.has_joined:
             self._restores.append(self._actions.driver.save_variables([variable]))
 
     def training(self) -> None:
-        """An optimizer is applied, also while a program is traced."""
+        """Called when an optimizer is applied, also while a program is traced."""
         if self._current is not None:
             self._current.trains = True
 
@@ -146,7 +146,7 @@ class LoopSteps:
         Args:
             fn: the function of the loop that is called, or a name.
             take: makes the call.
-            exchanges: bool, False if only what it calls in turn may be an exchange.
+            exchanges: bool, False if workers exchange values only in calls inside it.
 
         Raises:
             WorkersChanged: if the group has changed.
@@ -194,7 +194,7 @@ class LoopSteps:
         return result
 
     def _alone(self, function: Function, take: Callable[[], T]) -> T:
-        """A call of a new worker, which the others train without until its step."""
+        """A call of a new worker, which joins the others after its first step."""
         with self._actions.inside():
             result = take()
             if not function.trains:

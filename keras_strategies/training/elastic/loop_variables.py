@@ -17,7 +17,8 @@ from keras_strategies.runtime.state.model_values import copied_value
 class LoopVariables:
     """The variables that were created under elastic strategies.
 
-    All workers run the same script, so that they are numbered by their creation.
+    Numbered in the order of creation, which is the same on all workers, since these run
+    the same script.
     """
 
     def __init__(self) -> None:

@@ -22,8 +22,9 @@ _FILE_SIZE = "file size"
 def callback_states(callbacks: Iterable[Any]) -> list[dict[str, Any]]:
     """Copies of the states of callbacks.
 
-    A callback with the methods `get_state()` and `set_state(state)` has the state that
-    the first returns. Of Keras's callbacks it is in `fit_position.CALLBACK_STATE`.
+    The state of a callback with methods `get_state()` and `set_state(state)` is the
+    result of the first; that of Keras's callbacks is the attributes listed in
+    `fit_position.CALLBACK_STATE`.
 
     Returns:
         list of dicts: "key", the class and its number among those of the class, and
@@ -59,13 +60,13 @@ def restore_callbacks(
             _set_state(callback, _copied(saved.pop(key)))
         else:
             warn_user(
-                f"Callback {key} was not there when the snapshot was made. It begins "
-                "with the resumed step."
+                f"Callback {key} has no state in the snapshot: it was not used when "
+                "the snapshot was made. It starts at the resumed step."
             )
     if saved and is_chief:
         warn_user(
             f"The snapshot has states of callbacks that `fit` was not given: "
-            f"{', '.join(saved)}."
+            f"{', '.join(saved)}. Pass them to continue them."
         )
 
 
@@ -135,7 +136,7 @@ def _truncate(path: Path, size: int) -> None:
     if found < size:
         warn_user(
             f"The log {str(path)!r} had {size} bytes when the snapshot was made, and "
-            f"has {found} now. It lacks rows of epochs before."
+            f"has {found} now. It lacks rows of earlier epochs."
         )
     elif path.exists():
         os.truncate(path, size)

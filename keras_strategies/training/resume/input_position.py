@@ -1,4 +1,4 @@
-"""Position in the input of `fit`: what was read, and how to come there again."""
+"""Position in the input of `fit`: recording, and repositioning after a restart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restores what `random_state` returned, on another backend without its own."""
+    """Restores a `random_state`; of another backend, all but the backend's state."""
     engine = get_engine()
     if state["of"] != keras.backend.backend():
         state = {**state, "backend": ""}
@@ -47,9 +47,9 @@ class Point:
 
     Args:
         epoch: int, the epoch.
-        done: int, the steps of it that were taken.
-        passes: int, the epochs that this training has finished.
-        before: int, the batches that were read before the epoch.
+        done: int, the finished steps of the epoch.
+        passes: int, the finished epochs of this training.
+        before: int, the batches read before the epoch.
         num_batches: int, the length of a pass; None where it is unknown.
         seed: int, for the order of shuffled arrays.
         random: the random numbers: at the "beginning" of training and of the "epoch",
@@ -106,14 +106,15 @@ class InputPosition:
 
     Args:
         epochs: Keras's epoch iterator.
-        stream: "skip" or "continue", for input that cannot start over; "raise".
+        stream: "skip" or "continue" for input that cannot start over; "raise" to raise
+            an error for it.
         between_steps: called after each step, before the next batch is read, with the
-            number of steps in the epoch.
-        reorders: bool, whether arrays that `fit` shuffles come in an order that is the
-            same on every backend; False for that of Keras.
+            number of finished steps of the epoch.
+        reorders: bool, whether arrays that `fit` shuffles are read in an order that is
+            the same on every backend; False for Keras's order.
 
     Raises:
-        ValueError: for such input without a choice.
+        ValueError: for input that cannot start over, with "raise".
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class InputPosition:
         return self._epochs.num_batches  # type: ignore[no-any-return]
 
     def check(self, point: Point) -> None:
-        """Raises `ValueError` if a point is not one of this input."""
+        """Raises `ValueError` if a point does not fit this input."""
         saved, own = point.num_batches, self._epochs.num_batches
         if saved is not None and own is not None and saved != own:
             raise CheckpointError(
@@ -171,7 +172,7 @@ class InputPosition:
             self._shuffled.seed = point.seed
 
     def at(self, epoch: int, done: int) -> Point:
-        """The point after some steps of an epoch, with the random numbers of now."""
+        """The point after some steps of an epoch, with the current random numbers."""
         now = self.point
         states = {"beginning": now.random["beginning"], "now": random_state()}
         if done:
@@ -198,7 +199,7 @@ class InputPosition:
         )
 
     def steps(self, original: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The steps of an epoch, from the point on where it is resumed."""
+        """The steps of an epoch, from the resumed point on."""
         point, self._arrived = self._arrived, None
         done = 0
         if point is not None:
@@ -225,7 +226,7 @@ class InputPosition:
                 set_random_state(point.random["now"])
 
     def _pass_finished_epochs(self, point: Point) -> None:
-        """Comes to the beginning of an epoch, in arrays to the step itself."""
+        """Moves the input to the epoch of a point; arrays, to its step."""
         shares_passes = self._epochs.steps_per_epoch is not None
         if self._shuffled is not None:
             self._shuffled.start = point.before + point.done
@@ -251,7 +252,7 @@ class InputPosition:
 
 
 def _seed_of_numpy() -> int:
-    """A seed from NumPy's generator, which is left as it is."""
+    """A seed from the state of NumPy's generator, which is not changed."""
     state: Any = np.random.get_state(legacy=False)
     key = state["state"]["key"].tobytes() + bytes(str(state["state"]["pos"]), "ascii")
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big")
@@ -271,9 +272,9 @@ def _check_stream(stream: str) -> None:
             "`fit` reads a Python generator, which `Resume` cannot reposition. After a "
             "restart a generator that starts over would replay batches that were "
             "trained on, and one that reads a stream would have lost those since the "
-            "last snapshot. Say which it is: `Resume(..., stream='skip')` reads and "
-            "drops as many batches as were trained on, `stream='continue'` trains on "
-            "what comes next. Or pass arrays, a dataset or a `PyDataset`."
+            "last snapshot. Choose: `Resume(..., stream='skip')` reads and drops as "
+            "many batches as were trained on, `stream='continue'` trains on the "
+            "batches that follow. Or pass arrays, a dataset or a `PyDataset`."
         )
 
 

@@ -44,7 +44,7 @@ finished_directories: set[Path] = set()
 
 
 class Resume(fit_position.OrderedCallback):
-    """Resumes `fit` where it was when all its processes were lost.
+    """Resumes `fit` at its last snapshot after all of its processes were lost.
 
     The callback saves snapshots in the background. When the same script is started
     again, `fit` continues: finished epochs and steps are skipped, and training ends
@@ -70,7 +70,7 @@ class Resume(fit_position.OrderedCallback):
             that a snapshot makes, if that is longer; None for the steps alone.
         stream: str, for Python generators, which cannot be repositioned: `"skip"`
             drops as many batches after a restart as were trained on, `"continue"`
-            trains on what comes next, `"raise"` raises an error when `fit` begins.
+            trains on the batches that follow, `"raise"` raises an error in `fit`.
 
     Raises:
         ValueError: for arguments out of range. In `fit`, for a snapshot of another
@@ -83,7 +83,7 @@ class Resume(fit_position.OrderedCallback):
     >>> resume = ks.callbacks.Resume("runs/1")
     >>> model.fit(x, y, epochs=20, callbacks=[stopping, resume])
 
-    A callback takes part if it has two methods:
+    The state of a custom callback is saved if it has two methods:
 
     >>> class Counter(keras.callbacks.Callback):
     ...     def get_state(self):
@@ -232,7 +232,7 @@ class Resume(fit_position.OrderedCallback):
 
     def _between_steps(self, done: int) -> None:
         """Copies the values if a snapshot is due, in the middle of an epoch."""
-        # The step after a copy has been taken, so the epoch had not ended there.
+        # Another step followed the copy, so it was not at the end of the epoch.
         self._submit()
         self._writer.report()
         if not self._takes_part:
@@ -264,7 +264,7 @@ class Resume(fit_position.OrderedCallback):
 
     @property
     def _waits(self) -> bool:
-        """Whether the snapshot before is still being written."""
+        """Whether the previous snapshot is still being written."""
         return self._writer.is_busy and not self._clock.is_shared
 
     # Snapshots

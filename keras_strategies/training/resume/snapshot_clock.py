@@ -7,9 +7,9 @@ import time
 
 from keras_strategies.cluster.group import WorkerGroup
 
-#: Least time between snapshots, in pauses: they stop training for one percent.
+#: Minimum time between snapshots, in pauses: they take one percent of training.
 _PAUSES = 100
-#: Steps between two questions to the chief whether a snapshot is due.
+#: Maximum number of steps between two exchanges of the chief's clock.
 _MOST_STEPS = 1000
 
 
@@ -59,7 +59,7 @@ class SnapshotClock:
     def _begin(self) -> None:
         self.is_due = False
         self._steps = 0
-        self._asked_in = 1
+        self._steps_to_exchange = 1
         self._begun = time.monotonic()
 
     def _is_due_by_time(self) -> bool:
@@ -69,11 +69,11 @@ class SnapshotClock:
         elapsed = time.monotonic() - self._begun
         if self._group is None:
             return elapsed >= interval
-        self._asked_in -= 1
-        if self._asked_in:
+        self._steps_to_exchange -= 1
+        if self._steps_to_exchange:
             return False
         left = (interval - elapsed) / max(elapsed / self._steps, 1e-6)
         own = [elapsed >= interval, max(1, min(int(left), _MOST_STEPS))]
         found = self._group.gather_values("the time of a snapshot", own)[0]
-        self._asked_in = int(found[1])
+        self._steps_to_exchange = int(found[1])
         return bool(found[0])

@@ -28,7 +28,7 @@ from keras_strategies.errors import (
 from keras_strategies.training.saving.atomic_files import atomic_file
 from keras_strategies.user_warnings import warn_user
 
-#: Snapshots that stay in the directory.
+#: Number of snapshots in the directory.
 GENERATIONS = 2
 _VERSION = 1
 _CONTENTS = "contents.json"
@@ -46,7 +46,7 @@ class SnapshotDirectory:
         self.directory = Path(directory)
 
     def check_writable(self) -> None:
-        """Makes the directory, and removes what interrupted writes left in it.
+        """Creates the directory, and removes files of interrupted writes.
 
         Raises:
             OSError: if nothing can be written there.
@@ -132,7 +132,8 @@ def parsed(data: bytes) -> Any:
         if contents["version"] != _VERSION:
             raise CheckpointError(
                 f"The snapshot has the format {contents['version']!r}; this version of "
-                f"keras_strategies reads {_VERSION}."
+                f"keras_strategies reads {_VERSION}. Use the version that has written "
+                "it, or another directory."
             )
         return _decoded(contents["state"], array)
 

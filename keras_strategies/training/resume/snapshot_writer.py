@@ -1,4 +1,4 @@
-"""Writes snapshots by a thread, beside training."""
+"""Writes snapshots on a thread, concurrently with training."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class SnapshotWriter:
             self._is_failing = True
             warn_user(
                 f"A snapshot could not be written to {str(self._files.directory)!r}: "
-                f"{error}. Training continues. The snapshots before it are intact, "
-                "and the next one is written at its time."
+                f"{error}. Training continues. Earlier snapshots are intact, and the "
+                "next one is written when it is due."
             )
 
     def _write(self, state: Any) -> None:

@@ -27,15 +27,15 @@ _SINGLE_FILES = (".keras", ".h5", ".hdf5")
 def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
     """Context manager: a temporary path; its file replaces `path` at the end.
 
-    Keras 3.15 begins a file by emptying the one that was there, so that a process
-    that is killed while it saves would leave neither. What an interrupted process
-    leaves is `.part-NUMBER-NAME` beside it.
+    Keras 3.15 truncates an existing file before it writes, so a process that is killed
+    meanwhile would leave neither the old nor the new one. Here an interrupted process
+    leaves a file `.part-NUMBER-NAME` in the same folder.
 
     Args:
-        path: what was given to `save`. What is no local file of one of the formats of
-            Keras, a directory or an address, is written where it is.
+        path: the argument of `save`. Directories, addresses and other paths that are
+            not local files in a format of Keras are written directly.
         seeds: the variables of seed generators, which Keras does not save. They are
-            added where Keras does not look, so that the file opens as any other.
+            added in an entry that Keras ignores, so it can load the file.
     """
     if not isinstance(path, (str, os.PathLike)):
         yield path
@@ -52,7 +52,7 @@ def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
     """Context manager: a temporary path; its file replaces `target` at the end."""
-    # The name's end says the format.
+    # The suffix stays, since it determines the format.
     part = target.with_name(f".part-{os.getpid()}-{target.name}")
     try:
         yield part

@@ -1,7 +1,7 @@
 """Checkpoints of custom loops: models, optimizers, metrics and counters.
 
-A checkpoint is one file, a zip archive of NumPy arrays with a table of contents. It is
-the same whatever the backend, the strategy and the number of replicas or shards.
+A checkpoint is one file, a zip archive of NumPy arrays with a table of contents. Its
+format does not depend on backend, strategy or number of replicas and shards.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Checkpoint:
 
     The file is independent of backend, strategy and number of replicas: what two Torch
     replicas saved, eight JAX devices restore. It has the values of all variables,
-    optimizer slots and states of seed generators among them, and the random numbers of
+    including optimizer slots and states of seed generators, and the random states of
     Python, NumPy and the backend. With several workers each calls `save` and
-    `restore`; the chief writes, to a folder that all of them see.
+    `restore`; the chief writes, to a folder that all workers can read.
 
     Args:
-        objects: what is saved, by name: models, layers, optimizers, metrics, seed
+        objects: the objects to save, by name: models, layers, optimizers, metrics, seed
             generators, `keras.Variable`s, and dicts, lists and tuples of these. With a
             compiled model its optimizer is saved too. Counters, such as the step, are
             `keras.Variable(0, dtype="int64", trainable=False)`.
@@ -114,9 +114,9 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restores all objects from a file, after checking that it fits.
 
-        Models are built before. An optimizer that is not built yet is built for the
-        only model of the checkpoint. What else the file has is left out, so that a
-        model can be restored alone.
+        Models must be built. An optimizer that is not built yet is built for the only
+        model of the checkpoint. Other objects in the file are ignored, so that a model
+        can be restored alone.
 
         Args:
             path: path of a file that `save` has written.
@@ -135,7 +135,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"Checkpoint {str(path)!r} has the format "
                     f"{contents.get('version')!r}; this version of keras_strategies "
-                    f"reads {_VERSION}."
+                    f"reads {_VERSION}. Use the version that has written it."
                 )
             self._prepare(contents["objects"])
             pairs = self._matched(contents["objects"], str(path))
@@ -223,8 +223,8 @@ class Checkpoint:
         for name, value in self._objects.items():
             if name not in saved:
                 raise CheckpointError(
-                    f"Checkpoint {path!r} has no object {name!r}. It has: "
-                    f"{', '.join(map(repr, saved))}."
+                    f"Checkpoint {path!r} has no object {name!r}. It has "
+                    f"{', '.join(map(repr, saved))}. Use the names that were saved."
                 )
             own, entries = _variables_of(value), saved[name]
             found = [f"{e['path']} {tuple(e['shape'])}" for e in entries]
@@ -242,7 +242,7 @@ class Checkpoint:
                         f"Variable {variable.path!r} of {name!r} has the shape "
                         f"{tuple(variable.shape)}, and checkpoint {path!r} has "
                         f"{entry['path']!r} of shape {tuple(entry['shape'])} in its "
-                        "place."
+                        f"place. Create {name!r} as it was when saved."
                     )
                 pairs.append((variable, entry))
         return pairs
@@ -259,10 +259,11 @@ class CheckpointManager:
         checkpoint: `ks.Checkpoint`.
         directory: path of the folder; made with the first checkpoint.
         max_to_keep: int, how many checkpoints are kept, 1 or more; None for all.
-        checkpoint_name: str, what the names of the files begin with.
+        checkpoint_name: str, the prefix of the files' names.
 
     Raises:
-        ValueError: if `checkpoint` is none, or `max_to_keep` is no positive int.
+        ValueError: if `checkpoint` is not a `Checkpoint`, or `max_to_keep` is not a
+            positive int.
 
     Example:
 
@@ -310,7 +311,7 @@ class CheckpointManager:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """str, the path of the last checkpoint; None where there is none."""
+        """str, the path of the last checkpoint; None without checkpoints."""
         found = self.checkpoints
         return found[-1] if found else None
 
@@ -324,7 +325,7 @@ class CheckpointManager:
             str, its path.
 
         Raises:
-            OSError: if it cannot be written; the others stay.
+            OSError: if it cannot be written; earlier checkpoints are intact.
         """
         if checkpoint_number is None:
             checkpoint_number = max((n for n, _ in self._found()), default=0) + 1
@@ -340,7 +341,7 @@ class CheckpointManager:
         """Restores the last checkpoint that can be read.
 
         Returns:
-            str, its path; None where there is none, so that training begins.
+            str, its path; None if there is none, at the beginning of training.
 
         Raises:
             ValueError: if the checkpoint is of other objects, or all are damaged.

@@ -42,15 +42,15 @@ class TerminationConfig:
 
     Args:
         termination_watcher_fn: callable that returns whether the machine is about to
-            be taken, called once a second; None to rely on the signal alone.
-        exit_fn: callable that ends this process when everything is saved; None for
+            be preempted, called once a second; None to rely on the signal alone.
+        exit_fn: callable that ends this process after the save; None for
             `sys.exit(42)`.
-        grace_period: float, seconds to go on training after the notice.
+        grace_period: float, seconds to continue training after the notice.
         save_fn: callable of a path, called on the chief in place of the checkpoint's
             own writing; None for that.
 
     Raises:
-        ValueError: for a negative grace period, or functions that are none.
+        ValueError: for a negative grace period, or functions that are not callable.
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None
@@ -97,28 +97,28 @@ class PreemptionCheckpointHandler:
 
     A termination signal (SIGTERM) to one worker makes all workers finish the same
     step, save, and exit with code 42. When the script is started again, the handler
-    restores what was saved, and training takes exactly the steps that were left.
+    restores the checkpoint, and training takes exactly the remaining steps.
 
     Args:
         cluster_resolver: the `ClusterResolver` of the strategy, which is compared with
             the connected workers; None to skip the comparison.
-        checkpoint_or_checkpoint_manager: what is saved: a `keras.Model`, compiled and
-            built, with its optimizer; or an object with `write(path)` and
+        checkpoint_or_checkpoint_manager: the object to save: a compiled and built
+            `keras.Model`, saved with its optimizer; or an object with `write(path)` and
             `read(path)`, such as a `tf.train.Checkpoint` (or a `CheckpointManager`,
             whose checkpoint and directory are used).
-        checkpoint_dir: str or path, a folder that all workers see; made if it is not
-            there.
+        checkpoint_dir: str or path, a folder that all workers can read; created if it
+            does not exist.
         termination_config: `TerminationConfig`; None for the defaults.
 
     Raises:
         TypeError: if `cluster_resolver` is something else.
         ValueError: if the checkpoint cannot be saved, no folder is given, or the
             resolver has another number of workers than have connected.
-        RuntimeError: outside of the main thread, which signals come to.
+        RuntimeError: outside of the main thread, which receives signals.
 
     Example:
 
-    In a loop of one's own, every step goes through `run`:
+    In a custom loop, every step is called by `run`:
 
     >>> handler = ks.PreemptionCheckpointHandler(None, model, "backup")
     >>> while handler.total_run_calls < 1000:
@@ -152,7 +152,7 @@ class PreemptionCheckpointHandler:
         self._steps: WorkerGroup | LocalSteps = self._group or LocalSteps()
         self._steps.resume()
         found = self._saved.read()
-        #: What was known when training stopped; empty in a first run.
+        #: dict, the facts saved when training stopped; empty in a first run.
         self.restored: dict[str, Any] = found or {}
         self._calls = int(self.restored.get("calls", 0))
         self._watching = threading.Event()
@@ -161,13 +161,13 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """int, how often `run` was called, also before a restart."""
+        """int, the number of calls of `run`, including those before a restart."""
         return self._calls
 
     def run(
         self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs a step, or saves and exits if the workers stop here.
+        """Runs a step, or saves and exits if the workers stop before it.
 
         Args:
             distributed_train_function: callable, the step; all workers call `run`
@@ -202,7 +202,7 @@ class PreemptionCheckpointHandler:
         """Saves and exits if the workers stop before this step.
 
         Args:
-            facts: dict of what JSON can say, to be found in `restored` afterwards.
+            facts: dict of JSON values, which `restored` has after the restart.
         """
         if self._steps.begin_step():
             return
@@ -225,17 +225,17 @@ class PreemptionCheckpointHandler:
             sys.exit(RESTART_EXIT_CODE)
 
     def callback(self) -> keras.callbacks.Callback:
-        """The callback for `fit`; the last one of those that are given.
+        """The callback for `fit`; pass it as the last one.
 
-        After a restart `fit` goes on in the epoch and at the step where it stopped:
-        batches that were trained on are read once more and passed by. Arrays that are
-        shuffled come in the order that they would have had, except on TensorFlow,
-        which restarts its order; shuffle with a seed there, or not at all.
+        After a restart `fit` continues in the epoch and at the step where it stopped:
+        batches that were trained on are read again and skipped. Shuffled arrays are
+        read in the same order as without the restart, except on TensorFlow, where the
+        order starts anew; shuffle with a seed there, or not at all.
         """
         if not isinstance(self._saved.checkpoint, keras.Model):
             raise InvalidArgumentError(
-                "The callback is for handlers of a keras.Model. This one saves "
-                f"{self._saved.checkpoint!r}; use `run`."
+                "`callback` needs a handler of a keras.Model, but this one saves "
+                f"{self._saved.checkpoint!r}. Use `run` in a custom loop."
             )
         return PreemptionCallback(self)
 
@@ -405,7 +405,7 @@ class PreemptionCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._done < self._restored.get("done", 0):
-            return  # It is passed by.
+            return  # The step is skipped.
         self._handler.check(
             {
                 "epoch": self._epoch,

@@ -26,7 +26,7 @@ from keras_strategies.errors import (
 
 #: Suffixes of checkpoints; sharded files of `save_weights` are found by their index.
 _SUFFIXES = (".weights.h5", ".weights.json", ".keras")
-#: A file that cannot be read is being written, until it has not changed for so long.
+#: A file that cannot be read counts as incomplete until it is unchanged for this long.
 _SETTLED_SECONDS = 2.0
 _POLL_SECONDS = 0.5
 _STEP = "optimizer/vars/0"
@@ -60,30 +60,30 @@ class _Version:
 class SidecarEvaluator:
     """Evaluates each new checkpoint while another process trains.
 
-    It runs in a cluster's `evaluator` task, or in any process that sees
-    the folder of checkpoints: those of `ModelCheckpoint`, of `save` and of
-    `save_weights`, in whichever format of Keras, from whichever strategy and backend.
-    Those that are there already are evaluated first, in the order in which they were
-    written. A file that training writes again and again is evaluated as it is found.
+    Runs in a cluster's `evaluator` task, or in any process that can read the folder of
+    checkpoints: those of `ModelCheckpoint`, `save` and `save_weights`, in every format
+    of Keras, from any strategy and backend. Existing checkpoints are evaluated first,
+    in the order in which they were written. A file that training overwrites is
+    evaluated in the versions that are found.
 
     Training never waits for an evaluation, and a slow evaluation misses no checkpoint
-    that has a name of its own.
+    with a separate name.
 
     Args:
-        model: `keras.Model`, compiled and built, as the one that is trained. It may be
-            made in the scope of a strategy, which then evaluates.
-        data: what is evaluated on: a dataset of any kind that `evaluate` takes, or a
+        model: `keras.Model`, compiled and built like the trained model. It may be
+            created in the scope of a strategy, which then evaluates.
+        data: the evaluation data: a dataset of any kind that `evaluate` supports, or a
             tuple `(x, y)` or `(x, y, sample_weight)`.
-        checkpoint_dir: str or path, the folder; it may not be there yet.
+        checkpoint_dir: str or path, the folder; it need not exist yet.
         steps: int, batches of each evaluation; None for all.
-        max_evaluations: int, after how many evaluations to end; None to go on until
-            `stop`, SIGTERM or the timeout. On SIGTERM, by which a launcher says that
-            training is over, it evaluates what it has not seen yet, and ends.
+        max_evaluations: int, the number of evaluations; None to continue until `stop`,
+            SIGTERM or the timeout. Launchers send SIGTERM when training has ended; the
+            remaining checkpoints are evaluated before the end.
         callbacks: list of `keras.callbacks.Callback` for `evaluate`. `TensorBoard`
             draws metrics over the optimizer's step of each checkpoint.
         batch_size: int, rows of a batch where `data` are arrays; None for Keras's own.
-        timeout_seconds: float, seconds without a new checkpoint after which it ends
-            with an error; None to wait as long as it takes.
+        timeout_seconds: float, seconds without a new checkpoint after which an error is
+            raised; None to wait without limit.
 
     Raises:
         ValueError: for a model that is not compiled and built, or numbers below 1.
@@ -149,8 +149,8 @@ class SidecarEvaluator:
             list of `Evaluation`, in the order of the checkpoints.
 
         Raises:
-            RuntimeError: if no checkpoint comes in `timeout_seconds`.
-            ValueError: if one that is complete cannot be loaded into the model.
+            RuntimeError: without a new checkpoint in `timeout_seconds`.
+            ValueError: if a complete checkpoint cannot be loaded into the model.
         """
         waited_since = time.monotonic()
         with self._ended_by_sigterm():
@@ -175,13 +175,13 @@ class SidecarEvaluator:
                 self._is_ending.wait(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Ends `start` after the present checkpoints; callable from any thread."""
+        """Ends `start` after the existing checkpoints; callable from any thread."""
         self._is_ending.set()
 
     @contextlib.contextmanager
     def _ended_by_sigterm(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # Signals come to the main thread.
+            yield  # Only the main thread receives signals.
             return
         before = signal.signal(signal.SIGTERM, lambda *_: self.stop())
         try:

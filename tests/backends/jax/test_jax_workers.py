@@ -246,7 +246,7 @@ def test_jaxs_cluster_of_other_processes_is_an_error(start):
     for index in range(2):
         assert workers.wait(index) == 1, workers.log(index)
         assert "BackendInUseError: This process is in another JAX" in workers.log(index)
-        assert f"this is not process {index} of 2 there" in workers.log(index)
+        assert f"in its cluster this is not process {index} of 2" in workers.log(index)
 
 
 def test_symbols_of_jax_that_start_a_cluster():
