@@ -34,13 +34,13 @@ env: $(stamp) ## Make the environment
 demo: $(stamp) ## Train the digits example on each backend and print a table
 	$(bin)/python examples/demo.py
 
-check: $(stamp) ## Before a commit: lint, types and the quickest tests
+check: $(stamp) ## Before a commit: lint, types and the quickest tests (2 minutes)
 	$(bin)/python tests/run.py --lint --check
 
-test: $(stamp) ## Lint, types, and a test of every promise on each backend
+test: $(stamp) ## Lint, types, a test of every promise on each backend (15 minutes)
 	$(bin)/python tests/run.py --lint $(TESTS)
 
-test-full: $(stamp) ## The same and every nightly test: the cross product, some hours
+test-full: $(stamp) ## The same and the cross product (nightly, hours)
 	$(bin)/python tests/run.py --lint --nightly $(TESTS)
 
 lint: $(stamp) ## Check style and types
