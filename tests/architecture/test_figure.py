@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import pytest
 from architecture.figure import README, current, with_figure
 from architecture.package_source import REPOSITORY
 
@@ -25,15 +23,14 @@ def test_the_figure_is_that_of_the_imports() -> None:
     )
 
 
-@pytest.mark.parametrize("page", [README, *DECISIONS], ids=lambda path: path.stem)
-def test_files_that_are_named_exist(page: Path) -> None:
-    named = re.findall(r"`([\w/]+\.(?:py|png))`", page.read_text())
+def test_files_that_are_named_exist() -> None:
     missing = [
-        name
-        for name in named
+        f"{page.relative_to(REPOSITORY)}: {name}"
+        for page in (README, *DECISIONS)
+        for name in re.findall(r"`([\w/]+\.(?:py|png))`", page.read_text())
         if not any(f"/{file}".endswith(f"/{name}") for file in FILES)
     ]
-    assert missing == []
+    assert not missing, "\n".join(missing)
 
 
 def test_a_decision_fits_on_a_page_and_is_in_the_index() -> None:
