@@ -16,6 +16,7 @@ ONCE = (
     "tests/architecture",
     "tests/checkpoints",
     "tests/processes",
+    "tests/runner",
     "tests/cluster",
     "tests/input/test_options.py",
     "tests/input/test_prefetch.py",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from runner.jobs import Job
-from runner.settings import DURATIONS, LOGS, Settings
+from runner.settings import DURATIONS, LOGS, ROOT, Settings
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ def seconds_of_tests(job: Job) -> Iterable[tuple[str, str, float]]:
     if job.is_command or not job.file("xml").exists():
         return
     for case in ElementTree.parse(job.file("xml")).getroot().iter("testcase"):
-        file = case.get("classname", "").replace(".", "/") + ".py"
-        yield file, case.get("name", ""), float(case.get("time", 0))
+        name = case.get("name", "")
+        # A file that is skipped, or cannot be imported, is a case named as its module.
+        module = case.get("classname") or name
+        yield module.replace(".", "/") + ".py", name, float(case.get("time", 0))
 
 
 def summarize(results: dict[Job, Result], settings: Settings, idle: float) -> None:
@@ -84,10 +87,23 @@ def summarize(results: dict[Job, Result], settings: Settings, idle: float) -> No
         f"Cores were idle for {idle:.0f} s; the slowest tests: .test-logs/slowest.txt"
     )
     if settings.record:
-        known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-        # Next to nothing is noted as one second: the process has to start.
-        known |= {file: max(1, round(seconds)) for file, seconds in files.items()}
-        DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
+        record(files)
+
+
+def record(files: Mapping[str, float], durations: Path = DURATIONS) -> None:
+    """Writes the seconds of files, such as `jax tests/a.py`, to those of earlier runs.
+
+    Files that no longer exist are left out.
+    """
+    known = json.loads(durations.read_text()) if durations.exists() else {}
+    # Next to nothing is noted as one second: the process has to start.
+    known |= {file: max(1, round(seconds)) for file, seconds in files.items()}
+    kept = {
+        name: seconds
+        for name, seconds in sorted(known.items())
+        if (ROOT / name.partition(" ")[2]).is_file()
+    }
+    durations.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 def processes() -> str:
