@@ -4,7 +4,7 @@ A reference is what a case gives without a strategy. It is trained in a process 
 never imports `keras_strategies`, so that nothing of the library has a part in it, and
 kept in a file that all suites and later runs read. The folder's name contains a hash of
 everything that a result depends on: the sources of the cases, the versions of Keras and
-of the framework, and the options of their compilers.
+of the framework, and the options of their compilers and graphs.
 
 A test gets references by `harness.training.alone`. One that is missing is trained then,
 in a process that is started once per session. All of them beforehand:
@@ -37,6 +37,7 @@ from typing import TextIO
 import keras
 
 from harness.case import Case, Results, train, without_phantom_step
+from harness.fork_server import PLAIN_GRAPHS
 
 TESTS = Path(__file__).resolve().parent.parent
 FOLDER = TESTS.parent / ".test-references"
@@ -54,13 +55,20 @@ _SOURCES = (
     "harness.data",
     "harness.models",
     "harness.references",  # Whether they are trained by a program.
+    "harness.tensorflow_graphs",
 )
 _PACKAGES = {
     "jax": ("jax", "jaxlib"),
     "torch": ("torch",),
     "tensorflow": ("tensorflow", "tensorflow-cpu"),
 }
-_VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "JAX_ENABLE_X64")
+_VARIABLES = (
+    "XLA_FLAGS",
+    "TF_XLA_FLAGS",
+    "TF_ENABLE_ONEDNN_OPTS",
+    "JAX_ENABLE_X64",
+    PLAIN_GRAPHS,
+)
 
 
 def load(case: Case) -> Results:
@@ -244,6 +252,9 @@ def _train_all() -> None:
 if __name__ == "__main__":
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)  # As in the processes of tests.
+    if os.environ.get(PLAIN_GRAPHS) and BACKEND == "tensorflow":
+        # A process that was not forked from one where this is so.
+        importlib.import_module("harness.tensorflow_graphs").set_optimized(False)
     if "--serve" in sys.argv:
         with _answers() as stream:
             _serve(sys.stdin, stream)
