@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 
 import cloudpickle
-import keras
-import numpy as np
 import pytest
 
 import keras_strategies as ks
@@ -67,24 +65,3 @@ def test_an_error_defined_elsewhere_has_the_entry_of_its_base() -> None:
         pass
 
     assert address_of(OwnError("")) == "docs/troubleshooting.md#layouterror"
-
-
-def test_an_error_that_keras_raises_again_ends_with_its_address() -> None:
-    class Refuses(keras.Layer):
-        def call(self, x):
-            raise ks.errors.BatchError("No rows.")
-
-    with pytest.raises(ks.errors.BatchError, match=r"No rows\.(?s:.*)") as caught:
-        Refuses()(keras.ops.ones((2, 2)))
-    assert str(caught.value).count("See docs") == 1
-    assert address_of(caught.value) == "docs/troubleshooting.md#batcherror"
-
-
-def test_the_end_of_a_dataset_ends_with_its_address() -> None:
-    strategy = ks.MirroredStrategy(["cpu:0"])
-    batches = [np.ones((1, 1), "float32")]
-    iterator = iter(strategy.experimental_distribute_dataset(batches))
-    iterator.get_next()
-    with pytest.raises(ks.errors.OutOfRangeError) as caught:
-        iterator.get_next()
-    assert address_of(caught.value) == "docs/troubleshooting.md#outofrangeerror"

@@ -22,8 +22,12 @@ ONCE = (
     "tests/input/test_prefetch.py",
     "tests/input/test_workers.py",
     "tests/model_parallel/test_layouts.py",
+    # Sockets, and policies of Linux for threads.
+    "tests/backends/test_engine_sockets.py",
+    "tests/backends/test_gloo_threads.py",
     "tests/packaging",
     "tests/tools",
+    "tests/test_errors.py",
     "tests/test_exported_members.py",
     "tests/test_numpy_engine.py",
     "tests/test_replica_set.py",
@@ -34,6 +38,7 @@ ONCE = (
     # Bytes on their way, and processes that meet: no backend has a part in it.
     "tests/parameter_server/test_local_cluster.py",
     "tests/parameter_server/test_server.py",
+    "tests/parameter_server/test_server_addresses.py",
     "tests/ray_engine/test_smoke.py",
 )
 
