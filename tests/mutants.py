@@ -9,10 +9,11 @@ named that are expected to find it, each of them part of `make test`.
     python tests/mutants.py gradient_mean last # those whose names contain a word
     python tests/mutants.py --list
 
-The working tree is not touched: a mutant is planted in a copy. The table has a row for
-each mutant and a column for each backend. `found` means that a test failed; `alive`,
-that all passed; `clean?`, that the tests fail without the mutant. The exit code is 1
-unless every mutant is found.
+The working tree is not touched: a mutant is planted in a copy. A line for each mutant
+and backend names the test that found it. `found` means that a test failed; `alive`,
+that all passed; `clean?`, that the tests fail without the mutant. A table of mutants
+and suites follows: a cell has the backends on which a test of the suite found the
+mutant. The exit code is 1 unless every mutant is found.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("keras_strategies", "tests", "examples", "pyproject.toml")
@@ -344,9 +347,27 @@ def fails_without_a_mutant(backend: str, arguments: str) -> str | None:
     return failed_test(ROOT, backend, arguments)
 
 
-def examine(mutant: Mutant) -> list[tuple[str, str, str]]:
-    """For each backend what came of the mutant, and the test that found it."""
-    rows = []
+class Outcome(NamedTuple):
+    """What came of a mutant on one backend.
+
+    Args:
+        mutant: its name.
+        backend: the backend.
+        kind: `found`, `alive` or `clean?`.
+        test: the id of the test that failed; empty if all passed.
+    """
+
+    mutant: str
+    backend: str
+    kind: str
+    test: str
+
+    def __str__(self) -> str:
+        return f"{self.mutant:40} {self.backend:11} {self.kind:7} {self.test}"
+
+
+def examine(mutant: Mutant) -> Iterator[Outcome]:
+    """What came of the mutant, for each backend."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         copy_tree(root)
@@ -354,11 +375,39 @@ def examine(mutant: Mutant) -> list[tuple[str, str, str]]:
         for backend, tests in mutant.tests.items():
             failed = fails_without_a_mutant(backend, tests)
             if failed is not None:
-                rows.append((backend, "clean?", failed))
+                yield Outcome(mutant.name, backend, "clean?", failed)
                 continue
             failed = failed_test(root, backend, tests)
-            rows.append((backend, "alive" if failed is None else "found", failed or ""))
-    return rows
+            kind = "alive" if failed is None else "found"
+            yield Outcome(mutant.name, backend, kind, failed or "")
+
+
+def suite_of(test: str) -> str:
+    """The folder of a test below `tests`; the file, if it is in no other folder."""
+    folder, *inner = test.partition("::")[0].removeprefix("tests/").split("/")
+    return folder if inner else folder.removesuffix(".py")
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    """The backends on which each suite found each mutant, as a table in Markdown."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for one in outcomes:
+        by_suite = cells.setdefault(one.mutant, {})
+        if one.kind == "found":
+            by_suite.setdefault(suite_of(one.test), []).append(one.backend)
+    suites = sorted({suite for by_suite in cells.values() for suite in by_suite})
+    rows = [["mutant", *suites]]
+    for mutant, by_suite in cells.items():
+        found = [", ".join(by_suite.get(suite, ())) for suite in suites]
+        rows.append([mutant, *found])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| "
+        + " | ".join(f"{cell:{n}}" for cell, n in zip(row, widths, strict=True))
+        + " |"
+        for row in rows
+    )
 
 
 def main() -> int:
@@ -380,11 +429,12 @@ def main() -> int:
         return 0
     outcomes = []
     for mutant in chosen:
-        for backend, outcome, test in examine(mutant):
+        for outcome in examine(mutant):
             outcomes.append(outcome)
-            print(f"{mutant.name:40} {backend:11} {outcome:7} {test}", flush=True)
-    print(f"{outcomes.count('found')} of {len(outcomes)} found")
-    return int(any(outcome != "found" for outcome in outcomes))
+            print(outcome, flush=True)
+    found = sum(outcome.kind == "found" for outcome in outcomes)
+    print(f"\n{table(outcomes)}\n\n{found} of {len(outcomes)} found")
+    return int(found < len(outcomes))
 
 
 if __name__ == "__main__":
