@@ -12,7 +12,10 @@ from keras_strategies.keras_compat.optimizers.applying import (
     slot_reference,
 )
 from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
-from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
+from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    optimizers_of,
+    variable_rate,
+)
 from keras_strategies.keras_compat.optimizers.used_variables import used_by_update
 from keras_strategies.keras_compat.thread_state import (
     current_stateless_scope,
@@ -140,3 +143,14 @@ def test_a_sink_gets_all_gradients_of_several_optimizers(mirrored) -> None:
         optimizer.apply(gradients, kernels)
     assert given == [(optimizer, gradients, kernels)]
     assert float(keras.ops.convert_to_numpy(kernels[0].value)[0]) == 1.0
+
+
+def test_a_rate_is_that_of_the_inner_optimizer_and_none_of_a_schedule() -> None:
+    optimizer = keras.optimizers.SGD(0.25)
+    scaled = keras.optimizers.LossScaleOptimizer(optimizer)
+    assert variable_rate(optimizer) == variable_rate(scaled) == 0.25
+    scaled.learning_rate = 0.5
+    assert variable_rate(scaled) == 0.5
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    assert variable_rate(keras.optimizers.SGD(schedule)) is None
+    assert variable_rate(None) is None

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import keras
 import pytest
-from architecture.package_source import OWN, package_source
+from architecture.package_source import OWN, Module, accessed, package_source
 from architecture.private_names import FRAMEWORKS
 
 from keras_strategies.keras_compat import patching
@@ -86,11 +86,16 @@ def used() -> Iterator[tuple[str, str]]:
                 if node.module.startswith("keras.src"):
                     for alias in node.names:
                         yield module.name, f"{node.module}.{alias.name}"
-            elif isinstance(node, ast.Attribute):
-                name = node.attr
-                is_own = ast.unparse(node.value) in OWN and name in module.defined
-                if name.startswith("_") and not name.startswith("__") and not is_own:
-                    yield module.name, name
+            elif name := foreign_name(module, node):
+                yield module.name, name
+
+
+def foreign_name(module: Module, node: ast.AST) -> str:
+    """The private attribute that a node reads or sets, unless it is own."""
+    value, name = accessed(node) or (None, "")
+    is_own = value and ast.unparse(value) in OWN and name in module.defined
+    is_private = name.startswith("_") and not name.startswith("__")
+    return name if is_private and not is_own else ""
 
 
 def test_every_private_name_that_is_used_has_a_row() -> None:
@@ -124,11 +129,8 @@ def used_of_framework() -> Iterator[str]:
                 is_private = "._" in full or full.startswith("tensorflow.python")
                 if is_private and full.startswith(ENGINE):
                     yield full
-        elif isinstance(node, ast.Attribute):
-            is_own = ast.unparse(node.value) in OWN and node.attr in module.defined
-            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
-            if is_private and not is_own:
-                yield node.attr
+        elif name := foreign_name(module, node):
+            yield name
 
 
 def test_every_private_name_of_the_framework_that_is_used_has_a_row() -> None:

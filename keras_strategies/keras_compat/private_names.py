@@ -149,6 +149,7 @@ PRIVATE = (
             "_clip_gradients",
             "_get_variable_index",
             "_iterations",
+            "_learning_rate",
             "_model_variables_moving_average",
             "_trainable_variables",
             "_trainable_variables_indices",

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 
 from keras_strategies.errors import (
     ClusterError,
@@ -22,6 +21,7 @@ from keras_strategies.keras_compat.models.fit_loop import (
     set_initial_epoch,
 )
 from keras_strategies.keras_compat.models.input_adapters import is_adapter
+from keras_strategies.keras_compat.optimizers.optimizer_parts import variable_rate
 from keras_strategies.runtime.state.variable_sync import sync_model
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.training.elastic.chief_callbacks import (
@@ -239,7 +239,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
         self._decide(f"the end of epoch {epoch}")
 
     def _decide(self, when: str) -> None:
-        rate = _learning_rate(self.model)
+        rate = variable_rate(getattr(self.model, "optimizer", None))
         own = [bool(self.model.stop_training), rate]
         stop, chiefs_rate = self._workers.gather_values(when, own)[0]
         self.model.stop_training = stop
@@ -291,12 +291,3 @@ def _acts_on_batches(callback: Any) -> bool:
         return any(name in vars(callback) for name in names)
     base = keras.callbacks.Callback
     return any(getattr(type(callback), n) is not getattr(base, n) for n in names)
-
-
-def _learning_rate(model: Any) -> float | None:
-    """The learning rate, where it is a number that callbacks may change."""
-    optimizer = getattr(model, "optimizer", None)
-    rate = getattr(optimizer, "_learning_rate", None)
-    if not isinstance(rate, keras.Variable):
-        return None
-    return float(np.asarray(keras.ops.convert_to_numpy(rate)))

@@ -63,8 +63,12 @@ class Module:
                     found.add(node.attr)
         return found
 
-    def is_foreign(self, node: ast.Attribute) -> bool:
-        """Whether an attribute is reached from an import of another package."""
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+
+    def is_foreign(self, node: ast.expr | None) -> bool:
+        """Whether an object is reached from an import of another package."""
         return not self.imported.get(root_name(node) or "", PACKAGE).startswith(PACKAGE)
 
     @cached_property
@@ -96,6 +100,9 @@ class Source:
             for path in sorted(root.rglob("*.py"))
         ]
         self._by_name = {module.name: module for module in self.modules}
+        self._by_class: dict[str, list[ast.ClassDef]] = {}
+        for _, node in self.classes():
+            self._by_class.setdefault(node.name, []).append(node)
 
     def _name(self, path: Path) -> str:
         parts = path.relative_to(self.root).with_suffix("").parts
@@ -116,9 +123,24 @@ class Source:
 
     def classes(self) -> Iterator[tuple[Module, ast.ClassDef]]:
         for module in self.modules:
-            for node in module.nodes:
-                if isinstance(node, ast.ClassDef):
-                    yield module, node
+            for node in module.classes:
+                yield module, node
+
+    def imported_classes(self, module: Module) -> Iterator[ast.ClassDef]:
+        """The package's classes that a module imports by name."""
+        for full in module.imported.values():
+            name = self.own(full)
+            for node in self._by_name[name].classes if name in self._by_name else ():
+                if full == f"{PACKAGE}.{name}.{node.name}":
+                    yield node
+
+    def with_bases(self, node: ast.ClassDef) -> list[ast.ClassDef]:
+        """A class and the package's classes that it derives from."""
+        found = [node]
+        for each in found:
+            for name in bases_of(each):
+                found += [n for n in self._by_class.get(name, ()) if n not in found]
+        return found
 
     def subclasses(self, *names: str) -> list[tuple[Module, ast.ClassDef]]:
         """Classes derived from the named ones, in any number of steps."""
@@ -158,7 +180,48 @@ def bases_of(node: ast.ClassDef) -> set[str]:
     return {dotted(base).rsplit(".", 1)[-1] for base in bases}
 
 
-def root_name(node: ast.expr) -> str | None:
+def members_of(node: ast.ClassDef) -> set[str]:
+    """Methods and attributes that a class defines, in its body or on its objects."""
+    found = set()
+    for each in node.body:
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(each.name)
+        elif isinstance(each, (ast.Assign, ast.AnnAssign)):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found | {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and dotted(each.value) in OWN
+    }
+
+
+def accessed(node: ast.AST) -> tuple[ast.expr | None, str] | None:
+    """An object and its attribute that a node reads or sets, also by a string.
+
+    Returns:
+        A pair, with None for the unknown object of `operator.attrgetter`; None for
+        another node.
+    """
+    if isinstance(node, ast.Attribute):
+        return node.value, node.attr
+    if not isinstance(node, ast.Call):
+        return None
+    function, names = dotted(node.func), [*map(_string, node.args)]
+    if function in ("getattr", "hasattr", "setattr", "delattr") and any(names[1:2]):
+        return node.args[0], names[1]
+    if function in ("attrgetter", "operator.attrgetter") and any(names[:1]):
+        return None, names[0]
+    return None
+
+
+def _string(node: ast.expr) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else ""
+
+
+def root_name(node: ast.expr | None) -> str | None:
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None

@@ -5,7 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from architecture.package_source import OWN, Module, Source, dotted, root_name
+from architecture.package_source import (
+    OWN,
+    Module,
+    Source,
+    accessed,
+    members_of,
+    root_name,
+)
 
 FRAMEWORKS = ("keras", "jax", "torch", "tensorflow")
 #: Underscored names that are documented.
@@ -14,17 +21,15 @@ DOCUMENTED = {"_fields", "_asdict", "_replace", "_make", "_exit"}
 
 def private_names(source: Source) -> list[str]:
     """Private names of the frameworks outside of the files that are for them."""
-    own: set[str] = set()
-    for module in source.modules:
-        if not module.is_compat:
-            own |= module.defined
-    for module in source.modules:
-        own -= _held_by_compat(module)
+    held = set().union(*map(_held_by_compat, source.modules))
     return sorted(
         f"{module.name}:{line} {name}"
         for module in source.modules
         if not module.is_compat
-        for line, name in {*_private_imports(module), *_private_uses(module, own)}
+        for line, name in {
+            *_private_imports(module),
+            *_private_uses(source, module, held),
+        }
     )
 
 
@@ -45,28 +50,44 @@ def _private_imports(module: Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def _private_uses(module: Module, own: set[str]) -> Iterator[tuple[int, str]]:
-    """Underscored attributes of objects that are not the package's own."""
+def _private_uses(
+    source: Source, module: Module, held: set[str]
+) -> Iterator[tuple[int, str]]:
+    """Underscored attributes of objects that are not the package's own.
+
+    An attribute of `self` is own if the class or a base in the package defines it; one
+    of another object, if a class in the module or imported into it does.
+
+    Args:
+        held: private attributes of other packages' objects, which are never own on an
+            object other than `self`.
+    """
+    own_of_self = {
+        name
+        for node in module.classes
+        for each in source.with_bases(node)
+        for name in members_of(each)
+    }
+    classes = [*module.classes, *source.imported_classes(module)]
+    own_of_others = set().union(*map(members_of, classes)) - held
     for node in module.nodes:
-        if isinstance(node, ast.Attribute):
-            line, name = node.lineno, node.attr
-            if dotted(node.value) in OWN and name in module.defined:
-                continue
-            is_foreign = module.is_foreign(node)
-            if ast.unparse(node.value).endswith("aten"):
-                continue  # The names of Torch's operations are public.
-        elif (
-            isinstance(node, ast.Call)
-            and dotted(node.func) in ("getattr", "hasattr", "setattr")
-            and len(node.args) > 1
-            and isinstance(node.args[1], ast.Constant)
-        ):
-            line, name, is_foreign = node.lineno, str(node.args[1].value), False
-        else:
+        found = accessed(node)
+        if found is None:
             continue
-        is_private = name.startswith("_") and not name.startswith("__")
-        if is_private and name not in DOCUMENTED and (is_foreign or name not in own):
-            yield line, name
+        value, name = found
+        if not name.startswith("_") or name.startswith("__") or name in DOCUMENTED:
+            continue
+        if value is not None and ast.unparse(value) in (*OWN, "super()"):
+            is_own = name in own_of_self
+        else:
+            is_own = name in own_of_others and not module.is_foreign(value)
+        if not is_own and not _is_torch_operation(value):
+            yield node.lineno, name
+
+
+def _is_torch_operation(value: ast.expr | None) -> bool:
+    """Whether an attribute is one of `torch.ops.aten`, all of which are public."""
+    return value is not None and ast.unparse(value).endswith("aten")
 
 
 def _held_by_compat(module: Module) -> set[str]:
@@ -74,9 +95,8 @@ def _held_by_compat(module: Module) -> set[str]:
     if not module.is_compat:
         return set()
     return {
-        node.attr
-        for node in module.nodes
-        if isinstance(node, ast.Attribute)
-        and root_name(node) not in OWN
-        and (root_name(node) not in module.imported or module.is_foreign(node))
+        name
+        for value, name in filter(None, map(accessed, module.nodes))
+        if root_name(value) not in OWN
+        and (root_name(value) not in module.imported or module.is_foreign(value))
     }

@@ -161,6 +161,28 @@ def test_private_names_of_frameworks_are_found_and_own_ones_are_not(
     assert private_names(source) == ["a:1 jax._src.core", "a:5 _value", "a:6 _C"]
 
 
+def test_a_private_name_is_own_only_where_the_package_defines_it(
+    tmp_path: Path,
+) -> None:
+    """A name of another module's objects, of a base or of a function says nothing."""
+    source = package(
+        tmp_path,
+        addresses="class A:\n def f(self):\n  self._version = 0\n",
+        tensors="def f(tensor):\n return tensor._version\n",
+        rates="def _rate(optimizer):\n return getattr(optimizer, '_rate')\n",
+        getters="import operator\nversion = operator.attrgetter('_version')\n",
+        b="from keras_strategies.addresses import A\n"
+        "class B(A):\n def f(self, a):\n  return self._version, a._version\n",
+        c="import keras\nclass C(keras.Layer):\n def f(self):\n  self._path\n",
+    )
+    assert private_names(source) == [
+        "c:4 _path",
+        "getters:2 _version",
+        "rates:2 _rate",
+        "tensors:2 _version",
+    ]
+
+
 def test_a_module_of_the_package_is_known_by_its_name(tmp_path: Path) -> None:
     source = package(tmp_path, engines__jax__run="", engines__jax____init__="")
     assert source.own("keras_strategies.engines.jax.run.fn") == "engines.jax.run"

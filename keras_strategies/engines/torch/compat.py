@@ -7,6 +7,7 @@ Tested with Torch 2.9 to 2.13. `PRIVATE_NAMES` has a row for each name;
 from __future__ import annotations
 
 import datetime
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
+    "version_of",
 ]
 
 PRIVATE_NAMES = (
@@ -39,6 +41,7 @@ PRIVATE_NAMES = (
         ("_sample_dirichlet", "_standard_gamma"),
         "Random numbers of replicas.",
     ),
+    Private("torch.Tensor", ("_version",), "Whether a tensor has changed in place."),
     Private(
         "torch._C._autograd",
         ("_get_current_graph_task_keep_graph",),
@@ -77,6 +80,9 @@ PRIVATE_NAMES = (
         "Arguments of operations.",
     ),
 )
+
+#: The number of in-place changes of a tensor: a getter in C, for reads in every step.
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 #: Functions behind `torch.distributions`.
 RANDOM_FUNCTIONS = (torch._standard_gamma, torch._sample_dirichlet)

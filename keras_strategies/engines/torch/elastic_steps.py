@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from keras_strategies.engines.torch.compat import version_of
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -87,7 +88,7 @@ class _SavedTensors:
         """
         rest = [raw_value(v) for v in variables if id(v) not in late]
         self._late = [raw_value(v) for v in variables if id(v) in late]
-        self._versions = [tensor._version for tensor in self._late]
+        self._versions = list(map(version_of, self._late))
         if late:
             self._steps += 1
         saves_all = self._saves_all or self._steps <= 1
@@ -109,7 +110,7 @@ class _SavedTensors:
             self._saves_all = True
 
     def _is_changed(self) -> bool:
-        return [tensor._version for tensor in self._late] != self._versions
+        return list(map(version_of, self._late)) != self._versions
 
     def _copy(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():

@@ -29,6 +29,20 @@ def trained_variables(optimizer: Any) -> Any:
     return optimizer._trainable_variables
 
 
+def variable_rate(optimizer: Any) -> float | None:
+    """The learning rate, where it is a number that callbacks may change.
+
+    Keras 3.15: `BaseOptimizer._learning_rate`; that of a `LossScaleOptimizer` is 0.
+
+    Args:
+        optimizer: a Keras optimizer, or None.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = getattr(inner, "_learning_rate", None)
+    is_variable = isinstance(rate, keras.Variable)
+    return float(keras.ops.convert_to_numpy(rate)) if is_variable else None
+
+
 def is_optimizer(made: Any) -> bool:
     """Whether something is an optimizer (`BaseOptimizer` of Keras 3.15)."""
     from keras.src.optimizers.base_optimizer import BaseOptimizer

@@ -152,7 +152,6 @@ class ModelTraining:
     ) -> Any:
         """As `keras.Model.evaluate`; each sample counts once."""
         check_compiled(model, "evaluate")
-        kwargs.pop("_use_cached_eval_dataset", None)
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
         epoch_iterator = _epoch_iterator(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from keras_strategies import context
-from keras_strategies.engines.torch.compat import is_graph_retained
+from keras_strategies.engines.torch.compat import is_graph_retained, version_of
 from keras_strategies.engines.torch.data_parallel.gradient_sums import WorkerSums
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.replicas.replica_random import (
@@ -113,7 +113,7 @@ class CallOnThreads(CallOnReplicas):
         return tensor
 
     def connected(self) -> list[torch.Tensor]:
-        self._versions = [target.tensor._version for target in self.targets]
+        self._versions = [version_of(target.tensor) for target in self.targets]
         return list(_Boundary.apply(self, *(t.tensor for t in self.targets)))
 
     # Backward.
@@ -154,7 +154,7 @@ class CallOnThreads(CallOnReplicas):
     ) -> list[Any]:
         """The gradients with a graph, for `create_graph=True`."""
         for target, version in zip(self.targets, self._versions, strict=True):
-            if target.tensor._version != version:
+            if version_of(target.tensor) != version:
                 raise ContextError(
                     "A backward pass with `create_graph=True` came after an update "
                     "of a variable of the layer. Compute second-order gradients "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
+from keras_strategies.engines.torch.compat import version_of
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
@@ -155,7 +156,7 @@ class TorchRun(ReplicaRun):
 
     def version(self, variable: Any) -> tuple[int, int]:
         raw = raw_value(variable)
-        return id(raw), raw._version
+        return id(raw), version_of(raw)
 
 
 def _owner(fn: Callable[..., Any]) -> Any:

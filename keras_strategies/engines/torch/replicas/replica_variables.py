@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from keras_strategies.devices import Device
+from keras_strategies.engines.torch.compat import version_of
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.keras_compat.variables.seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -52,14 +53,12 @@ class ReplicaVariables:
         """The persistent copies on devices other than the variable's."""
         raw = raw_value(variable)
         found = []
-        if self._placement.mirrored:
-            for device in self._placement.replicas:
-                # Virtual CPUs have one memory, that of the variable.
-                if raw.device == torch_device(device):
-                    continue
-                mirror = self._mirrors.peek(raw, torch_device(device))
-                if mirror is not None:
-                    found.append((device, mirror))
+        for device in self._placement.replicas if self._placement.mirrored else ():
+            # Virtual CPUs have one memory, that of the variable.
+            own = torch_device(device)
+            mirror = self._mirrors.peek(raw, own)
+            if raw.device != own and mirror is not None:
+                found.append((device, mirror))
         return found
 
 
@@ -76,13 +75,13 @@ class _Mirrors:
     def get(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor:
         key = (id(raw), device)
         entry = self._copies.get(key)
-        if entry is not None and entry[0]() is raw and entry[1] == raw._version:
+        if entry is not None and entry[0]() is raw and entry[1] == version_of(raw):
             return entry[2].detach()
         # A new tensor, not a copy in place: an unfinished backward pass may still
         # need the old values.
         copy = raw.detach().to(device, non_blocking=True)
         gone = weakref.ref(raw, lambda _: self._copies.pop(key, None))
-        self._copies[key] = (gone, raw._version, copy)
+        self._copies[key] = (gone, version_of(raw), copy)
         return copy.detach()
 
     def peek(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor | None:
