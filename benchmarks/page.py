@@ -31,23 +31,21 @@ def whole(file: str, table: Callable[[Any], str]) -> str:
     """A table of a results file, and the conditions of each of its parts."""
     results = Results(RESULTS / f"{file}.json")
     if not results.values:
-        return table({})
-    return f"{table(results.values)}\n\n{measured(results, list(results.values))}"
+        return "Not measured yet."
+    return f"{table(results.values)}\n\n{measured(results.conditions_of())}"
 
 
 def part(file: str, name: str, table: Callable[[Any], str]) -> str:
     """A table of one part of a results file, and its conditions."""
     results = Results(RESULTS / f"{file}.json")
-    return f"{table(results.values[name])}\n\n{measured(results, [name])}"
+    return f"{table(results.values[name])}\n\n{measured(results.conditions_of(name))}"
 
 
-def measured(results: Results, parts: list[str]) -> str:
+def measured(conditions: dict[str, dict[str, Any]]) -> str:
     """One line for each of the conditions under which parts were measured."""
     by_text: dict[str, list[str]] = {}
-    for name in parts:
-        by_text.setdefault(_text(results.measured.get(name, {})), []).append(name)
-    if not by_text:
-        return "Not measured yet."
+    for name, found in conditions.items():
+        by_text.setdefault(_text(found), []).append(name)
     if len(by_text) == 1:
         return f"Measured: {next(iter(by_text))}."
     lines = [f"- {'; '.join(names)}: {text}." for text, names in by_text.items()]
@@ -73,7 +71,8 @@ def summary() -> str:
     """Rows of `fit` and of parameter servers, for the README."""
     from parameter_server import PEER, best_way
 
-    fit = Results(RESULTS / "fit.json").values
+    fits = Results(RESULTS / "fit.json")
+    servers = Results(RESULTS / "parameter_server.json")
     compared = (
         ("jax", "convolutional", "DataParallel", "Keras `DataParallel`"),
         ("torch", "convolutional", "DDP", "DDP"),
@@ -82,21 +81,27 @@ def summary() -> str:
     )
     rows = []
     for backend, model, peer, shown in compared:
-        ours, theirs = fit[backend][model]["mirrored"], fit[backend][model][peer]
+        found = fits.values[backend][model]
+        ours, theirs = found["mirrored"], found[peer]
         cells = [f"{median(ours):.1f} ms", f"{shown}, {median(theirs):.1f} ms"]
         cells.append(ratio(theirs, ours))
         rows.append([f"`fit`, {model}, 2 replicas", backend, *cells])
-    speed = Results(RESULTS / "parameter_server.json").values["speed"]["sparse"]
+    speed = servers.values["speed"]["sparse"]
     ours, theirs = (best_way(speed[side]) for side in ("tensorflow", PEER))
     cells = [f"{median(ours):.1f} steps/s"]
     cells += [f"`tf.distribute`, {median(theirs):.1f} steps/s", ratio(ours, theirs)]
     rows.append(["parameter servers, sparse model", "tensorflow", *cells])
     header = ["workload", "backend", "this package", "peer", "ratio"]
-    return markdown_table(header, rows)
+    conditions = {
+        **{f"`fit`, {name}": found for name, found in fits.conditions_of().items()},
+        "parameter servers": servers.conditions_of("speed")["speed"],
+    }
+    return f"{markdown_table(header, rows)}\n\n{measured(conditions)}"
 
 
 def table(name: str) -> str:
     """The Markdown of one block."""
+    import demo
     import elasticity
     import faults
     import first_step
@@ -110,6 +115,7 @@ def table(name: str) -> str:
     import resume
     import start
     import steps_per_execution
+    import without_strategy
 
     file, _, what = name.partition(", ")
     if file == "parameter servers":
@@ -124,6 +130,7 @@ def table(name: str) -> str:
         }
         return part("model_parallel", what, tables[what])
     modules = {
+        "demo": demo,
         "elasticity": elasticity,
         "fit": fit,
         "loops": loops,
@@ -133,6 +140,7 @@ def table(name: str) -> str:
         "first step": first_step,
         "fit gpu": fit_gpu,
         "steps per execution": steps_per_execution,
+        "without strategy": without_strategy,
     }
     if file in modules:
         return whole(file.replace(" ", "_"), modules[file].table)

@@ -1,17 +1,16 @@
-"""Keras models without a strategy: what the library costs them, as ratios of times.
-
-    KERAS_BACKEND=torch python benchmarks/without_strategy.py
+"""Keras models without a strategy: overhead of the library in their process.
 
 Two processes have the same small model of plain Keras. One has never imported the
 library; in the other a strategy has trained another model and has run a function on its
-replicas. They measure in turn, so that what the machine does besides falls on both. The
-ratios are those of the shortest CPU times; above 1 the library costs something. Numbers
-of calls, of Python's functions and of built-in ones, do not depend on the machine.
+replicas. They measure in turn, milliseconds of CPU for each step, the shortest of
+several runs in each round. Above 1 the library costs something. Numbers of calls, of
+Python's functions and of built-in ones, do not depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -21,9 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from measuring import BACKENDS, Results, measure, medians, options_parser, ratio
+from page import write_page
+from tables import markdown_table
+
 ROOT = Path(__file__).parents[1]
+KINDS = WITHOUT, WITH = ("plain Keras", "with the library")
+PHASES = ("__call__", "train_on_batch", "fit")
 STEPS = 5
 ROWS = 8
+# Of which the shortest counts, in each round.
+RUNS = 12
 
 
 def compiled_model() -> Any:
@@ -84,9 +91,18 @@ def calls_of(run: Callable[[], object]) -> int:
     return count
 
 
+def shortest(run: Callable[[], object]) -> float:
+    """Milliseconds of CPU for a step."""
+    found = []
+    for _ in range(RUNS):
+        start = time.process_time()
+        run()
+        found.append(time.process_time() - start)
+    return min(found) * 1000 / STEPS
+
+
 def serve(has_library: bool) -> None:
-    """Writes numbers of calls; then, for each line of input, milliseconds of CPU."""
-    import keras
+    """Writes numbers of calls; then, for each phase that it reads, its time."""
     import numpy as np
 
     if has_library:
@@ -103,28 +119,27 @@ def serve(has_library: bool) -> None:
     for run in measured.values():
         run()
     calls = {name: calls_of(run) for name, run in measured.items()}
-    print(json.dumps([keras.backend.backend(), calls]), flush=True)
-    for _ in sys.stdin:
-        found = {}
-        for name, run in measured.items():
-            start = time.process_time()
-            run()
-            found[name] = (time.process_time() - start) * 1000 / STEPS
-        print(json.dumps(found), flush=True)
+    print(json.dumps(calls), flush=True)
+    for line in sys.stdin:
+        print(shortest(measured[line.strip()]), flush=True)
 
 
-def start(has_library: bool) -> subprocess.Popen[str]:
+def start(backend: str, kind: str) -> subprocess.Popen[str]:
     """A process that measures."""
-    flags = ["--serve", *(["--library"] if has_library else [])]
-    environment = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="2", OMP_NUM_THREADS="1")
-    if has_library:
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": backend,
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    if kind == WITH:
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     # JAX: as many devices in both.
     flag = "--xla_force_host_platform_device_count=2"
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     return subprocess.Popen(
-        [sys.executable, __file__, *flags],
+        [sys.executable, __file__, "--worker", kind],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -132,48 +147,62 @@ def start(has_library: bool) -> subprocess.Popen[str]:
     )
 
 
-def measured_by(process: subprocess.Popen[str]) -> Any:
-    """The next line of a process's results, None at their end."""
+def reply(process: subprocess.Popen[str], phase: str = "") -> Any:
+    """What a process writes next, after the name of a phase was sent to it."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    if phase:
+        process.stdin.write(f"{phase}\n")
+        process.stdin.flush()
     return json.loads(process.stdout.readline())
 
 
-def compare(rounds: int) -> None:
-    processes = {False: start(False), True: start(True)}
-    times: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
-    calls: dict[bool, Any] = {}
+def compare(backend: str, rounds: int) -> dict[str, dict[str, Any]]:
+    """For each phase, times and numbers of calls in both processes."""
+    processes = {kind: start(backend, kind) for kind in KINDS}
     try:
-        for has_library, process in processes.items():
-            assert process.stdout is not None
-            calls[has_library] = json.loads(process.stdout.readline())
-        for number in range(rounds):
-            for has_library in (False, True) if number % 2 else (True, False):
-                for name, value in measured_by(processes[has_library]).items():
-                    times[has_library].setdefault(name, []).append(value)
+        calls = {kind: reply(process) for kind, process in processes.items()}
+        found = {}
+        for phase in PHASES:
+            contestants = {
+                kind: functools.partial(reply, process, phase)
+                for kind, process in processes.items()
+            }
+            counts = {kind: calls[kind][phase] for kind in KINDS}
+            found[phase] = {"ms": measure(contestants, rounds), "calls": counts}
+        return found
     finally:
         for process in processes.values():
             process.communicate()
-    print(f"{calls[True][0]}: ms of CPU for each step, and calls in {STEPS} steps")
-    for name, without in times[False].items():
-        plain, own = min(without), min(times[True][name])
-        row = f"{plain:8.3f} without, {own:8.3f} with the library"
-        counts = [calls[has_library][1][name] for has_library in (False, True)]
-        print(f"  {name:16}{row}, ratio {own / plain:.3f}, calls {counts}")
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as a Markdown table."""
+    header = ["backend", "call", *KINDS, "ratio", f"function calls of {STEPS} steps"]
+    header += [WITH]
+    rows = []
+    for backend, phases in results.items():
+        for phase, found in phases.items():
+            ms = medians(found["ms"])
+            cells = [backend, f"`{phase}`", *(f"{ms[kind]:.3f} ms" for kind in KINDS)]
+            cells.append(ratio(found["ms"][WITH], found["ms"][WITHOUT]))
+            rows.append([*cells, *(f"{found['calls'][kind]:,}" for kind in KINDS)])
+    return markdown_table(header, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--library", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.serve:
-        serve(arguments.library)
-    else:
-        compare(arguments.rounds)
+    parser = options_parser(__doc__, BACKENDS)
+    parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        serve(options.worker == WITH)
+        return
+    results = Results(options.output / "without_strategy.json")
+    for backend in options.backends:
+        print(f"measuring {backend} ...", file=sys.stderr, flush=True)
+        results.put(backend, compare(backend, options.rounds))
+    print(table(results.values))
+    write_page(options.output)
 
 
 if __name__ == "__main__":
