@@ -133,6 +133,15 @@ def pairs_table(found: dict[str, float], what: str, unit: str) -> str:
     return markdown_table([what, unit], rows)
 
 
+def curves_table(found: dict[str, Rounds]) -> str:
+    """The largest difference of each loss from that of one device, in an epoch."""
+    rows = []
+    for name in (each for each in CURVES if each != "one device"):
+        pairs = zip(found[name], found["one device"], strict=True)
+        rows.append([name, f"{100 * max(abs(a / b - 1) for a, b in pairs):.0f} %"])
+    return markdown_table(["side", "largest difference"], rows)
+
+
 def faults_table(found: dict[str, Any]) -> str:
     rows = []
     for name in next(iter(found.values())):
@@ -148,6 +157,7 @@ TABLES = {
     "speed": speed_table,
     "bytes": lambda found: pairs_table(found, "rows of the table", "bytes/step"),
     "scaling": lambda found: pairs_table(found, "cluster", "steps/s"),
+    "curves": curves_table,
     "faults": faults_table,
 }
 
