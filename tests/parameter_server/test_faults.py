@@ -55,7 +55,7 @@ def test_a_worker_that_is_killed_is_replaced(recovered, coordinator, total) -> N
     before = deaths(recovered, "worker", 0)
     step = counting(total)
     results = [coordinator.schedule(step, args=(1.0,)) for _ in range(40)]
-    clusters.wait_until(lambda: results[3]._known.is_set(), "steps are done")
+    clusters.wait_until(lambda: results[3].is_done(), "steps are done")
     clusters.kill(recovered, "worker", 0)
     coordinator.join(clusters.SECONDS)
     assert float(total.numpy()) == 40.0
