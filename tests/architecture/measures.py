@@ -207,25 +207,27 @@ def duplicate_classes(source: Source) -> list[str]:
 
 def lines(source: Source) -> Counter[str]:
     """Lines by kind: code, imports, raises, docstrings, comments and blank."""
-    total: Counter[str] = Counter()
-    for module in source.modules:
-        text = module.path.read_text()
-        kinds = dict.fromkeys(range(1, len(text.splitlines()) + 1), "blank")
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            for i in range(token.start[0], token.end[0] + 1):
-                if token.type == tokenize.COMMENT and kinds.get(i) == "blank":
-                    kinds[i] = "comments"
-                elif token.string.strip() and token.type != tokenize.COMMENT:
-                    kinds[i] = "code"
-        for node in module.nodes:
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                _mark(kinds, node, "imports")
-            elif isinstance(node, ast.Raise):
-                _mark(kinds, node, "raises")
-            elif _has_docstring(node):
-                _mark(kinds, node.body[0], "docstrings")
-        total.update(kinds.values())
-    return total
+    return sum(map(lines_of, source.modules), Counter())
+
+
+def lines_of(module: Module) -> Counter[str]:
+    """The lines of one module by kind, as `lines`."""
+    text = module.path.read_text()
+    kinds = dict.fromkeys(range(1, len(text.splitlines()) + 1), "blank")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        for i in range(token.start[0], token.end[0] + 1):
+            if token.type == tokenize.COMMENT and kinds.get(i) == "blank":
+                kinds[i] = "comments"
+            elif token.string.strip() and token.type != tokenize.COMMENT:
+                kinds[i] = "code"
+    for node in module.nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            _mark(kinds, node, "imports")
+        elif isinstance(node, ast.Raise):
+            _mark(kinds, node, "raises")
+        elif _has_docstring(node):
+            _mark(kinds, node.body[0], "docstrings")
+    return Counter(kinds.values())
 
 
 def _has_docstring(node: ast.AST) -> TypeGuard[ast.Module]:
