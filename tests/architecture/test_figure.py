@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from architecture.figure import README, current, with_figure
-from architecture.package_source import REPOSITORY
+from architecture.package_source import PACKAGE, REPOSITORY, package_source
 
+PACKAGE_FOLDER = REPOSITORY / PACKAGE
 DECISIONS = sorted((REPOSITORY / "docs" / "decisions").glob("*.md"))
 FILES = {
     path.relative_to(REPOSITORY).as_posix()
@@ -31,6 +32,32 @@ def test_files_that_are_named_exist() -> None:
         if not any(f"/{file}".endswith(f"/{name}") for file in FILES)
     ]
     assert not missing, "\n".join(missing)
+
+
+def test_every_folder_is_named_in_the_row_of_the_outer_folder() -> None:
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", README.read_text(), re.MULTILINE)
+    missing = []
+    for folder in {module.path.parent for module in package_source().modules}:
+        path = f"{folder.relative_to(PACKAGE_FOLDER).as_posix()}/"
+        found = [
+            (title, text)
+            for title, text in rows
+            for start in re.findall(r"`([\w/]+/)`", title)
+            if path.startswith(start) or start.startswith(path)
+        ]
+        name = f"`{folder.name}/`"
+        if not any(f"`{path}" in title or name in text for title, text in found):
+            missing.append(path)
+    assert sorted(missing) == ["./"]
+
+
+def test_the_glossary_has_at_most_30_terms() -> None:
+    glossary = (
+        README.read_text().partition("| term | meaning |")[2].partition("\n\n")[0]
+    )
+    rows = re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE)
+    terms = [term for row in rows if "-" * 3 not in row for term in row.split(", ")]
+    assert 20 < len(terms) <= 30
 
 
 def test_a_decision_fits_on_a_page_and_is_in_the_index() -> None:
