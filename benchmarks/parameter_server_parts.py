@@ -190,7 +190,7 @@ def schedule_for(
     count = 0
     while time.monotonic() < until and not is_enough():
         # A short queue, so that what comes after the fault is seen soon.
-        if len(coordinator.strategy.cluster.scheduler.queue) < 4:
+        if len(coordinator.strategy.cluster.scheduler.tasks.waiting) < 4:
             coordinator.schedule(step)
             count += 1
         else:
