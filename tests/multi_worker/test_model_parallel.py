@@ -187,7 +187,7 @@ def test_values_that_differ_are_an_error(cluster):
         fit(model)
 
     for error, _ in cluster.outcomes(program):
-        assert "is sharded over the workers, and worker" in error
+        assert "is sharded over the workers, but workers" in error
         assert "load_sharded" in error
 
 
