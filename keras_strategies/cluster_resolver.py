@@ -5,7 +5,7 @@ Importing this module imports the standard library only.
 
 from keras_strategies import cluster
 from keras_strategies.cluster import *
-from keras_strategies.processes.ray.resolver import RayClusterResolver
+from keras_strategies.processes.ray.ray_resolver import RayClusterResolver
 
 __all__ = [*cluster.__all__, "RayClusterResolver"]
 

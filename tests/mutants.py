@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         "seeds_equal",
-        "keras_compat/variables/seeds.py",
+        "keras_compat/variables/generator_seeds.py",
         "    return (replica_id * 1_327_217_885) % 2**31",
         "    return 0",
         _everywhere(f"{RUN} -k random_layers_draw"),

@@ -22,7 +22,7 @@ from keras_strategies.keras_compat.thread_state import (
     thread_state,
     with_thread_state,
 )
-from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.training.model_hooks import StrategyHooks
 
 

@@ -40,7 +40,7 @@ from keras_strategies.parameter_server.wire.variable_description import (
     server_device,
     worker_device,
 )
-from keras_strategies.processes.ray.resolver import RayClusterResolver
+from keras_strategies.processes.ray.ray_resolver import RayClusterResolver
 from keras_strategies.reports.worker_status import TrainingStatus
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import Feature, require

@@ -20,8 +20,8 @@ from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.processes.ray.actors import TaskActors
 from keras_strategies.processes.ray.connection import node_address
-from keras_strategies.processes.ray.placement import Reservation
-from keras_strategies.processes.ray.resolver import RayClusterResolver
+from keras_strategies.processes.ray.ray_resolver import RayClusterResolver
+from keras_strategies.processes.ray.task_placement import Reservation
 
 
 def start_on_ray(

@@ -32,7 +32,7 @@ from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.strategies.multi_worker import find_workers
-from keras_strategies.training.seeds import sync_random_numbers
+from keras_strategies.training.random_sync import sync_random_numbers
 from keras_strategies.types import CommunicationOptions, Elastic, check_flag
 
 _AXES = (BATCH_AXIS, MODEL_AXIS)

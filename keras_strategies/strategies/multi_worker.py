@@ -33,7 +33,7 @@ from keras_strategies.collectives.cross_device_ops import (
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
-from keras_strategies.processes.ray.resolver import RayClusterResolver
+from keras_strategies.processes.ray.ray_resolver import RayClusterResolver
 from keras_strategies.processes.ray.train_context import is_train_worker
 from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
@@ -41,7 +41,7 @@ from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
 from keras_strategies.training.elastic.elastic_actions import ElasticActions
-from keras_strategies.training.seeds import sync_random_numbers
+from keras_strategies.training.random_sync import sync_random_numbers
 from keras_strategies.types import CommunicationOptions, Elastic
 
 #: Default timeout between workers, in seconds.

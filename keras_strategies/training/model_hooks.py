@@ -18,7 +18,7 @@ from keras_strategies.keras_compat.models.building import element_spec
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.variables.seeds import seed_states
+from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.state import run_state

@@ -31,8 +31,8 @@ from keras_strategies.training.elastic.chief_callbacks import (
 from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.elastic.elastic_fit import DecisionTimes, ElasticFit
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
+from keras_strategies.training.random_sync import sync_random_numbers
 from keras_strategies.training.saving.preemption import PreemptionCallback
-from keras_strategies.training.seeds import sync_random_numbers
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

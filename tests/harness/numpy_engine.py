@@ -21,7 +21,7 @@ from harness.numpy_replicas import NumpyPrimitives
 from keras_strategies.devices import Device
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 from keras_strategies.keras_compat import thread_state
-from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import Drivers, FitDriver
 from keras_strategies.runtime.engine import Engine, Feature, StrategyCore

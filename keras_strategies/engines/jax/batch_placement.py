@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from keras_strategies.engines.jax.array_placement import put, spans_processes
-from keras_strategies.engines.jax.keras_distribution import splits
+from keras_strategies.engines.jax.strategy_distribution import splits
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.keras_compat.variables.seeds import set_initializer_seed
+from keras_strategies.keras_compat.variables.generator_seeds import set_initializer_seed
 from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 
 _PIECE_BYTES = 8 << 20

@@ -17,7 +17,7 @@ from keras_strategies.processes.keras_import import call_with_keras
 from keras_strategies.processes.launched_call import outcome_of
 from keras_strategies.processes.local_cluster import GPUS, LocalTask
 from keras_strategies.processes.ray.connection import import_ray, node_address
-from keras_strategies.processes.ray.placement import ClusterPlan, Reservation
+from keras_strategies.processes.ray.task_placement import ClusterPlan, Reservation
 
 
 class TaskProcess:

@@ -21,7 +21,7 @@ from keras_strategies.processes.ray.actors import (
     TaskActors,
     backend_environment,
 )
-from keras_strategies.processes.ray.placement import ClusterPlan, Reservation
+from keras_strategies.processes.ray.task_placement import ClusterPlan, Reservation
 from keras_strategies.types import Elastic
 
 #: Name of the engine in `TF_CONFIG`.

@@ -16,7 +16,7 @@ from keras_strategies.errors import CheckpointError, InputError, InvalidArgument
 from keras_strategies.input.batches import loaded
 from keras_strategies.input.sources import is_tf_data
 from keras_strategies.keras_compat.models import fit_position
-from keras_strategies.training.seeds import random_numbers, set_random_numbers
+from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 from keras_strategies.user_warnings import warn_user
 
 

@@ -31,8 +31,8 @@ from keras_strategies.keras_compat.models.building import build_optimizer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 from keras_strategies.training.saving.atomic_files import atomic_file
-from keras_strategies.training.seeds import random_numbers, set_random_numbers
 from keras_strategies.user_warnings import warn_user
 
 _VERSION = 1

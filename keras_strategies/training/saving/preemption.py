@@ -29,7 +29,7 @@ from keras_strategies.errors import (
 )
 from keras_strategies.keras_compat.backends.keras_on_jax import sync_jax_state
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch, skip_steps
-from keras_strategies.training.seeds import random_numbers, set_random_numbers
+from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 
 #: Exit code after a save, which requests a restart.
 RESTART_EXIT_CODE = 42

@@ -272,7 +272,7 @@ def test_a_tf_function_can_be_run_on_all_workers(pool):
 
 def test_random_numbers_go_on_as_the_chiefs(pool):
     def program(strategy):
-        from keras_strategies.training.seeds import sync_random_numbers
+        from keras_strategies.training.random_sync import sync_random_numbers
 
         found = []
         for seed in (7 + strategy.workers.group.index, None):

@@ -21,7 +21,7 @@ from keras_strategies.engines.jax.fit.partitioned_step import (
     marked_update,
     replaced_update,
 )
-from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
+from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from keras_strategies.engines.jax.array_placement import spans_processes
 from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
 from keras_strategies.engines.jax.devices import default_device, device_of, jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
-from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
 from keras_strategies.engines.jax.sharding import orbax_checkpoints
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     CrossWorkerShards,
     place_variable,
     variable_reader,
 )
+from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import ModelScopeError
 from keras_strategies.keras_compat.backends.keras_on_jax import (

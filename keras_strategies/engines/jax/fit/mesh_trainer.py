@@ -18,7 +18,7 @@ from keras_strategies.engines.jax.fit.elastic_steps import JaxElasticSteps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 from keras_strategies.engines.jax.fit.step_cost import step_arithmetic, step_cost
 from keras_strategies.engines.jax.fit.unsplit_steps import StepBySize
-from keras_strategies.engines.jax.keras_distribution import StrategyDistribution
+from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     layout_of,

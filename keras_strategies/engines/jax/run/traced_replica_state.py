@@ -15,7 +15,7 @@ from keras_strategies.engines.jax.function.trace_state import (
     as_initializer,
 )
 from keras_strategies.keras_compat.state_scope import StatePolicy, current_policy
-from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState

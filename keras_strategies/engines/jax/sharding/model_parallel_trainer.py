@@ -17,11 +17,11 @@ from keras_strategies import context
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
-from keras_strategies.engines.jax.keras_distribution import splits
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     CrossWorkerShards,
     is_sharded_over_workers,
 )
+from keras_strategies.engines.jax.strategy_distribution import splits
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     layout_of,

@@ -30,7 +30,7 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
 )
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import sublayers
-from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,

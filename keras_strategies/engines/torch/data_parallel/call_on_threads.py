@@ -9,7 +9,7 @@ import torch
 
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import is_graph_retained, version_of
-from keras_strategies.engines.torch.data_parallel.gradient_sums import WorkerSums
+from keras_strategies.engines.torch.data_parallel.worker_sums import WorkerSums
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.replicas.replica_random import (
     NoRandom,

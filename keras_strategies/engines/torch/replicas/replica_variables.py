@@ -10,7 +10,7 @@ import torch
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.compat import version_of
 from keras_strategies.engines.torch.devices import torch_device
-from keras_strategies.keras_compat.variables.seeds import seed_offset
+from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
 

@@ -12,7 +12,7 @@ from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.processes.ray.actors import call_pickled
 from keras_strategies.processes.ray.connection import connect
-from keras_strategies.processes.ray.placement import PLACEMENTS, ClusterPlan
+from keras_strategies.processes.ray.task_placement import PLACEMENTS, ClusterPlan
 from keras_strategies.processes.ray.train_context import TrainWorker, is_train_worker
 from keras_strategies.processes.ray.worker_run import ENGINE, RunSettings, run_workers
 from keras_strategies.types import Elastic
