@@ -30,6 +30,12 @@ EVERYWHERE = {
         "test_without_staleness_it_equals_one_device[two servers-clipped]",
     ),
     "test_memory": (),
+    "test_optimizer_updates": (
+        "test_updates_are_those_of_one_device[adafactor_accumulating]",
+        "test_updates_are_those_of_one_device[muon]",
+        "test_updates_are_those_of_one_device[nadam]",
+        "test_gradients_of_shards_are_clipped_together[global_clipnorm]",
+    ),
     "test_optimizers": (
         "test_an_optimizer_does_what_it_does_on_one_device[adafactor_accumulating]",
         "test_what_several_variables_share_is_refused",

@@ -9,75 +9,18 @@ from keras import optimizers
 
 import keras_strategies as ks
 from parameter_server import clusters
+from parameter_server.optimizer_cases import (
+    BATCH,
+    OPTIMIZERS,
+    REFERENCES,
+    ROWS,
+    STEPS,
+    assert_equal,
+    build,
+    several,
+)
 
 pytestmark = pytest.mark.multiprocess
-
-BATCH, STEPS, ROWS = 8, 4, 30
-
-
-def several():
-    """Rows by Adam, the first dense layer by Adafactor, what is left by SGD."""
-    chosen = {
-        "(.*/)?embedding/.*": optimizers.Adam(0.05),
-        "(.*/)?hidden/.*": optimizers.Adafactor(0.05, clipnorm=0.5),
-    }
-    default = optimizers.SGD(0.1, momentum=0.5)
-    return optimizers.MultiOptimizer(optimizers.OptimizerMap(default, chosen))
-
-
-class ScheduleFree(optimizers.ScheduleFreeAdamW):
-    """Keras's on one device, with the momentum that it had before the update.
-
-    On Torch and TensorFlow `momentum.value` is what `assign_sub` writes into, so that
-    Keras 3.15 takes the new momentum twice there; on JAX, and on servers, it does not.
-    """
-
-    def update_step(self, gradient, variable, learning_rate):
-        momentum = self._momentums[self._get_variable_index(variable)]
-        before = keras.ops.copy(momentum.value)
-        super().update_step(gradient, variable, learning_rate)
-        if keras.backend.backend() != "jax":
-            step = keras.ops.cast(self.iterations + 1, variable.dtype)
-            moved = keras.ops.subtract(momentum, before)
-            self.assign_add(variable, (1 - 1 / step) * (1 - self.beta_1) * moved)
-
-
-OPTIMIZERS = {
-    "adadelta": lambda: optimizers.Adadelta(1.0),
-    "adafactor": lambda: optimizers.Adafactor(0.05),
-    "adafactor_accumulating": lambda: optimizers.Adafactor(
-        0.05, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
-    ),
-    "adamax": lambda: optimizers.Adamax(0.05),
-    "adamw": lambda: optimizers.AdamW(0.05, amsgrad=True),
-    "ftrl": lambda: optimizers.Ftrl(0.5, l1_regularization_strength=0.01),
-    "lamb": lambda: optimizers.Lamb(0.05),
-    "lion": lambda: optimizers.Lion(0.01),
-    "muon": lambda: optimizers.Muon(0.05),
-    "nadam": lambda: optimizers.Nadam(0.05),
-    "multi": several,
-    "rmsprop": lambda: optimizers.RMSprop(0.05, momentum=0.5, centered=True),
-    "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.05, warmup_steps=3),
-    "sgd": lambda: optimizers.SGD(0.1, momentum=0.5, nesterov=True),
-}
-# What one device is given instead.
-REFERENCES = {"schedule_free": lambda: ScheduleFree(0.05, warmup_steps=3)}
-
-
-def build(optimizer):
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((3,), dtype="int32"),
-            layers.Embedding(ROWS, 4, name="embedding"),
-            layers.Flatten(),
-            layers.Dense(6, "tanh", name="hidden"),
-            layers.Dense(1),
-        ]
-    )
-    model.compile(optimizer, "mse")
-    return model
 
 
 def data():
@@ -88,29 +31,15 @@ def data():
     return x, random.normal(size=(len(x), 1)).astype("float32")
 
 
-def assert_equal(ours, theirs) -> None:
-    """Weights, slots, steps and learning rates are the same."""
-    for found, expected in zip(ours.variables, theirs.variables, strict=True):
-        np.testing.assert_allclose(
-            *clusters.values([found, expected]), rtol=2e-4, atol=2e-5
-        )
-    assert len(ours.optimizer.variables) == len(theirs.optimizer.variables)
-    for found, expected in zip(
-        ours.optimizer.variables, theirs.optimizer.variables, strict=True
-    ):
-        np.testing.assert_allclose(
-            *clusters.values([found, expected]), rtol=1e-3, atol=1e-4
-        )
-
-
-# Updated as others are, number by number (adamw, rmsprop), or with factored moments.
-AT_NIGHT = ("adadelta", "adafactor", "adamax", "lion", "nadam")
+# Slots by row, and slots that need complete variables, with updates of complete tables.
+# `test_optimizer_updates` has the updates of all optimizers, without processes.
+BY_DAY = ("adafactor_accumulating", "adamw")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.nightly) if name in AT_NIGHT else name
+        name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly)
         for name in OPTIMIZERS
     ],
 )
