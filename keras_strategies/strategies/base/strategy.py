@@ -135,10 +135,11 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
     ) -> Any:
         """Calls `fn` once on each replica, in replica context.
 
-        On JAX `fn` is compiled, and traced again when something that it closes over has
-        changed: a name, an attribute in its code, the contents of a list or dictionary,
-        a setting of a Keras layer. Other values that change, such as the contents of
-        NumPy arrays, must be arguments or a `keras.Variable`.
+        On JAX `fn` is compiled, and traced again when something that it reads has
+        changed: a name, an attribute, the contents of a container or a NumPy array, a
+        setting of Keras. That takes time in each call if it draws random numbers from
+        NumPy, appends to a list, or counts: pass what changes as arguments, or hold it
+        in a `keras.Variable`. The time, files and the environment are constants.
 
         Args:
             fn: callable; ordinary Keras code that may call models, apply optimizers,

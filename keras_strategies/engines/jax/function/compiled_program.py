@@ -327,7 +327,10 @@ def _broadcast_from_chief(variables: Sequence[Any]) -> None:
     by_strategy: dict[int, tuple[Any, list[Any]]] = {}
     for variable in {id(v): v for v in variables}.values():
         strategy = strategy_of(variable)
-        if strategy is not None and strategy.workers is not None:
+        if strategy is None or strategy.workers is None:
+            continue
+        # A worker that alone compiles a function again has nothing to exchange.
+        if variable not in strategy.synced_variables:
             by_strategy.setdefault(id(strategy), (strategy, []))[1].append(variable)
     for strategy, found in by_strategy.values():
         sync_variables(strategy, found)

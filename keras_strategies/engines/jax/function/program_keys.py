@@ -1,39 +1,70 @@
 """Keys of functions: when a compiled program is reused in a call of `Strategy.run`.
 
 `Strategy.run` outside of `ks.function` looks like Python that runs in every call; on
-JAX it is a compiled program. So a program is reused only if the values that the
-function closes over are unchanged, as far as its code shows them:
+JAX it is a compiled program. A program is reused only where a key of all Python state
+that the function can read is equal (decision 050):
 
-- names of the enclosing functions and of the module, and default arguments;
-- attributes that the code names, of the objects behind those names: `self.rate`,
-  `config.loss.weight`, `settings.RATE`, also in methods, properties and helpers that
-  the code names in turn;
-- items of lists, tuples, sets and dictionaries;
-- `trainable` of the weights of Keras layers, and public attributes that are numbers,
-  strings or booleans, like a dropout's `rate`.
+- names of the enclosing functions and of modules, default arguments, class attributes;
+- attributes of objects, if any function that the code reaches names them: methods,
+  properties, operators and helpers included. Code with `getattr`, `vars` and the like
+  reaches all attributes;
+- items of containers, and contents of NumPy arrays and of other mutable buffers;
+- the state of iterators and random generators;
+- settings of Keras, of its layers, losses, optimizers and schedules.
 
-Not compared are the contents of NumPy arrays, attributes read by libraries, files and
-the time: pass them as arguments, or hold them in Keras variables.
+Programs of functions with state that has no key, such as a generator, are not reused.
+Not compared are the internals of libraries, files, the environment and the time.
 """
 
 from __future__ import annotations
 
+import array
+import collections
+import contextvars
+import dis
 import functools
-import inspect
+import hashlib
+import io
+import random
+import sys
 import types
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from keras_strategies.keras_compat.models.layers import layer_settings
+from keras_strategies.engines.jax.function.sharded_values import ShardedValues
+from keras_strategies.keras_compat.models.layers import sublayers, trainable_switches
+from keras_strategies.values import DistributedValues
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
-_LIBRARIES = frozenset(
-    ("jax", "jaxlib", "keras", "keras_strategies", "numpy", "tensorflow", "torch")
-)
+_LIBRARIES = (
+    sys.stdlib_module_names
+    | {"jax", "jaxlib", "keras", "keras_strategies", "ml_dtypes", "numpy"}
+    | {"pandas", "pytest", "_pytest", "scipy", "tensorflow", "torch", "tqdm"}
+) - {"__main__"}
+# In code with these names, attributes may be read that the code does not name.
+_DYNAMIC = {"__dict__", "__getattribute__", "asdict", "astuple", "attrgetter"}
+_DYNAMIC |= {"getattr", "getmembers", "globals", "hasattr", "locals", "methodcaller"}
+_DYNAMIC |= {"vars"}
+_EVERY = "*"
+_CONSTRUCTORS = frozenset(("__init__", "__new__", "__post_init__"))
+# Methods that no step calls by an operator.
+_NOT_OPERATORS = _CONSTRUCTORS | {"__del__", "__getstate__", "__init_subclass__"}
+_NOT_OPERATORS |= {"__reduce__", "__repr__", "__setstate__", "__str__"}
+_MAPPINGS = (dict, types.MappingProxyType)
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque, *_MAPPINGS)
+# Scalars that are equal only if they are the same.
+_EXACT = frozenset((int, bool, str, type(None)))
+# Attributes of Keras objects that are not settings.
+_INTERNAL = frozenset(("_auto_config", "_tracker", "build", "quantize"))
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_BUFFERS = (np.ndarray, np.generic, bytearray, memoryview, array.array)
+# Objects behind one function, at most.
+_MAX_OBJECTS = 100_000
 
 
 class IdentityKey:
@@ -52,12 +83,18 @@ class IdentityKey:
 def static_key(value: Any) -> Any:
     """Key of a constant: by value for scalars, by identity for other objects."""
     if isinstance(value, _SCALARS):
-        return (type(value), value)
+        # 0.0 == -0.0, of which a program computes other numbers.
+        exact = value and not isinstance(value, complex)
+        return (type(value), value if exact else repr(value))
     return IdentityKey(value)
 
 
-def function_key(fn: Callable[..., Any]) -> Any:
-    """Key of a function: its code and the values that it closes over.
+# By code, the names that it and all code that it reaches contain.
+_reached_names: dict[types.CodeType | None, frozenset[str]] = {}
+
+
+def function_key(fn: Callable[..., Any]) -> tuple[Any, str | None]:
+    """Key of a function, and the reason why no program of it may be reused, or None.
 
     A lambda in a loop is a new function each time, with an equal key. A function with
     another value in its closure has another key.
@@ -65,7 +102,20 @@ def function_key(fn: Callable[..., Any]) -> Any:
     Args:
         fn: a function, a method, or another callable.
     """
-    return _Walk().key(fn)
+    code = code_of(fn)
+    names = _reached_names.get(code, frozenset())
+    while True:
+        walk = _Walk(names)
+        key = walk.key(fn)
+        if not walk.new_names:
+            break
+        names = names | walk.new_names
+        _reached_names[code] = names
+        if len(_reached_names) > 4096:
+            _reached_names.clear()
+    config = keras.config
+    settings = (config.floatx(), config.epsilon(), config.image_data_format())
+    return (key, settings, config.dtype_policy().name), walk.reason
 
 
 def code_of(fn: Callable[..., Any]) -> types.CodeType | None:
@@ -74,85 +124,283 @@ def code_of(fn: Callable[..., Any]) -> types.CodeType | None:
     return getattr(function, "__code__", None)
 
 
+def random_state() -> Any:
+    """The state of the random generators of Python and NumPy."""
+    _, numbers, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(numbers).tobytes(), rest
+
+
 class _Walk:
-    """Traversal of the values that a function depends on."""
+    """Traversal of the values that a function depends on.
 
-    def __init__(self) -> None:
-        # Visited objects and names. Holding the objects keeps their ids unique.
-        self._seen: dict[tuple[int, frozenset[str]], Any] = {}
+    Args:
+        names: the names in all code that the function reaches, as far as known.
 
-    def key(self, value: Any, names: frozenset[str] = frozenset()) -> Any:
-        """Key of a value for code that uses these names.
+    Attributes:
+        new_names: names in that code that were not known.
+        reason: str, why the key is not complete; None if it is.
+    """
 
-        Args:
-            value: any object.
-            names: the attributes that the code reads.
-        """
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._every = _EVERY in names
+        # Visited objects; holding them keeps their ids unique.
+        self._seen: dict[Any, tuple[int, Any]] = {}
+        self.new_names: set[str] = set()
+        self.reason: str | None = None
+
+    def key(self, value: Any) -> Any:
         if isinstance(value, _SCALARS):
-            return (type(value), value)
-        if (id(value), names) in self._seen or _is_array(value):
-            return IdentityKey(value)
-        self._seen[id(value), names] = value
-        if isinstance(value, types.MethodType):
-            owner = self.key(value.__self__, _names(value.__func__))
-            return (self.key(value.__func__, names), owner)
-        if isinstance(value, functools.partial):
-            parts = (value.args, value.keywords)
-            return (self.key(value.func, names), self.key(parts, names))
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, (list, tuple, set, frozenset, Mapping)):
-            return self._container(value, names)
-        return (IdentityKey(value), *self._attributes(value, names))
+            return static_key(value)
+        seen = self._seen.get(id(value))
+        if seen is not None:
+            return ("seen", seen[0])
+        count = len(self._seen)
+        self._seen[id(value)] = (count, value)
+        if count > _MAX_OBJECTS:
+            self.reason = f"it reaches more than {_MAX_OBJECTS} objects"
+            return None
+        kind: Any = type(value)
+        return _rule(kind)(self, value)
 
-    def _function(self, fn: types.FunctionType) -> Any:
-        if _is_of_library(fn):
-            return IdentityKey(fn)
-        names = _names(fn)
+    def _items(self, items: Iterable[tuple[Any, Any]]) -> Any:
+        return tuple(
+            [
+                (static_key(name), self.key(value))
+                for name, value in items
+                if not _is_leftover_tracer(value)
+            ]
+        )
 
-        def ref(given: Any) -> Any:
-            try:
-                return self.key(given.cell_contents, names)
-            except ValueError:  # Not assigned yet.
-                return IdentityKey(given)
+    def _has_no_key(self, value: Any) -> Any:
+        self.reason = f"the state of its {type(value).__name__!r} cannot be compared"
+        return None
 
-        used = [name for name in sorted(names) if name in fn.__globals__]
+    # Functions and classes.
+
+    def _function(self, fn: Any) -> Any:
+        if _is_library(fn.__globals__.get("__name__")):
+            cells = [_contents(cell) for cell in fn.__closure__ or ()]
+            inner = [self.key(each) for each in cells if isinstance(each, _FUNCTIONS)]
+            return (fn.__code__, *inner) if inner else IdentityKey(fn)
+        names, own, imports = _names_in(fn.__code__)
+        if not names <= self._names:
+            self.new_names |= names - self._names
+        used = [(name, fn.__globals__[name]) for name in own if name in fn.__globals__]
+        package = fn.__globals__.get("__package__") or ""
+        for name in imports:
+            for path in (name, f"{package}.{name}"):
+                if path in sys.modules and not _is_library(path):
+                    used.append((path, sys.modules[path]))
+        cells = [_contents(cell) for cell in fn.__closure__ or ()]
         return (
             fn.__code__,
-            tuple(map(ref, fn.__closure__ or ())),
-            tuple(self.key(value, names) for value in fn.__defaults__ or ()),
-            self._items(fn.__kwdefaults__ or {}, names),
-            self._items({name: fn.__globals__[name] for name in used}, names),
+            self._items(enumerate(cells)),
+            self._items(enumerate(fn.__defaults__ or ())),
+            self._items((fn.__kwdefaults__ or {}).items()),
+            self._items(used),
+            self._attributes(fn),
             IdentityKey(fn.__globals__),
         )
 
-    def _container(self, value: Any, names: frozenset[str]) -> Any:
-        if isinstance(value, Mapping):
-            return (type(value), self._items(value, names))
-        keys = [
-            self.key(part, names) for part in value if not _is_leftover_tracer(part)
-        ]
-        return (type(value), frozenset(keys) if isinstance(value, set) else (*keys,))
+    def _method(self, method: Any) -> Any:
+        return (self.key(method.__func__), self.key(method.__self__))
 
-    def _items(self, items: Mapping[Any, Any], names: frozenset[str]) -> Any:
-        return tuple(
-            (static_key(key), self.key(value, names))
-            for key, value in items.items()
-            if not _is_leftover_tracer(value)
-        )
+    def _builtin(self, function: Any) -> Any:
+        owner = getattr(function, "__self__", None)
+        if owner is None or isinstance(owner, types.ModuleType):
+            return IdentityKey(function)
+        return (function.__name__, self.key(owner))
 
-    def _attributes(self, value: Any, names: frozenset[str]) -> list[Any]:
-        """Keys of an object's attributes with these names."""
-        if isinstance(value, (type, keras.Variable)) or _is_of_library(value):
-            return []
-        if isinstance(value, types.ModuleType):
-            return [self._items(_chosen(vars(value), names), names)]
+    def _partial(self, partial: Any) -> Any:
+        parts = (partial.func, partial.args, partial.keywords)
+        return tuple(map(self.key, parts))
+
+    def _module(self, module: Any) -> Any:
+        if _is_library(module.__name__):
+            return IdentityKey(module)
+        return (IdentityKey(module), self._named(vars(module)))
+
+    def _class(self, kind: Any) -> Any:
+        """A class that code names, and so may call."""
+        return (self._members(kind), self._members(kind, _CONSTRUCTORS))
+
+    def _members(self, kind: Any, also: frozenset[str] = frozenset()) -> Any:
+        """The members of a class's Python that code names, or that operators call."""
+        if (kind, also) in self._seen:
+            return IdentityKey(kind)
+        self._seen[kind, also] = (0, kind)
+        found: list[Any] = [IdentityKey(kind)]
+        base: Any
+        for base in _user_bases(kind):
+            called = _called_members(base) | also
+            for name, member in list(vars(base).items()):
+                if name in self._names or name in called:
+                    found.append((name, self.key(_unwrapped(member))))
+        return tuple(found)
+
+    # Objects.
+
+    def _named(self, attributes: Mapping[str, Any], every: bool = False) -> Any:
+        names = self._names
+        chosen = [item for item in [*attributes.items()] if every or item[0] in names]
+        return self._items(chosen)
+
+    def _attributes(self, value: Any) -> Any:
+        state = _state(value)
+        return self._named(state, self._every) if state else ()
+
+    def _instance(self, value: Any) -> Any:
+        kind = type(value)
+        return (IdentityKey(value), self._members(kind), self._attributes(value))
+
+    def _container(self, value: Any) -> Any:
         kind: Any = type(value)
-        reached = _reached(kind, names)
-        found: list[Any] = [self._items(_chosen(_state(value), reached), reached)]
-        if isinstance(value, keras.Layer):
-            found.append(layer_settings(value))
-        return found
+        own = self._instance(value)[1:] if _user_bases(kind) else kind
+        if isinstance(value, _MAPPINGS):
+            return (own, self._items([*value.items()]))
+        parts = [self.key(part) for part in [*value] if not _is_leftover_tracer(part)]
+        is_set = isinstance(value, (set, frozenset))
+        return (own, frozenset(parts) if is_set else tuple(parts))
+
+    def _buffer(self, value: Any) -> Any:
+        """Contents of an array, which may change in place."""
+        found = np.asarray(value)
+        if found.dtype.hasobject:
+            return (found.shape, self.key(found.tolist()))
+        data = found.tobytes()
+        if len(data) > 256:
+            data = hashlib.blake2b(data, digest_size=16).digest()
+        mask = self.key(value.mask) if isinstance(value, np.ma.MaskedArray) else None
+        return (type(value), found.shape, found.dtype, data, mask)
+
+    def _foreign(self, value: Any) -> Any:
+        """A tensor or table of another library."""
+        try:
+            return self._buffer(value)
+        except Exception:
+            return self._has_no_key(value)
+
+    def _replica_values(self, value: Any) -> Any:
+        if isinstance(value, ShardedValues):
+            return IdentityKey(value)
+        return (type(value), *map(self.key, value.values))
+
+    def _variable(self, variable: Any) -> Any:
+        return (IdentityKey(variable), variable.trainable)
+
+    def _generator(self, value: Any) -> Any:
+        if isinstance(value, random.Random):
+            return value.getstate()
+        if isinstance(value, np.random.RandomState):
+            return self.key(value.get_state(legacy=False))
+        source = getattr(value, "bit_generator", value)
+        return self.key(source.state)
+
+    def _iterator(self, value: Any) -> Any:
+        try:
+            return self.key(value.__reduce__())
+        except TypeError:
+            return self._has_no_key(value)
+
+    def _reference(self, value: Any) -> Any:
+        return self.key(value())
+
+    def _context_variable(self, value: Any) -> Any:
+        return (IdentityKey(value), self.key(value.get(None)))
+
+    def _layer(self, layer: Any) -> Any:
+        """The settings of a layer and of those in it; weights are inputs of programs.
+
+        Private attributes are Keras's own, which calls change.
+        """
+        seen, new, known = self._seen, [layer], []
+        for sublayer in sublayers(layer):
+            if sublayer is not layer and id(sublayer) in seen:
+                known.append(seen[id(sublayer)][0])
+            elif sublayer is not layer:
+                seen[id(sublayer)] = (len(seen), sublayer)
+                new.append(sublayer)
+        found = [(trainable_switches(e), self._settings(e, True)) for e in new]
+        return (*known, *found)
+
+    def _keras_object(self, value: Any) -> Any:
+        return self._settings(value, is_layer=False)
+
+    def _settings(self, value: Any, is_layer: bool) -> Any:
+        """An object of Keras: its settings, and what is the user's own."""
+        kind: Any = type(value)
+        names = self._names
+        is_own = bool(_user_bases(kind))
+        every = is_own and self._every
+        plain: list[Any] = [IdentityKey(value), self._members(kind) if is_own else None]
+        others: list[Any] = []
+        for name, own in list(vars(value).items()):
+            own_kind: Any = type(own)
+            is_public = not is_layer or name[0] != "_" or name in names
+            if not is_public and not is_own and name != "_dtype_policy":
+                continue
+            if own_kind in _EXACT:
+                if is_public and name != "built":
+                    plain += (name, own_kind, own)
+            elif name in names or _is_setting(own_kind) or (every and is_public):
+                others.append((name, own))
+        plain.append(self._items(item for item in others if item[0] not in _INTERNAL))
+        return tuple(plain)
+
+    def _constant(self, value: Any) -> Any:
+        return IdentityKey(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rule(kind: Any) -> Callable[[_Walk, Any], Any]:
+    """The key of objects of a class."""
+    rules: Sequence[tuple[Any, Callable[[_Walk, Any], Any]]] = (
+        ((jax.Array, keras.DTypePolicy), _Walk._constant),
+        (keras.Variable, _Walk._variable),
+        (keras.Layer, _Walk._layer),
+        (DistributedValues, _Walk._replica_values),
+        (_BUFFERS, _Walk._buffer),
+        (types.FunctionType, _Walk._function),
+        (types.MethodType, _Walk._method),
+        (types.BuiltinFunctionType, _Walk._builtin),
+        (functools.partial, _Walk._partial),
+        (types.ModuleType, _Walk._module),
+        (type, _Walk._class),
+        (_CONTAINERS, _Walk._container),
+        (
+            (random.Random, np.random.RandomState, np.random.Generator),
+            _Walk._generator,
+        ),
+        (np.random.BitGenerator, _Walk._generator),
+        (weakref.ref, _Walk._reference),
+        (contextvars.ContextVar, _Walk._context_variable),
+        (io.IOBase, _Walk._constant),
+    )
+    for kinds, rule in rules:
+        if issubclass(kind, kinds):
+            return rule
+    library = kind.__module__.partition(".")[0]
+    if any(base.__module__.partition(".")[0] == "keras" for base in kind.__mro__):
+        return _Walk._keras_object
+    if _user_bases(kind):
+        return _Walk._instance
+    if library in ("jax", "jaxlib", "keras_strategies"):
+        return _Walk._constant
+    if hasattr(kind, "__array__"):
+        return _Walk._foreign
+    return _Walk._iterator if hasattr(kind, "__next__") else _Walk._instance
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_setting(kind: Any) -> bool:
+    """Whether an attribute of a Keras object is a setting, and not its bookkeeping."""
+    weights = (keras.Variable, keras.Layer, jax.Array, keras.KerasTensor)
+    if issubclass(kind, (*weights, keras.Initializer, keras.InputSpec)):
+        return False
+    kinds = (*_SCALARS, *_FUNCTIONS, tuple, np.ndarray)
+    own = kind.__module__.partition(".")[0] == "keras" or bool(_user_bases(kind))
+    return issubclass(kind, kinds) or (own and not issubclass(kind, _CONTAINERS))
 
 
 def _is_leftover_tracer(value: Any) -> bool:
@@ -160,58 +408,90 @@ def _is_leftover_tracer(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, np.generic))
+def _is_library(module: str | None) -> bool:
+    """Whether a module is one of a library, whose internals are taken as constant."""
+    return (module or "").partition(".")[0] in _LIBRARIES
 
 
-def _is_of_library(value: Any) -> bool:
-    """Whether a value is a function or module of a library, taken as constant."""
-    if not isinstance(value, (types.FunctionType, types.ModuleType)):
-        return False
-    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    return (name or "").partition(".")[0] in _LIBRARIES
+@functools.lru_cache(maxsize=4096)
+def _user_bases(kind: type) -> tuple[type, ...]:
+    return tuple(base for base in kind.__mro__ if not _is_library(base.__module__))
+
+
+@functools.lru_cache(maxsize=4096)
+def _called_members(kind: type) -> frozenset[str]:
+    """Methods that operators call, or a library, whose methods they override."""
+    known: set[str] = set()
+    for base in kind.__mro__[:-1]:
+        if _is_library(base.__module__):
+            known.update(vars(base))
+    found = [
+        name
+        for name, member in vars(kind).items()
+        if isinstance(_unwrapped(member), types.FunctionType)
+        and (name in known or name.startswith("__"))
+    ]
+    return frozenset(found) - _NOT_OPERATORS
+
+
+def _unwrapped(member: Any) -> Any:
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, functools.cached_property):
+        return member.func
+    return getattr(member, "__func__", member)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # Not assigned yet.
+        return None
 
 
 def _state(value: Any) -> dict[str, Any]:
     """An object's own attributes, those in slots included."""
-    found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if hasattr(value, name):
-                found[name] = getattr(value, name)
+    state = getattr(value, "__dict__", None) or {}
+    kind: Any = type(value)
+    slots = _slots(kind)
+    if not slots:
+        return state
+    found = dict(state)
+    for name in slots:
+        if hasattr(value, name):
+            found[name] = getattr(value, name)
     return found
 
 
-def _chosen(attributes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: attributes[name] for name in sorted(names & attributes.keys())}
-
-
-def _names(fn: Any) -> frozenset[str]:
-    """The names of globals and attributes in a function's code."""
-    code = getattr(fn, "__code__", None)
-    return frozenset() if code is None else _names_in(code)
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in _user_bases(kind):
+        names = base.__dict__.get("__slots__", ())
+        found += (names,) if isinstance(names, str) else names
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> frozenset[str]:
-    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return frozenset(code.co_names).union(*map(_names_in, inner))
-
-
-@functools.lru_cache(maxsize=1024)
-def _reached(kind: type, names: frozenset[str]) -> frozenset[str]:
-    """These names, and those in the methods and properties that they name."""
-    # `value(...)` calls `__call__`, and a Keras layer's calls `call`.
-    pending = [*names, "__call__", "call"]
-    found = set(names)
-    while pending:
-        member = inspect.getattr_static(kind, pending.pop(), None)
-        if isinstance(member, property):
-            member = member.fget
-        member = getattr(member, "__func__", member)
-        if isinstance(member, types.FunctionType) and not _is_of_library(member):
-            new = _names(member) - found
-            found |= new
-            pending += new
-    return frozenset(found)
+def _names_in(
+    code: types.CodeType,
+) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
+    """The names in code, those that may be globals, and those of modules it imports."""
+    names, imports = set(code.co_names), set[str]()
+    found: set[str] = set()
+    opcodes = {dis.opname[opcode] for opcode in code.co_code[::2]}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, own, imported = _names_in(constant)
+            found |= inner
+            names.update(own)
+            imports.update(imported)
+        elif isinstance(constant, tuple):
+            found.update(part for part in constant if isinstance(part, str))
+    if "IMPORT_NAME" in opcodes:
+        imports |= names
+    if names & _DYNAMIC or "MATCH_CLASS" in opcodes:
+        found.add(_EVERY)
+        found.update(each for each in code.co_consts if isinstance(each, str))
+    own = tuple(sorted(names))
+    return frozenset(found | names), own, tuple(sorted(imports))

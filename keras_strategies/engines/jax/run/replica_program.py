@@ -116,17 +116,18 @@ class ReplicaProgram:
         check_sees_all(program, strategy)
         program.strategies[id(strategy)] = strategy
         arguments = ReplicaArguments.of([list(own) for own in args], list(kwargs))
-        key = (function_key(fn), arguments.signature)
+        key = (function_key(fn)[0], arguments.signature)
         if self._mesh.count == 1 or not arguments.is_uniform or key in self._unrolled:
             return UnrolledReplicas(self._mesh, state, fn)(arguments)
         try:
             return self._sharded(key, state, program, fn, arguments)
         except Exception as error:
             # Python that depends on the traced replica number, in a branch, shape or
-            # index, can raise any error. An error with another cause is raised again by
-            # the unrolled replicas.
+            # index, can raise any error, and so can what `shard_map` does not support.
+            # An error with another cause is raised again by the unrolled replicas.
             results = UnrolledReplicas(self._mesh, state, fn)(arguments)
-            self._unrolled.add(key)
+            if len(self._unrolled) < 1000:
+                self._unrolled.add(key)
             _warn_of_unrolling(fn, error)
             return results
 
