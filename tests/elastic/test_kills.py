@@ -74,7 +74,7 @@ def test_a_new_worker_in_another_fit_is_refused(cluster):
     code, _ = elastic.processes.pop(1).wait(TIMEOUT)
     assert code == 1
     assert_like_one_device(elastic)
-    assert "in call 2 of `fit`, and this one, which has joined, in call 1" in (
+    assert "has joined in call 1 of `fit`, but the other workers are in call 2" in (
         elastic.text()
     )
 

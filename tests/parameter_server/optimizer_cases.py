@@ -56,6 +56,16 @@ OPTIMIZERS = {
     "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.05, warmup_steps=3),
     "sgd": lambda: optimizers.SGD(0.1, momentum=0.5, nesterov=True),
 }
+# Optimizers that update a table as on one device also with lazy rows.
+COMPLETE_WITH_LAZY_ROWS = {
+    "accumulation": lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "adafactor": lambda: optimizers.Adafactor(0.05),
+    "average": lambda: optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4
+    ),
+    "lamb": lambda: optimizers.Lamb(0.05),
+    "muon": lambda: optimizers.Muon(0.05, exclude_embeddings=False),
+}
 # What one device is given instead.
 REFERENCES = {"schedule_free": lambda: ScheduleFree(0.05, warmup_steps=3)}
 

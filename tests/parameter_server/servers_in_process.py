@@ -101,7 +101,7 @@ class ClusterInProcess:
 
 
 @contextmanager
-def start(servers: int) -> Iterator[ks.ParameterServerStrategy]:
+def start(servers: int, **options: Any) -> Iterator[ks.ParameterServerStrategy]:
     """A strategy without staleness on servers of this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_connections, "Connection", DirectConnection)
@@ -110,7 +110,8 @@ def start(servers: int) -> Iterator[ks.ParameterServerStrategy]:
             "_cluster",
             lambda resolver, options: ClusterInProcess(options),
         )
-        with clusters.start(workers=1, ps=servers, max_staleness=0) as strategy:
+        options = {"max_staleness": 0, **options}
+        with clusters.start(workers=1, ps=servers, **options) as strategy:
             yield strategy
 
 

@@ -15,6 +15,7 @@ from keras import optimizers
 from parameter_server import clusters, servers_in_process
 from parameter_server.optimizer_cases import (
     BATCH,
+    COMPLETE_WITH_LAZY_ROWS,
     OPTIMIZERS,
     REFERENCES,
     ROWS,
@@ -29,6 +30,12 @@ STEPS = 6
 def in_process():
     """Two servers in this process."""
     with servers_in_process.start(servers=2) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def lazy():
+    with servers_in_process.start(servers=2, lazy_rows=True) as strategy:
         yield strategy
 
 
@@ -63,6 +70,16 @@ def test_updates_are_those_of_one_device(in_process, name) -> None:
     assert_equal(ours, theirs)
     for old, new in zip(before, clusters.values(ours.weights), strict=True):
         assert not np.array_equal(old, new)
+
+
+@pytest.mark.parametrize("name", COMPLETE_WITH_LAZY_ROWS)
+def test_lazy_rows_do_not_change_what_needs_the_table(lazy, name) -> None:
+    make = COMPLETE_WITH_LAZY_ROWS[name]
+    with lazy.scope(), clusters.parts(lazy, 1):
+        ours = build(make())
+    theirs = build(make())
+    train(lazy, ours, theirs)
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("clipping", ["clipnorm", "global_clipnorm", "clipvalue"])

@@ -382,7 +382,7 @@ class ElasticActions(ElasticLoop):
             raise _other_phase("a custom loop", "`fit`")
         if state["fits"] != self._fits:
             theirs = f"call {state['fits']} of `fit`"
-            raise _other_phase(theirs, f"call {self._fits}")
+            raise _other_phase(theirs, f"call {self._fits} of `fit`")
         return state
 
     def join_loop(self) -> Change:
