@@ -196,12 +196,12 @@ class Results:
         self.path = path
         known = json.loads(path.read_text()) if path.exists() else {}
         self.values: dict[str, Any] = known.get("results", {})
-        #: What `conditions` returned; lacks what earlier versions did not record.
+        #: What `conditions` returned.
         self.measured: dict[str, dict[str, Any]] = known.get("measured", {})
 
     def conditions_of(self, *parts: str) -> dict[str, dict[str, Any]]:
         """Conditions of parts, by default of all."""
-        return {part: self.measured.get(part, {}) for part in parts or self.values}
+        return {part: self.measured[part] for part in parts or self.values}
 
     def put(self, part: str, value: Any, **more: str) -> None:
         """Adds what has just been measured, and writes the file.

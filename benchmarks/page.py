@@ -23,8 +23,6 @@ from tables import markdown_table
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 _BLOCK = re.compile(r"(<!-- measured: ([\w, ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# Results that were measured before 2026-11-23 lack these.
-_RECORDED = ("date", "commit", "cpu", "cores", "versions")
 
 
 def whole(file: str, table: Callable[[Any], str]) -> str:
@@ -54,16 +52,13 @@ def measured(conditions: dict[str, dict[str, Any]]) -> str:
 
 def _text(found: dict[str, Any]) -> str:
     known = [
-        str(found["date"]) if "date" in found else "",
-        f"commit {found['commit']}" if "commit" in found else "",
-        str(found.get("gpu", "")),
-        str(found.get("cpu", "")),
-        f"{found['cores']} cores" if "cores" in found else "",
-        ", ".join(f"{k} {v}" for k, v in found.get("versions", {}).items()),
+        found["date"],
+        f"commit {found['commit']}",
+        found.get("gpu", ""),
+        found["cpu"],
+        f"{found['cores']} cores",
+        ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
     ]
-    missing = [name for name in _RECORDED if name not in found]
-    if missing:
-        known.append(f"{', '.join(missing)} not recorded")
     return "; ".join(filter(None, known))
 
 

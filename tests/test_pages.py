@@ -114,6 +114,19 @@ def test_results_of_benchmarks_record_how_they_were_measured(tmp_path) -> None:
         assert about["versions"]["keras"] == keras.__version__
 
 
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_stored_results_say_how_each_part_was_measured(path: Path) -> None:
+    found = json.loads(path.read_text())
+    assert found["measured"].keys() == found["results"].keys()
+    for about in found["measured"].values():
+        assert {"date", "commit", "cpu", "cores", "versions"} <= about.keys()
+        assert all(about.values())
+        assert about["versions"]["keras"]
+
+
 def test_results_of_benchmarks_record_the_version_of_keras_nightly(monkeypatch) -> None:
     def version(package: str) -> str:
         if package != "keras-nightly":
