@@ -139,7 +139,7 @@ class DistributedDataset(ProgramIterable):
         if self._feed.is_in_memory and all(device.kind == "cpu" for device in where):
             # Batches are ready in memory: a prefetch thread would only add overhead.
             size = 0
-        begin = _Placing(self._engine, self._feed, where, bool(size))
+        begin = _PrefetchedIteration(self._engine, self._feed, where, bool(size))
         return Prefetcher(begin, size) if size else begin()
 
     def _where(self) -> tuple[Device, ...]:
@@ -157,7 +157,7 @@ class DistributedDataset(ProgramIterable):
         return f"<{type(self).__name__} of {length} batches on {devices}>"
 
 
-class _Placing:
+class _PrefetchedIteration:
     """Starts an iteration over batches with prefetch to the devices.
 
     Not a method of a dataset or iterator, so that its thread holds no reference to

@@ -14,7 +14,7 @@ from keras_strategies.keras_compat.saving.streaming import streamed_files
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
-class MethodBeginsAgain(BaseException):
+class MethodRestart(BaseException):
     """Unwinds a method of a model, which is then called again with the same arguments.
 
     Args:

@@ -46,7 +46,7 @@ class Finding:
 
 
 @dataclass
-class Surroundings:
+class CheckContext:
     """Results of earlier checks, for later ones.
 
     Args:
@@ -68,7 +68,7 @@ class Surroundings:
     doctors: set[str] = field(default_factory=set)
 
 
-Check = Callable[[Surroundings], Iterable[Finding]]
+Check = Callable[[CheckContext], Iterable[Finding]]
 
 
 def doctor(timeout_seconds: float = 10.0) -> int:
@@ -80,18 +80,18 @@ def doctor(timeout_seconds: float = 10.0) -> int:
     Returns:
         int, 0, or 1 if there are problems.
     """
-    around = Surroundings(
+    context = CheckContext(
         timeout_seconds, os.environ.get("KERAS_BACKEND", "tensorflow")
     )
     problems = 0
     for number, (title, check) in enumerate(CHECKS):
         _print_title(title if number == 0 else f"\n{title}")
-        for finding in check(around):
+        for finding in check(context):
             mark = "!" if finding.is_problem else " "
             _print_fact(f"{mark} {finding.what}", finding.found)
             problems += finding.is_problem
     _print_title(f"\nnext ({counted(problems, 'problem')})")
-    for number, step in enumerate(next_steps(around, problems), 1):
+    for number, step in enumerate(next_steps(context, problems), 1):
         _print_fact(f"  {number}", step, names=0)
     return 1 if problems else 0
 
@@ -104,23 +104,23 @@ def _print_fact(name: str, value: str, names: int = _NAMES) -> None:
     print("\n".join(fact_lines([(name, value)], names)), flush=True)
 
 
-def next_steps(around: Surroundings, problems: int) -> list[str]:
+def next_steps(context: CheckContext, problems: int) -> list[str]:
     """Recommended next steps.
 
     Args:
-        around: results of the checks.
+        context: results of the checks.
         problems: int, number of problems found.
     """
-    if around.backend not in around.installed:
-        return [_choose_a_backend(around.installed)]
+    if context.backend not in context.installed:
+        return [_choose_a_backend(context.installed)]
     if problems:
         return [
             f"Fix the lines marked with `!`; for causes see {TROUBLESHOOTING}.",
             "Run `keras-strategies doctor` again, in all tasks at the same time.",
         ]
-    if around.resolver is not None and around.resolver.num_workers > 1:
-        return _train_on_the_cluster(around.resolver)
-    return _train_on_this_machine(around.devices)
+    if context.resolver is not None and context.resolver.num_workers > 1:
+        return _train_on_the_cluster(context.resolver)
+    return _train_on_this_machine(context.devices)
 
 
 def _choose_a_backend(installed: list[str]) -> str:
@@ -168,7 +168,7 @@ def _train_on_this_machine(devices: list[str]) -> list[str]:
     ]
 
 
-def _versions(around: Surroundings) -> Iterator[Finding]:
+def _versions(context: CheckContext) -> Iterator[Finding]:
     yield Finding("keras-strategies", __version__)
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
     keras = _version("keras")
@@ -176,7 +176,7 @@ def _versions(around: Surroundings) -> Iterator[Finding]:
     for name in _FRAMEWORKS:
         version = _version(name)
         if version:
-            around.installed.append(name)
+            context.installed.append(name)
         yield Finding(name, version or "is not installed")
 
 
@@ -189,7 +189,7 @@ def _version(package: str) -> str:
     return ""
 
 
-def _devices(around: Surroundings) -> Iterator[Finding]:
+def _devices(context: CheckContext) -> Iterator[Finding]:
     for name in _VARIABLES:
         if name in os.environ:
             yield Finding(name, repr(os.environ[name]))
@@ -206,12 +206,12 @@ def _devices(around: Surroundings) -> Iterator[Finding]:
         yield Finding("backend", f"{type(error).__name__}: {error}", True)
         return
     yield Finding("devices", ", ".join(str(device) for device in devices))
-    around.devices = [str(device) for device in chosen]
+    context.devices = [str(device) for device in chosen]
     replicas = counted(len(chosen), "replica")
-    yield Finding("MirroredStrategy()", f"{replicas}: {', '.join(around.devices)}")
+    yield Finding("MirroredStrategy()", f"{replicas}: {', '.join(context.devices)}")
 
 
-def _cluster(around: Surroundings) -> Iterator[Finding]:
+def _cluster(context: CheckContext) -> Iterator[Finding]:
     for name, text in cluster_variables().items():
         yield Finding(name, repr(text))
     try:
@@ -222,7 +222,7 @@ def _cluster(around: Surroundings) -> Iterator[Finding]:
     if resolver is None or not resolver.cluster_spec():
         yield Finding("cluster", "none: this is the only worker")
         return
-    around.resolver = resolver
+    context.resolver = resolver
     spec = resolver.cluster_spec()
     chief = ", the chief" if resolver.is_chief else ""
     yield Finding("found by", type(resolver).__name__)
@@ -232,17 +232,17 @@ def _cluster(around: Surroundings) -> Iterator[Finding]:
         yield Finding(job, addresses)
 
 
-def _ports(around: Surroundings) -> Iterator[Finding]:
-    resolver = around.resolver
-    uses = list(open_ports(resolver, around.backend)) if resolver else []
+def _ports(context: CheckContext) -> Iterator[Finding]:
+    resolver = context.resolver
+    uses = list(open_ports(resolver, context.backend)) if resolver else []
     if not uses:
         yield Finding("ports", "none: a single worker listens nowhere")
     for use in uses:
         yield Finding(use.purpose, use.found, use.is_problem)
 
 
-def _peers(around: Surroundings) -> Iterator[Finding]:
-    resolver, timeout = around.resolver, around.timeout
+def _peers(context: CheckContext) -> Iterator[Finding]:
+    resolver, timeout = context.resolver, context.timeout
     if resolver is None or resolver.task_type is None or resolver.task_id is None:
         yield Finding("peers", "none")
         return
@@ -259,7 +259,7 @@ def _peers(around: Surroundings) -> Iterator[Finding]:
         for peer in peers:
             yield Finding(peer.task, f"{peer.address}  {peer.found}", not peer.answers)
         doctors = {peer.task for peer in peers if peer.is_doctor and peer.answers}
-        around.doctors = doctors
+        context.doctors = doctors
         if not listener.problem:
             left = max(0.0, deadline - time.monotonic())
             if not listener.wait_for(doctors, left):
@@ -269,8 +269,8 @@ def _peers(around: Surroundings) -> Iterator[Finding]:
                 )
 
 
-def _all_reduce(around: Surroundings) -> Iterator[Finding]:
-    resolver = around.resolver
+def _all_reduce(context: CheckContext) -> Iterator[Finding]:
+    resolver = context.resolver
     if resolver is None or resolver.num_workers == 1:
         yield Finding("all-reduce", "none: this is the only worker")
         return
@@ -282,7 +282,7 @@ def _all_reduce(around: Surroundings) -> Iterator[Finding]:
         if job in spec.jobs
         for index in spec.task_indices(job)
     }
-    missing = sorted(workers - around.doctors - {own})
+    missing = sorted(workers - context.doctors - {own})
     # The other tasks are listed under "peers".
     if "ps" in spec.jobs or own not in workers:
         yield Finding("all-reduce", "none: it needs workers without parameter servers")
@@ -291,7 +291,7 @@ def _all_reduce(around: Surroundings) -> Iterator[Finding]:
         yield Finding("all-reduce", found)
     else:
         try:
-            timings = timed_all_reduce(around.timeout)
+            timings = timed_all_reduce(context.timeout)
         except RuntimeError as error:
             yield Finding("all-reduce", str(error), True)
             return

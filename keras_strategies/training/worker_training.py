@@ -15,7 +15,7 @@ from keras_strategies.errors import (
     WorkerError,
     WorkersChanged,
 )
-from keras_strategies.keras_compat.hooks import MethodBeginsAgain
+from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.models.fit_loop import (
     resumed_epoch,
     set_initial_epoch,
@@ -71,7 +71,7 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
                     model,
                 )
             yield
-        except (WorkerError, WorkersChanged, MethodBeginsAgain):
+        except (WorkerError, WorkersChanged, MethodRestart):
             raise
         except BaseException as error:
             cause = workers.cause(error)

@@ -331,14 +331,14 @@ class Network:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.cut: set[int] = set()
-        dial = WorkerProbes.dial
+        connect = WorkerProbes.connect
 
         def dial_if_connected(own: WorkerProbes, index: int) -> Any:
             if (own._own.index in self.cut) != (index in self.cut):
                 raise TimeoutError("timed out")
-            return dial(own, index)
+            return connect(own, index)
 
-        monkeypatch.setattr(WorkerProbes, "dial", dial_if_connected)
+        monkeypatch.setattr(WorkerProbes, "connect", dial_if_connected)
 
 
 @pytest.mark.parametrize("isolated", [0, 2], ids=["chief", "worker"])

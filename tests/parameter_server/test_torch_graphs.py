@@ -15,7 +15,7 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.keras_compat import hooks, patching
-from keras_strategies.keras_compat.models.keras_classes import is_of_keras
+from keras_strategies.keras_compat.models.keras_classes import uses_only_builtin_keras
 from keras_strategies.keras_compat.variables.creation import (
     OpenShape,
     set_variable_shape,
@@ -246,13 +246,13 @@ def test_graphs_know_which_input_they_hand_on():
     ids=["Keras's", "layer", "Lambda", "activation", "optimizer"],
 )
 def test_whose_code_a_model_calls(make, expected):
-    assert is_of_keras(make()) == expected
+    assert uses_only_builtin_keras(make()) == expected
 
 
 def test_a_loss_of_the_users_is_not_kerass():
     made = model()
     made.compile("sgd", lambda y, p: keras.ops.mean(y - p))
-    assert not is_of_keras(made)
+    assert not uses_only_builtin_keras(made)
 
 
 def adagrad(scalars, values, slots, gradients):

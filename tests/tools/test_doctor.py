@@ -58,14 +58,14 @@ def test_alone_it_says_versions_and_devices(start_doctor) -> None:
 
 
 def test_on_one_cpu_it_proposes_the_line_that_makes_virtual_devices() -> None:
-    around = doctors.Surroundings(0.0, "jax", installed=["jax"], devices=["cpu:0"])
-    steps = "\n".join(doctors.next_steps(around, problems=0))
+    context = doctors.CheckContext(0.0, "jax", installed=["jax"], devices=["cpu:0"])
+    steps = "\n".join(doctors.next_steps(context, problems=0))
     assert "`ks.set_virtual_cpu_devices(2)`" in steps
     assert hasattr(ks, "set_virtual_cpu_devices")
 
 
 @pytest.mark.parametrize(
-    ("around", "problems", "step"),
+    ("context", "problems", "step"),
     [
         ({"backend": "jax"}, 1, "`export KERAS_BACKEND=torch`"),
         ({"installed": []}, 1, "Install a framework"),
@@ -76,14 +76,14 @@ def test_on_one_cpu_it_proposes_the_line_that_makes_virtual_devices() -> None:
         ({"devices": ["gpu:0"], "job": "ps"}, 0, "`ks.ParameterServerStrategy()`"),
     ],
 )
-def test_what_to_do_next(around: dict, problems: int, step: str) -> None:
-    if job := around.pop("job", ""):
+def test_what_to_do_next(context: dict, problems: int, step: str) -> None:
+    if job := context.pop("job", ""):
         cluster = {"chief": ["a:1"], "worker": ["b:1"], job: ["c:1"]}
-        around["resolver"] = ks.cluster_resolver.SimpleClusterResolver(
+        context["resolver"] = ks.cluster_resolver.SimpleClusterResolver(
             cluster, task_type="chief", task_id=0
         )
-    given = {"backend": "torch", "installed": ["torch"], **around}
-    found = doctors.next_steps(doctors.Surroundings(0.0, **given), problems)
+    given = {"backend": "torch", "installed": ["torch"], **context}
+    found = doctors.next_steps(doctors.CheckContext(0.0, **given), problems)
     assert step in found[0]
 
 

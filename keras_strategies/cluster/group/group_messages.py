@@ -147,12 +147,12 @@ def first_message(
         None if the connection has ended, as that of a probe of the port.
     """
     try:
-        line = MessageConnection(connected)
+        connection = MessageConnection(connected)
     except OSError:
         return None
     try:
-        message = line.receive(timeout)
+        message = connection.receive(timeout)
     except EOFError:
-        line.abort()
+        connection.abort()
         return None
-    return line, {} if message is None else message[0]
+    return connection, {} if message is None else message[0]

@@ -25,7 +25,7 @@ from keras_strategies.cluster.startup_report import Progress
 class _Member:
     """A connected worker."""
 
-    line: MessageConnection
+    connection: MessageConnection
     info: dict[str, Any]
     silence: Silence = dataclasses.field(default_factory=Silence)
     progress: str = ""
@@ -74,18 +74,23 @@ class Hub:
 
     @classmethod
     def over(
-        cls, lines: list[MessageConnection], infos: list[dict[str, Any]], timeout: float
+        cls,
+        connections: list[MessageConnection],
+        infos: list[dict[str, Any]],
+        timeout: float,
     ) -> Hub:
         """A hub of connected workers, by index; call `serve` for each, then `welcome`.
 
         Args:
-            lines: the workers' connections.
+            connections: the workers' connections.
             infos: the information of each worker.
             timeout: float, seconds between heartbeats.
         """
         hub = cls(None, "", [str(info["host"]) for info in infos], timeout)
-        for index, (line, info) in enumerate(zip(lines, infos, strict=True)):
-            hub._members[index] = _Member(line, info)
+        for index, (connection, info) in enumerate(
+            zip(connections, infos, strict=True)
+        ):
+            hub._members[index] = _Member(connection, info)
         return hub
 
     def welcome(self, facts: dict[str, Any]) -> None:
@@ -114,7 +119,7 @@ class Hub:
         with self._lock:
             members = list(self._members.values())
         for member in members:
-            (member.line.abort if abort else member.line.close)()
+            (member.connection.abort if abort else member.connection.close)()
 
     @property
     def is_complete(self) -> bool:
@@ -130,44 +135,44 @@ class Hub:
         first = first_message(connected, self._timeout)
         if first is None:
             return
-        line, hello = first
+        connection, hello = first
         if hello.get("kind") != "hello":
-            line.close()
+            connection.close()
             return
         if hello.get("job") != self._job:
-            line.send({"kind": "wrong_job"})
-            line.close()
+            connection.send({"kind": "wrong_job"})
+            connection.close()
             return
-        index = self._join(line, hello)
+        index = self._join(connection, hello)
         if index is None:
-            line.close()
+            connection.close()
             return
-        self.serve(index, line)
+        self.serve(index, connection)
 
     def serve(
-        self, index: int, line: MessageConnection, received: Message | None = None
+        self, index: int, connection: MessageConnection, received: Message | None = None
     ) -> None:
         """Handles a worker's messages, after `received`, until its connection ends."""
         try:
             while True:
                 if received is not None:
                     self._handle(index, *received)
-                received = line.receive()
+                received = connection.receive()
         except EOFError:
             self._connection_ended(index)
-            line.close()
+            connection.close()
 
-    def _join(self, line: MessageConnection, hello: dict[str, Any]) -> int | None:
+    def _join(self, connection: MessageConnection, hello: dict[str, Any]) -> int | None:
         index, info = int(hello["index"]), dict(hello["info"])
-        info["host"] = line.other_host
+        info["host"] = connection.other_host
         with self._lock:
             why = self._join_problem(index, info)
             if self._refusal is None and why is not None:
                 self._refuse(why, is_late=False)
             if self._refusal is not None:
-                line.send(self._refusal)
+                connection.send(self._refusal)
                 return None
-            self._members[index] = _Member(line, info)
+            self._members[index] = _Member(connection, info)
             self._progress.report(
                 f"worker {index} is ready at {self._addresses[index]}, "
                 f"{len(self._members)} of {len(self._addresses)}"
@@ -205,7 +210,7 @@ class Hub:
 
     def _send_to_all(self, header: dict[str, Any], payload: bytes = b"") -> None:
         for member in self._members.values():
-            member.line.send(header, payload)
+            member.connection.send(header, payload)
 
     # Heartbeats and losses.
 
@@ -289,7 +294,7 @@ class Hub:
                 member.failure = header["how"]
                 for other, each in self._members.items():
                     if other != index:
-                        each.line.send(
+                        each.connection.send(
                             {
                                 "kind": "failed",
                                 "index": index,

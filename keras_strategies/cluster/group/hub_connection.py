@@ -48,26 +48,26 @@ def connect(
         for port in ports:
             try:
                 connected = socket.create_connection((host, port), timeout=5)
-                line = MessageConnection(connected)
+                connection = MessageConnection(connected)
             except OSError as error:
                 problem = error.strerror or str(error)
                 continue
-            line.send(hello)
+            connection.send(hello)
             try:
                 # The hub has its own deadline, and reports missing workers.
-                answer = _answer(line, until + 5)
+                answer = _answer(connection, until + 5)
             except EOFError:
                 problem = "the program that listens there is not a chief"
             else:
                 if answer.get("kind") == "welcome":
-                    return line, answer["members"]
+                    return connection, answer["members"]
                 if answer.get("kind") == "refused":
-                    line.close()
+                    connection.close()
                     raise (WorkerError if answer["is_late"] else ClusterError)(
                         answer["why"]
                     )
                 problem = "the chief there is of another cluster"
-            line.close()
+            connection.close()
         time.sleep(0.1)
     raise WorkerError(
         f"Worker {hello['index']} could not reach the chief at {host}:{ports[0]} for "
@@ -77,9 +77,9 @@ def connect(
     )
 
 
-def _answer(line: MessageConnection, until: float) -> dict[str, Any]:
+def _answer(connection: MessageConnection, until: float) -> dict[str, Any]:
     while (left := until - time.monotonic()) > 0:
-        received = line.receive(left)
+        received = connection.receive(left)
         if received is not None and received[0].get("kind") != "beat":
             return received[0]
     raise EOFError("no answer")

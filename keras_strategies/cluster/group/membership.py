@@ -201,13 +201,15 @@ class Membership:
         listener.forget()
         info = {**listener.info, "index": listener.index, "host": listener.host}
         with socket.create_server(("127.0.0.1", 0)) as server:
-            line = MessageConnection(socket.create_connection(server.getsockname()))
+            connection = MessageConnection(
+                socket.create_connection(server.getsockname())
+            )
             served = MessageConnection(server.accept()[0])
         hub = Hub.over([served], [info], self._limits.timeout)
         listener.start(hub.serve, 0, served)
         hub.welcome({})
         group = WorkerGroup.over(
-            0, [info], line, hub, self._limits.timeout, self._limits.patience
+            0, [info], connection, hub, self._limits.timeout, self._limits.patience
         )
         with self._lock:
             self._group, self._generation = group, None
@@ -255,7 +257,7 @@ class Membership:
         silent = None
         if self._group is not None:
             if self._is_agreed:
-                self._finish_together(self._group)
+                self._wait_for_last_step(self._group)
             silent = self._silent(self._group)
             self._group.abandon()
             self._is_agreed = False
@@ -271,7 +273,7 @@ class Membership:
             return None
         return self.generation.members[loss.index].index
 
-    def _finish_together(self, group: WorkerGroup) -> None:
+    def _wait_for_last_step(self, group: WorkerGroup) -> None:
         # Workers close their connections only after all have finished the last step.
         with contextlib.suppress(WorkerError):
             group.barrier("the end of a generation")
@@ -283,7 +285,7 @@ class Membership:
         rank = uids.index(self._listener.uid)
         timeout = self._limits.timeout
         group = WorkerGroup.over(
-            rank, members, formed.line, formed.hub, timeout, self._limits.patience
+            rank, members, formed.connection, formed.hub, timeout, self._limits.patience
         )
         previous = {int(index): uid for index, uid in facts["previous"]}
         stayed = {each["index"] for each in members if each["uid"] in previous.values()}

@@ -63,12 +63,12 @@ class Formed:
     """A new generation, as its leader has sent it.
 
     Args:
-        line: the connection to the hub.
+        connection: the connection to the hub.
         hub: the hub, in the chief's process.
         facts: dict, the message of the leader.
     """
 
-    line: MessageConnection
+    connection: MessageConnection
     hub: Hub | None
     facts: dict[str, Any]
 
@@ -173,28 +173,28 @@ class Rendezvous:
             otherwise to begin again with the first one.
         """
         try:
-            line = self._probes.dial(index)
+            connection = self._probes.connect(index)
         except OSError:
             return None, True
         with self._own.changed:
             self._own.chief = index
-        line.send(self._hello("vote"))
+        connection.send(self._hello("vote"))
         try:
-            if not line.wait(self._probes.answer_time(index)):
+            if not connection.wait(self._probes.answer_time(index)):
                 if self._probes.without_answer(index).state == STOPPED:
                     self._probes.stopped.add(index)
-                line.abort()
+                connection.abort()
                 return None, True
-            header = self._wait_for_leader(line, index)
+            header = self._wait_for_leader(connection, index)
         except EOFError:
-            line.abort()
+            connection.abort()
             return None, False
         except GroupIsRunningError:
-            line.abort()
+            connection.abort()
             raise
         if header is not None and header["kind"] == "welcome":
-            return Formed(line, None, header), False
-        line.abort()
+            return Formed(connection, None, header), False
+        connection.abort()
         if header is None or header["kind"] in ("wrong_job", "new"):
             return None, True
         if header["kind"] == "refused":
@@ -206,12 +206,12 @@ class Rendezvous:
         return formed, False
 
     def _wait_for_leader(
-        self, line: MessageConnection, index: int
+        self, connection: MessageConnection, index: int
     ) -> dict[str, Any] | None:
         """The decisive message of a worker; None if it is stopped or does not lead."""
         since = time.monotonic()
         while time.monotonic() - since < self._own.limits.patience:
-            received = line.receive(self._own.limits.timeout)
+            received = connection.receive(self._own.limits.timeout)
             if received is None:
                 return None
             header = received[0]
@@ -248,26 +248,26 @@ class Rendezvous:
         findings = {index: ProbeResult(STOPPED) for index in self._probes.stopped}
         with self._own.changed:
             self._own.leads = True
-        line = self._probes.dial(self._own.index)
+        connection = self._probes.connect(self._own.index)
         try:
-            line.send(self._hello("vote"))
+            connection.send(self._hello("vote"))
             for index in self._others():
                 self._own.start(self._probes.repeat, index, findings, ended)
-            formed, chief = self._collect(line, findings)
+            formed, chief = self._collect(connection, findings)
         except BaseException:
-            line.abort()
+            connection.abort()
             raise
         finally:
             ended.set()
             with self._own.changed:
                 self._own.leads = False
         if formed is None:
-            line.abort()
+            connection.abort()
             self._own.drop_candidates()
         return formed, chief
 
     def _collect(
-        self, line: MessageConnection, findings: dict[int, ProbeResult]
+        self, connection: MessageConnection, findings: dict[int, ProbeResult]
     ) -> tuple[Formed | None, int | None]:
         begin, target = time.monotonic(), self._own.target
         while self._own.target == target:
@@ -279,12 +279,12 @@ class Rendezvous:
                 return None, chief if chief >= 0 else None
             hub = self._commit(found, time.monotonic() - begin)
             if hub is not None:
-                return Formed(line, hub, self._own_welcome(line)), None
+                return Formed(connection, hub, self._own_welcome(connection)), None
         return None, None
 
-    def _own_welcome(self, line: MessageConnection) -> dict[str, Any]:
+    def _own_welcome(self, connection: MessageConnection) -> dict[str, Any]:
         while True:
-            received = line.receive()
+            received = connection.receive()
             if received is not None and received[0]["kind"] == "welcome":
                 return received[0]
 
@@ -446,7 +446,9 @@ class Rendezvous:
             infos.append(
                 {**each.info, "index": each.index, "uid": each.uid, "step": step}
             )
-        hub = Hub.over([each.line for each in chosen], infos, self._own.limits.timeout)
+        hub = Hub.over(
+            [each.connection for each in chosen], infos, self._own.limits.timeout
+        )
         facts = {"generation": self._own.target, "previous": list(previous.items())}
         with self._own.changed:
             waiting = list(map(id, self._own.candidates.values()))

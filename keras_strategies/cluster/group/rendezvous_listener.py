@@ -34,7 +34,7 @@ class Candidate:
     """A worker that waits for the next generation.
 
     Args:
-        line: its connection.
+        connection: the connection to it.
         index: int, its number in the cluster.
         uid: str, its process.
         step: int, the last step that it has finished; None without training state.
@@ -43,7 +43,7 @@ class Candidate:
         admits: bool, whether new workers can begin after its step.
     """
 
-    line: MessageConnection
+    connection: MessageConnection
     index: int
     uid: str
     step: int | None
@@ -101,7 +101,7 @@ class RendezvousListener:
         self.closed = threading.Event()
         self._server = self._listen()
         self.start(self._accept)
-        self.start(self._send_beats)
+        self.start(self._send_heartbeats)
 
     def start(self, target: Callable[..., None], *args: Any) -> None:
         """Starts a thread."""
@@ -144,17 +144,17 @@ class RendezvousListener:
         first = first_message(connected, self.limits.timeout)
         if first is None:
             return
-        line, header = first
+        connection, header = first
         if header.get("job") != self.job:
-            line.send({"kind": "wrong_job"})
+            connection.send({"kind": "wrong_job"})
         elif header.get("kind") == "probe":
             self._note(header)
-            line.send(self.state("alive"))
+            connection.send(self.state("alive"))
         elif header.get("kind") == "vote":
             self._note(header)
-            self._vote(line, header)
+            self._vote(connection, header)
             return
-        line.close()
+        connection.close()
 
     def state(self, kind: str) -> dict[str, Any]:
         """A message of a kind with the state of this worker."""
@@ -183,10 +183,10 @@ class RendezvousListener:
         if is_of_mine and ends:
             self._on_end(generation)
 
-    def _vote(self, line: MessageConnection, header: dict[str, Any]) -> None:
-        info = {**header["info"], "host": line.other_host}
+    def _vote(self, connection: MessageConnection, header: dict[str, Any]) -> None:
+        info = {**header["info"], "host": connection.other_host}
         candidate = Candidate(
-            line,
+            connection,
             int(header["index"]),
             header["uid"],
             header["step"],
@@ -202,15 +202,15 @@ class RendezvousListener:
                 self.changed.notify_all()
             is_new = self.phase == RUNNING and candidate.uid not in self._uids()
         if answer is not None:
-            line.send(answer)
-            line.close()
+            connection.send(answer)
+            connection.close()
             return
         if is_new:
             self._on_newcomer()
         received = None
         try:
             while candidate.hub is None:
-                received = line.receive(BEAT)
+                received = connection.receive(BEAT)
                 if received is not None:
                     # It follows the welcome, whose sender holds the lock until the
                     # candidate has its hub.
@@ -219,8 +219,8 @@ class RendezvousListener:
         except EOFError:
             self._forget(candidate)
         if candidate.hub is not None:
-            candidate.hub.serve(candidate.rank, line, received)
-        line.close()
+            candidate.hub.serve(candidate.rank, connection, received)
+        connection.close()
 
     def _uids(self) -> set[str]:
         return set(self.previous.values())
@@ -257,7 +257,7 @@ class RendezvousListener:
                 return {"why": why, "is_late": False}
         return None
 
-    def _send_beats(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self.closed.wait(BEAT):
             # With the lock, so that none follows the welcome.
             with self.changed:
@@ -265,7 +265,7 @@ class RendezvousListener:
                 members = self.previous if self.phase == RUNNING else {}
                 state = self.state("wait")
                 for candidate in waiting:
-                    candidate.line.send(state)
+                    candidate.connection.send(state)
             for candidate in waiting:
                 waited = time.monotonic() - candidate.since
                 if candidate.index in members and waited > 2 * self.limits.timeout:
@@ -281,8 +281,8 @@ class RendezvousListener:
     def refuse(self, candidate: Candidate, why: str, *, is_late: bool) -> None:
         """Ends the wait of a worker with an error."""
         self._forget(candidate)
-        candidate.line.send({"kind": "refused", "why": why, "is_late": is_late})
-        candidate.line.close()
+        candidate.connection.send({"kind": "refused", "why": why, "is_late": is_late})
+        candidate.connection.close()
 
     def drop_candidates(self) -> None:
         """Makes waiting workers vote again."""
@@ -290,7 +290,7 @@ class RendezvousListener:
             waiting = list(self.candidates.values())
             self.candidates.clear()
         for candidate in waiting:
-            candidate.line.close()
+            candidate.connection.close()
 
     @property
     def joining(self) -> int:

@@ -80,7 +80,7 @@ class WorkerGroup:
     Args:
         index: int, the number of this worker; 0 is the chief.
         members: the information of each worker; `"host"` is its address.
-        line: the connection to the hub.
+        connection: the connection to the hub.
         hub: the hub, in the chief's process.
         timeout: float, seconds between heartbeats.
         patience: float, seconds to wait for workers that are alive; None for `timeout`.
@@ -90,7 +90,7 @@ class WorkerGroup:
         self,
         index: int,
         members: list[dict[str, Any]],
-        line: MessageConnection,
+        connection: MessageConnection,
         hub: Hub | None,
         timeout: float,
         patience: float | None = None,
@@ -105,7 +105,7 @@ class WorkerGroup:
         self.clock = StepClock()
         #: Times of all workers' last steps, by index, after the first heartbeats.
         self.times: tuple[StepTimes, ...] = ()
-        self._line = line
+        self._connection = connection
         self._hub = hub
         self._numbers: dict[str, int] = {}
         self._condition = threading.Condition()
@@ -168,25 +168,25 @@ class WorkerGroup:
         own = {**(info or {}), "same": same, "pid": os.getpid()}
         hello = {"kind": "hello", "job": name, "index": index, "info": own}
         try:
-            line, members = connect(host, ports, hello, timeout)
+            connection, members = connect(host, ports, hello, timeout)
         except BaseException:
             if hub is not None:
                 hub.close()
             raise
-        return cls.over(index, members, line, hub, timeout)
+        return cls.over(index, members, connection, hub, timeout)
 
     @classmethod
     def over(
         cls,
         index: int,
         members: list[dict[str, Any]],
-        line: MessageConnection,
+        connection: MessageConnection,
         hub: Hub | None,
         timeout: float,
         patience: float | None = None,
     ) -> WorkerGroup:
         """The group of a worker that is connected to the hub (see the constructor)."""
-        group = cls(index, members, line, hub, timeout, patience)
+        group = cls(index, members, connection, hub, timeout, patience)
         _joined.append(group)
         return group
 
@@ -227,7 +227,7 @@ class WorkerGroup:
             "what": what,
             "progress": self.progress,
         }
-        self._line.send(header, payload)
+        self._connection.send(header, payload)
         until = time.monotonic() + self.patience
         # Waits of other threads, such as for a later batch, delay no step.
         wait = contextlib.nullcontext() if stream else self.clock.waiting()
@@ -297,7 +297,7 @@ class WorkerGroup:
 
     def request_stop(self) -> None:
         """Requests that all workers stop after the same step; from any thread."""
-        self._line.send({"kind": "stop"})
+        self._connection.send({"kind": "stop"})
 
     def begin_step(self) -> bool:
         """Requests permission for another step.
@@ -375,7 +375,9 @@ class WorkerGroup:
     def report(self, error: BaseException) -> None:
         """Reports the failure of this worker to the others."""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._line.send({"kind": "failed", "how": text, "progress": self.progress})
+        self._connection.send(
+            {"kind": "failed", "how": text, "progress": self.progress}
+        )
 
     def leave(self) -> None:
         """Leaves the group."""
@@ -384,12 +386,12 @@ class WorkerGroup:
         self._closed.set()
         if self in _joined:
             _joined.remove(self)
-        self._line.send({"kind": "bye"})
+        self._connection.send({"kind": "bye"})
         if self._hub is not None:
             # The others may still send messages.
             time.sleep(2 * BEAT)
             self._hub.close()
-        self._line.close()
+        self._connection.close()
 
     def abandon(self) -> None:
         """Ends the group at once: the others see the end of the connection."""
@@ -404,7 +406,7 @@ class WorkerGroup:
             _joined.remove(self)
         if self._hub is not None:
             self._hub.close(abort=True)
-        self._line.abort()
+        self._connection.abort()
 
     def end(self, how: str) -> None:
         """Ends all calls that wait for other workers, with an error."""
@@ -419,7 +421,7 @@ class WorkerGroup:
         while not self._closed.wait(BEAT):
             times = dataclasses.astuple(self.clock.times)
             beat = {"kind": "beat", "progress": self.progress, "times": times}
-            self._line.send(beat)
+            self._connection.send(beat)
             silent = self._silence.count()
             if silent > self.timeout:
                 self._chief_lost(f"{NO_HEARTBEAT} for {silent:.0f} s")
@@ -445,7 +447,7 @@ class WorkerGroup:
     def _read(self) -> None:
         try:
             while not self._closed.is_set():
-                received = self._line.receive()
+                received = self._connection.receive()
                 if received is not None:
                     self._silence.reset()
                     self._handle(*received)
@@ -468,7 +470,7 @@ class WorkerGroup:
         elif kind == "stop":
             with self._condition:
                 self._is_stopping = True
-                self._line.send({"kind": "begun", "count": self._begun})
+                self._connection.send({"kind": "begun", "count": self._begun})
         elif kind == "stop_after":
             with self._condition:
                 self._last_step = int(header["count"])

@@ -66,7 +66,7 @@ class WorkerProbes:
         timeout = self._own.limits.timeout
         return min(timeout, 2 * BEAT) if index == self._silent else timeout
 
-    def dial(self, index: int) -> MessageConnection:
+    def connect(self, index: int) -> MessageConnection:
         """A connection to a worker.
 
         Raises:
@@ -104,16 +104,16 @@ class WorkerProbes:
     def _probe(self, index: int) -> ProbeResult | None:
         """The state of a worker; None if it is not clear."""
         try:
-            line = self.dial(index)
+            connection = self.connect(index)
         except OSError as error:
             return _not_connected(error)
-        line.send(self._message())
+        connection.send(self._message())
         try:
-            received = line.receive(self.answer_time(index))
+            received = connection.receive(self.answer_time(index))
         except EOFError:
             return None
         finally:
-            line.abort()
+            connection.abort()
         if received is None:
             return self.without_answer(index)
         return ProbeResult(ALIVE, received[0])
@@ -122,7 +122,7 @@ class WorkerProbes:
         """The state of a worker that has accepted a connection and not answered."""
         try:
             # The network may have failed since.
-            self.dial(index).abort()
+            self.connect(index).abort()
         except OSError as error:
             return _not_connected(error)
         return ProbeResult(STOPPED)

@@ -11,7 +11,7 @@ _KNOWN = ("keras", "torch", "builtins", "numpy")
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
-def is_of_keras(made: Any) -> bool:
+def uses_only_builtin_keras(made: Any) -> bool:
     """Whether an object refers only to code of Keras.
 
     All callables among its attributes, and theirs in turn, are checked: layers and

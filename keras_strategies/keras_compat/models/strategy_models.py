@@ -17,7 +17,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import record_read_jax_
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     is_trained_on_several_devices,
 )
-from keras_strategies.keras_compat.hooks import MethodBeginsAgain, installed_hooks
+from keras_strategies.keras_compat.hooks import MethodRestart, installed_hooks
 from keras_strategies.keras_compat.models.building import (
     base_trainer,
     first_batch,
@@ -79,7 +79,7 @@ def _method(name: str) -> Any:
         while True:
             try:
                 return once(self, *args, **kwargs)
-            except MethodBeginsAgain as again:
+            except MethodRestart as again:
                 if again.name != name:
                     raise
 

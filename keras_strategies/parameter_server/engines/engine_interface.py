@@ -216,7 +216,7 @@ class ParameterServerEngine(abc.ABC):
 
     @abc.abstractmethod
     def compile_update(
-        self, update: Callable[..., Any], is_of_keras: bool
+        self, update: Callable[..., Any], uses_only_builtin_keras: bool
     ) -> Callable[..., Any]:
         """Compiles an optimizer's update for a server.
 
@@ -224,7 +224,7 @@ class ParameterServerEngine(abc.ABC):
             update: pure function of tensors, `(scalars, values, slots, gradients)`,
                 lists but for `slots`, a list of lists; returns new scalars, values
                 and slots.
-            is_of_keras: bool, whether it calls only Keras's code.
+            uses_only_builtin_keras: bool, whether it calls only Keras's code.
 
         Returns:
             A callable of NumPy arrays that returns NumPy arrays. It may overwrite the

@@ -259,7 +259,7 @@ class JaxParameterServerEngine(ParameterServerEngine):
         return np.asarray(raw_value(variable))
 
     def compile_update(
-        self, update: Callable[..., Any], is_of_keras: bool
+        self, update: Callable[..., Any], uses_only_builtin_keras: bool
     ) -> Callable[..., Any]:
         jitted = jax.jit(update)
 

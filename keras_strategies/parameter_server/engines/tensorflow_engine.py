@@ -437,7 +437,7 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
         return _pending_value(variable)
 
     def compile_update(
-        self, update: Callable[..., Any], is_of_keras: bool
+        self, update: Callable[..., Any], uses_only_builtin_keras: bool
     ) -> Callable[..., Any]:
         # No warnings about retracing: each variable has programs of its own.
         logging.getLogger("tensorflow").setLevel(logging.ERROR)
@@ -447,7 +447,9 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
             leaves = keras.tree.flatten(arguments)
             key = tuple(leaf.shape for leaf in leaves)
             if key not in programs:
-                programs[key] = _flat_program(update, arguments, is_of_keras)
+                programs[key] = _flat_program(
+                    update, arguments, uses_only_builtin_keras
+                )
             found = programs[key](*map(_tensor, leaves))
             # The structure of the arguments without gradients.
             return keras.tree.pack_sequence_as(

@@ -59,7 +59,7 @@ class TorchParameterServerEngine(ParameterServerEngine):
         step = super().model_body(model, kind)
         if model.run_eagerly:
             return step
-        if model.jit_compile or keras_classes.is_of_keras(model):
+        if model.jit_compile or keras_classes.uses_only_builtin_keras(model):
             return CompilableStep(step, is_requested=bool(model.jit_compile))
         return step
 
@@ -95,9 +95,9 @@ class TorchParameterServerEngine(ParameterServerEngine):
         return np.asarray(as_array(raw)) if pulled is None else pulled
 
     def compile_update(
-        self, update: Callable[..., Any], is_of_keras: bool
+        self, update: Callable[..., Any], uses_only_builtin_keras: bool
     ) -> Callable[..., Any]:
-        return _Update(update, is_of_keras)
+        return _Update(update, uses_only_builtin_keras)
 
 
 class _Update:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.keras_compat.models.keras_classes import is_of_keras
+from keras_strategies.keras_compat.models.keras_classes import uses_only_builtin_keras
 from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     disable_clipping,
@@ -75,7 +75,7 @@ class OptimizerUpdater:
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._by_rows: dict[int, bool] = {}
         optimizer = spec.optimizer
-        self._is_of_keras = is_of_keras(optimizer)
+        self._uses_only_builtin_keras = uses_only_builtin_keras(optimizer)
         plain_optimizer(optimizer)
         # Workers have clipped: only they have the gradients of all variables.
         if not optimizer.gradient_accumulation_steps:
@@ -172,7 +172,7 @@ class OptimizerUpdater:
         """The compiled update of some variables."""
         if numbers not in self._programs:
             self._programs[numbers] = self._engine.compile_update(
-                self._update(numbers), self._is_of_keras
+                self._update(numbers), self._uses_only_builtin_keras
             )
         return self._programs[numbers]
 

@@ -40,8 +40,8 @@ from keras_strategies.parameter_server.wire.server_connections import ServerConn
 from keras_strategies.parameter_server.wire.variable_description import (
     ShardRange,
     VariableDescription,
-    device_places,
     is_sharded,
+    shard_devices,
 )
 from keras_strategies.reports.tables import readable_bytes
 from keras_strategies.user_warnings import warn_user
@@ -289,7 +289,7 @@ class VariableRegistry:
         self._servers.write_rows(self.describe(variable), start, rows)
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
-        return device_places(self.describe(variable))
+        return shard_devices(self.describe(variable))
 
     def place(self, variable: Any) -> str:
         """Placement of a variable, for its representation."""

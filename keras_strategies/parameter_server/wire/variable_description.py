@@ -57,7 +57,7 @@ def is_sharded(description: VariableDescription) -> bool:
     return len(description.shards) > 1 and description.kind != "scalar"
 
 
-def device_places(description: VariableDescription) -> list[tuple[str, int, int]]:
+def shard_devices(description: VariableDescription) -> list[tuple[str, int, int]]:
     """Device, first and last row (exclusive) of each shard of a variable."""
     if description.kind == "local":
         rows = description.shape[0] if description.shape else 1

@@ -19,7 +19,7 @@ from keras_strategies.parameter_server.variables.optimizer_wrappers import (
 )
 from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
 from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
-from keras_strategies.parameter_server.wire.variable_description import device_places
+from keras_strategies.parameter_server.wire.variable_description import shard_devices
 from keras_strategies.parameter_server.worker.step_execution import PullPlan
 from keras_strategies.parameter_server.worker.step_programs import (
     StepPrograms,
@@ -230,7 +230,7 @@ class WorkerVariableHost:
         self.write(variable, value)
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
-        return device_places(self._programs.variables.describe(variable))
+        return shard_devices(self._programs.variables.describe(variable))
 
     def place(self, variable: Any) -> str:
         return "on parameter servers"

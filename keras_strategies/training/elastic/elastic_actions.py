@@ -13,7 +13,7 @@ from keras_strategies.cluster.group.membership import Generation, Membership
 from keras_strategies.cluster.group.rendezvous import GroupIsRunningError
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.errors import WorkerError
-from keras_strategies.keras_compat.hooks import MethodBeginsAgain
+from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.runtime.drivers import Drivers, ElasticDriver
 from keras_strategies.runtime.elastic_loop import ElasticLoop
@@ -279,7 +279,7 @@ class ElasticActions(ElasticLoop):
                 "cannot be read again from the start. Restart this worker."
             )
         self._drop_checks(model, True)
-        raise MethodBeginsAgain("fit")
+        raise MethodRestart("fit")
 
     def _replaced(self, model: Any, generation: Generation) -> bool:
         """Whether a generation has begun; False if a worker was lost meanwhile."""

@@ -247,11 +247,11 @@ def with_outputs(step: Step, sharding: jax.sharding.Sharding) -> Step:
     """A step with a sharding of its output arrays."""
     moved = jax.jit(lambda outputs: outputs, out_shardings=sharding)
 
-    def placing(state: Any, batch: Any) -> tuple[Any, Any]:
+    def placing_step(state: Any, batch: Any) -> tuple[Any, Any]:
         outputs, state = step(state, batch)
         return moved(outputs), state
 
-    return placing
+    return placing_step
 
 
 class _Group:
