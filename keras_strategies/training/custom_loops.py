@@ -29,7 +29,7 @@ def value_and_grad(
     Returns:
         A callable of `fn`'s arguments that returns `(loss, gradients)`, or
         `((loss, aux), gradients)`; gradients are a list in the order of the
-        variables, None where the loss does not depend on one.
+        variables, None for one that is frozen or that the loss does not depend on.
 
     Raises:
         ValueError: without variables, as of a model that is not built.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,12 +28,14 @@ def value_and_grad(
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # Read before the call: the function may assign the variables.
-        sources = [_source(variable) for variable in variables]
+        trainable = [variable.trainable for variable in variables]
+        sources = [_source(v) for v in itertools.compress(variables, trainable)]
         with tf.GradientTape() as tape:
             tape.watch(sources)
             result = fn(*args, **kwargs)
         loss = result[0] if has_aux else result
-        gradients = tape.gradient(loss, sources)
+        found = iter(tape.gradient(loss, sources))
+        gradients = [next(found) if trains else None for trains in trainable]
         return ((loss, result[1]) if has_aux else loss), gradients
 
     return wrapped
