@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,13 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(10, 7))
     (speeds, moved), (scaled, losses) = axes
     for i, (model, sides) in enumerate(results.get("speed", {}).items()):
-        best = {side: max(medians(ways).values()) for side, ways in sides.items()}
-        ratios = [value / best[PEER] for value in best.values()]
-        places = [j + 0.4 * i for j in range(len(best))]
-        speeds.bar(places, ratios, 0.38, label=model)
-        speeds.set_xticks([j + 0.2 for j in range(len(best))], list(best))
+        peer = best_way(sides[PEER])
+        ratios = []
+        for best in map(best_way, sides.values()):
+            pairs = zip(best, peer, strict=True)
+            ratios.append(statistics.median(own / other for own, other in pairs))
+        speeds.bar([j + 0.4 * i for j in range(len(sides))], ratios, 0.38, label=model)
+        speeds.set_xticks([j + 0.2 for j in range(len(sides))], list(sides))
     speeds.axhline(1, color="black", linewidth=0.8)
     speeds.set_title("speed, TensorFlow's better way = 1")
     if results.get("bytes"):
