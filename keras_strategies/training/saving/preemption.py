@@ -230,7 +230,7 @@ class PreemptionCheckpointHandler:
         After a restart `fit` continues in the epoch and at the step where it stopped:
         batches that were trained on are read again and skipped. Shuffled arrays are
         read in the same order as without the restart, except on TensorFlow, where the
-        order starts anew; shuffle with a seed there, or not at all.
+        order starts over; shuffle with a seed there, or not at all.
         """
         if not isinstance(self._saved.checkpoint, keras.Model):
             raise InvalidArgumentError(
