@@ -2,8 +2,10 @@
 
 from keras_strategies.experimental import coordinator, partitioners
 from keras_strategies.experimental.strategies import (
-    MultiWorkerMirroredStrategy,
-    TPUStrategy,
+    ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from keras_strategies.experimental.strategies import (
+    ExperimentalTPUStrategy as TPUStrategy,
 )
 from keras_strategies.parameter_server.parameter_server_strategy import (
     ParameterServerStrategy,

@@ -1,4 +1,7 @@
-"""Strategies with the signatures that `tf.distribute.experimental` has for them."""
+"""Strategies with the signatures that `tf.distribute.experimental` has for them.
+
+`ks.experimental` exports them by the names that they have there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from keras_strategies.types import (
 )
 
 
-class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
+class ExperimentalMultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
     """`ks.MultiWorkerMirroredStrategy`, with the arguments in the older order.
 
     Args:
@@ -60,7 +63,7 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
         )
 
 
-class TPUStrategy(tpu.TPUStrategy):
+class ExperimentalTPUStrategy(tpu.TPUStrategy):
     """`ks.TPUStrategy`, with the older name of the device assignment.
 
     Args:

@@ -34,7 +34,7 @@ BOUNDS = {
     "communicators": 2,
     # Processes from a command, forks of a local cluster, and the tests' forks.
     "modules that start processes": 3,
-    "duplicate public class names": 2,
+    "duplicate public class names": 0,
     # Elastic groups of workers: 2,100.
     # Snapshots of `fit`: 880.
     # Times of steps, slow workers and their status: 260.
