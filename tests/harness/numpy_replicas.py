@@ -50,12 +50,6 @@ class NumpyPrimitives(TensorPrimitives):
     def cast(self, tensor, dtype):
         return tensor.astype(dtype)
 
-    def is_float(self, tensor):
-        return np.issubdtype(tensor.dtype, np.inexact)
-
-    def detach(self, tensor):
-        return tensor
-
     def to_device(self, tensor, device):
         return tensor
 

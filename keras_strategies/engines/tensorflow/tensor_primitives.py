@@ -101,12 +101,6 @@ class TensorFlowPrimitives(TensorPrimitives):
     def cast(self, tensor: Any, dtype: Any) -> Any:
         return tensor if tensor.dtype == dtype else tf.cast(tensor, dtype)
 
-    def is_float(self, tensor: Any) -> bool:
-        return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
-
-    def detach(self, tensor: Any) -> Any:
-        return tf.stop_gradient(tensor)
-
     def to_device(self, tensor: Any, device: Device) -> Any:
         # Operations accept tensors on any device.
         return tensor

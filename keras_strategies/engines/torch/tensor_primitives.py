@@ -60,12 +60,6 @@ class TorchPrimitives(TensorPrimitives):
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
-    def is_float(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_floating_point() or tensor.is_complex()
-
-    def detach(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
     def to_device(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
         return tensor.to(torch_device(device))
 

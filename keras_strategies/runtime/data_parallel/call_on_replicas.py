@@ -60,9 +60,7 @@ class CallOnReplicas(GradientBoundary):
     """
 
     def __init__(self, call: SplitCall):
-        lead = call.strategy.placement.variables
-        super().__init__(call.row_split, lead, call.reduction)
-        self.strategy = call.strategy
+        super().__init__(call.strategy, call.row_split, call.reduction)
         self.layer_call = call.layer_call
 
     # Provided by an engine, besides the boundary.

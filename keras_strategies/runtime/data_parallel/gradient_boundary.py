@@ -12,19 +12,24 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.devices import Device
 from keras_strategies.runtime.replicas.gradient_sums import (
     sums_over_replicas,
     sums_over_workers,
 )
 from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
+from keras_strategies.runtime.replicas.tensor_primitives import (
+    TensorPrimitives,
+    is_float,
+)
 from keras_strategies.runtime.state.replica_state import ReplicaResult
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
 
 
 @dataclass
@@ -111,17 +116,22 @@ class GradientBoundary(abc.ABC):
     """One layer call's tensors and gradients between the global batch and replicas.
 
     Args:
+        strategy: the strategy.
         row_split: the rows of the call.
-        lead: the device of the global batch.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
     """
 
     def __init__(
-        self, row_split: RowSplit, lead: Device, reduction: LocalReduction | None
+        self,
+        strategy: StrategyCore,
+        row_split: RowSplit,
+        reduction: LocalReduction | None,
     ):
+        self.strategy = strategy
         self.ops = row_split.replica_set.primitives
         self.row_split = row_split
-        self.lead = lead
+        #: The device of the global batch.
+        self.lead = strategy.placement.variables
         self.reduction = reduction
         self.is_forward = True
         self.channels: list[Channel] = []
@@ -164,10 +174,6 @@ class GradientBoundary(abc.ABC):
             sources: the tensors whose gradients are returned.
         """
 
-    def on_lead(self) -> contextlib.AbstractContextManager[Any]:
-        """Entered around operations on the device of the global batch."""
-        return contextlib.nullcontext()
-
     def counted(self, part: Any, replica_id: int) -> Any:
         """A term of a sum over replicas; zeros of a replica without rows."""
         return part
@@ -197,7 +203,7 @@ class GradientBoundary(abc.ABC):
             channels: the tensors to combine.
         """
         self.targets = self._targets(inputs, results)
-        floats = [self.ops.is_float(channel.parts[0]) for channel in channels]
+        floats = [is_float(channel.parts[0]) for channel in channels]
         if not self.targets or not any(floats):
             return [self.combine(channel) for channel in channels]
         self.channels = list(itertools.compress(channels, floats))
@@ -231,9 +237,13 @@ class GradientBoundary(abc.ABC):
             ),
         ]
 
+    def on_lead(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around operations on the device of the global batch."""
+        return self.strategy.engine.on_device(self.lead)
+
     def to_lead(self, tensor: Any) -> Any:
         """A tensor, without gradient, on the device of the global batch."""
-        return self.ops.to_device(self.ops.detach(tensor), self.lead)
+        return self.ops.to_device(keras.ops.stop_gradient(tensor), self.lead)
 
     def combine(self, channel: Channel) -> Any:
         """The global tensor of a channel, without gradient."""

@@ -11,6 +11,11 @@ from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 
+def is_float(tensor: Any) -> bool:
+    """Whether a tensor has a dtype that gradients have."""
+    return any(kind in str(tensor.dtype) for kind in ("float", "complex"))
+
+
 class SparseGradients(abc.ABC):
     """Gradients of tables in the form of rows and their indices."""
 
@@ -80,14 +85,6 @@ class TensorPrimitives(abc.ABC):
     @abc.abstractmethod
     def cast(self, tensor: Any, dtype: Any) -> Any:
         """A tensor or sparse gradient in a dtype of the framework."""
-
-    @abc.abstractmethod
-    def is_float(self, tensor: Any) -> bool:
-        """Whether a tensor has a dtype that gradients have."""
-
-    @abc.abstractmethod
-    def detach(self, tensor: Any) -> Any:
-        """A tensor without gradient."""
 
     @abc.abstractmethod
     def to_device(self, tensor: Any, device: Device) -> Any:

@@ -37,6 +37,7 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     SplitCall,
 )
 from keras_strategies.runtime.data_parallel.gradient_boundary import Channel
+from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
 
 
@@ -76,9 +77,6 @@ class CallInLockstep(CallOnReplicas):
             self._devices, self.slices, self._local_value, self._collectives
         )
         self.graph = tf.compat.v1.get_default_graph()
-
-    def on_lead(self) -> contextlib.AbstractContextManager[Any]:
-        return tf.device(self._lead_name)
 
     # Replicas.
 
@@ -132,7 +130,7 @@ class CallInLockstep(CallOnReplicas):
             for _ in self.sizes
         ]
         for watched, slices in zip(self.watched, self.slices, strict=True):
-            watched.update(id(part) for part in slices if self.ops.is_float(part))
+            watched.update(id(part) for part in slices if is_float(part))
 
     def _close_tapes(self) -> None:
         """Drops the tapes of a graph in which no outer tape needs gradients.
@@ -160,7 +158,7 @@ class CallInLockstep(CallOnReplicas):
             return result
         with tape or contextlib.nullcontext():
             if tape is not None:
-                tape.watch([s for s in self.slices[i] if self.ops.is_float(s)])
+                tape.watch([s for s in self.slices[i] if is_float(s)])
             if tf.executing_eagerly():
                 return task()
             with self.traces.tracing(replica, i) as trace:
@@ -219,7 +217,7 @@ class CallInLockstep(CallOnReplicas):
         """
         if self.row_split.workers is not None and not variable.trainable:
             return False
-        return bool(raw.trainable) and self.ops.is_float(raw)
+        return bool(raw.trainable) and is_float(raw)
 
     def _local_value(self, replica_id: int, variable: Any, raw: Any) -> Any:
         """The value that a replica computes with, on its device."""
@@ -382,7 +380,7 @@ class CallInLockstep(CallOnReplicas):
                 return values[id(variable)]
 
             found = self.recompute(value_of)
-            outputs = [output for output in found if self.ops.is_float(output)]
+            outputs = [output for output in found if is_float(output)]
         with self.on_lead():
             wanted = [*values.values(), *inputs]
             results = tape.gradient(outputs, wanted, output_gradients=list(gradients))

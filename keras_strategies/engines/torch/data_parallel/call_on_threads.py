@@ -27,6 +27,7 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,
     SplitCall,
 )
+from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
 
@@ -162,7 +163,7 @@ class CallOnThreads(CallOnReplicas):
                 )
         with with_thread_state(self._state):
             recomputed = self.recompute(raw_value)
-        found = [output for output in recomputed if self.ops.is_float(output)]
+        found = [output for output in recomputed if is_float(output)]
         pairs = [
             (output, gradient)
             for output, gradient in zip(found, gradients, strict=True)
