@@ -139,8 +139,7 @@ def _unsplit_text(strategy: StrategyCore, model: Any) -> str:
     """`One device, cpu:0, computes: fit of 256 rows, ...`, and why."""
     calls = [
         f"{name} of {', '.join(map(str, rows))} rows"
-        for name, rows in strategy.drivers.fit.unsplit_calls(model).items()
-        if rows
+        for name, rows in strategy.unsplit_calls.of(model).items()
     ]
     if not calls:
         return ""

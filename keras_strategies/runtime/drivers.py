@@ -58,14 +58,6 @@ class FitDriver(abc.ABC):
         """The devices that will hold a weight, or a slot, metric or counter."""
         return self.placement.variable_devices
 
-    def unsplit_calls(self, model: Any) -> dict[str, list[int]]:
-        """Calls so far that one device computes because they are small.
-
-        Returns:
-            dict from the name of a method, or "call", to the sizes of batches.
-        """
-        return {}
-
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         """Cost of a training step of a model whose variables have no values.
 
@@ -211,10 +203,6 @@ class ParameterServerDriver(abc.ABC):
     @abc.abstractmethod
     def finish_steps(self) -> None:
         """Waits for the steps under way."""
-
-    @abc.abstractmethod
-    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Entered around `model.export`."""
 
 
 class ElasticDriver(abc.ABC):

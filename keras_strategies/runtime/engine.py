@@ -22,6 +22,7 @@ from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import IdSet
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.placement import Placement
+from keras_strategies.runtime.unsplit_calls import UnsplitCalls
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, InputContext, ReduceOp
 from keras_strategies.values import map_structure, regroup
@@ -229,6 +230,8 @@ class StrategyCore(abc.ABC):
         self._always_split = always_split
         #: Variables that have been synchronized between workers.
         self.synced_variables = IdSet()
+        #: Calls so far that one device computes because they are small.
+        self.unsplit_calls = UnsplitCalls()
         self._drivers = engine.drivers(self)
 
     @property

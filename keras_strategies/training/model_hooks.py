@@ -19,6 +19,7 @@ from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.generator_seeds import seed_states
+from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.state import run_state
@@ -137,8 +138,9 @@ class StrategyHooks:
         return _writing(model, path)
 
     def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        servers = _drivers_of(model).servers
-        return contextlib.nullcontext() if servers is None else servers.exporting(model)
+        if _drivers_of(model).servers is None:
+            return contextlib.nullcontext()
+        return materialized_model(model)
 
     def loaded(self, model: Any, source: Any) -> None:
         read_seeds(source, seed_states(model))

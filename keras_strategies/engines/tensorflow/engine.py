@@ -20,7 +20,6 @@ from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
     after_gradients,
 )
 from keras_strategies.engines.tensorflow.devices import (
-    cpu_count,
     device_of,
     local_devices,
     set_virtual_cpus,
@@ -89,9 +88,6 @@ class TensorFlowEngine(Engine):
 
     def set_virtual_cpu_devices(self, count: int) -> None:
         set_virtual_cpus(count)
-
-    def cpu_device_count(self) -> int:
-        return cpu_count()
 
     def to_device(self, value: Any, device: Device) -> Any:
         with tf.device(tf_device(device)):

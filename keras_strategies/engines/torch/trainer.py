@@ -111,11 +111,6 @@ class TorchTrainer(FitDriver):
 
         return step
 
-    def unsplit_calls(self, model: Any) -> dict[str, list[int]]:
-        if self._call is None:
-            return {}
-        return {"call": sorted(self._call.unsplit_rows.get(model, ()))}
-
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         # Only weights, which replicas read, are mirrored.
         if not is_weight:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.keras_compat.variables.hosted_variables import host_variable
-from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
 from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
@@ -47,9 +46,6 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
 
     def finish_steps(self) -> None:
         self._training.finish_steps()
-
-    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return materialized_model(model)
 
     def making(self, variable: Any) -> None:
         host_variable(variable, self._registry)

@@ -76,7 +76,7 @@ def test_results_are_those_of_one_device(steps_per_execution):
     model, found = results(strategy, steps_per_execution)
     _, expected = results(ks.OneDeviceStrategy("cpu:1"), steps_per_execution)
     assert_same(found, expected, tolerance=1e-6)
-    calls = strategy.drivers.fit.unsplit_calls(model)
+    calls = strategy.unsplit_calls.of(model)
     assert calls == {"fit": [3, 4], "evaluate": [3, 4], "predict": [3, 4]}
 
 
@@ -110,7 +110,7 @@ def test_small_batches_before_and_after_large_ones(threshold):
     model, found = fitted_on_several_sizes(strategy)
     _, expected = fitted_on_several_sizes(None)
     assert_same(found, expected)
-    calls = strategy.drivers.fit.unsplit_calls(model)
+    calls = strategy.unsplit_calls.of(model)
     assert calls == {"fit": [4], "predict": [4]}
 
 
@@ -170,7 +170,7 @@ def test_train_on_batch_is_split():
         model = small_model()
     model.train_on_batch(X[:4], Y[:4])
     model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
-    assert strategy.drivers.fit.unsplit_calls(model) == {"fit": [8]}
+    assert strategy.unsplit_calls.of(model) == {"fit": [8]}
 
 
 def test_always_split_splits_small_batches():
@@ -178,7 +178,7 @@ def test_always_split_splits_small_batches():
     with strategy.scope():
         model = small_model()
     model.fit(X, Y, batch_size=4, verbose=0)
-    assert strategy.drivers.fit.unsplit_calls(model) == {}
+    assert strategy.unsplit_calls.of(model) == {}
     assert "Unsplit" not in str(strategy.describe(model))
 
 

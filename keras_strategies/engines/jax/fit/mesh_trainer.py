@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +107,6 @@ class MeshTrainer(DistributionTrainer):
             and not strategy.always_split
             and {device.platform for device in self.devices} == {"cpu"}
         )
-        # By the id of a model, which references its steps, and the kind.
-        self._steps_by_size: weakref.WeakValueDictionary[
-            tuple[int, str], StepBySize
-        ] = weakref.WeakValueDictionary()
         if isinstance(workers, JaxWorkers) and workers.elastic is not None:
             self.elastic = JaxElasticSteps(self, workers)
             workers.when_replaced(self.replace_devices)
@@ -149,19 +144,17 @@ class MeshTrainer(DistributionTrainer):
         split = self.step(model, kind)
         assert isinstance(split, CompiledStep)
         assert isinstance(self.placer, MeshPlacer)
-        step = StepBySize(model, kind, split, self.placer, self.replicated)
-        self._steps_by_size[id(model), kind] = step
+        step = StepBySize(
+            model,
+            kind,
+            split,
+            self.placer,
+            self.replicated,
+            self.strategy.unsplit_calls,
+        )
         return compiled_steps.loop_function(
             model, kind, step, step.begin, HostBatches()
         )
-
-    def unsplit_calls(self, model: Any) -> dict[str, list[int]]:
-        found = {}
-        for name, kind in (("fit", "train"), ("evaluate", "test"), ("predict",) * 2):
-            step = self._steps_by_size.get((id(model), kind))
-            if step is not None and step.model is model:
-                found[name] = step.unsplit_rows
-        return found
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)

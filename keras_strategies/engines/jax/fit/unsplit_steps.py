@@ -38,6 +38,9 @@ from keras_strategies.engines.jax.fit.compiled_steps import (
 from keras_strategies.engines.jax.fit.step_cost import arithmetic_of
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.backends.keras_on_jax import variables_are_empty
+from keras_strategies.runtime.unsplit_calls import UnsplitCalls
+
+_METHODS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class StepBySize(ScannedStep):
         split: the step on the mesh.
         placer: the transfer of batches to the mesh.
         replicated: the sharding of variables on the mesh.
+        unsplit_calls: the record of the batches that one device computes.
     """
 
     def __init__(
@@ -87,12 +91,14 @@ class StepBySize(ScannedStep):
         split: CompiledStep,
         placer: MeshPlacer,
         replicated: jax.NamedSharding,
+        unsplit_calls: UnsplitCalls,
     ):
         self.model = model
         self._kind = kind
         self._split = split
         self._placer = placer
         self._replicated = replicated
+        self._unsplit_calls = unsplit_calls
         home = replicated.mesh.devices.flat[0]
         self._home_placer = DevicePlacer(home)
         self._home = jax.sharding.SingleDeviceSharding(home)
@@ -131,19 +137,15 @@ class StepBySize(ScannedStep):
         self._is_home = not program.keeps
         return program.after(state, found)
 
-    @property
-    def unsplit_rows(self) -> list[int]:
-        """The sizes of batches that one device computes."""
-        unsplit = self._programs.items()
-        return sorted({key[0] for key, program in unsplit if program is not None})
-
     def _unsplit(self, state: Any, batch: Any) -> _Program | None:
         """The program on one device; None to split the batch."""
         if self._is_split:
             return None
         key = _key(state, batch)
         if key not in self._programs:
-            self._programs[key] = self._program(state, batch)
+            program = self._programs[key] = self._program(state, batch)
+            if program is not None:
+                self._unsplit_calls.add(self.model, _METHODS[self._kind], key[0])
         return self._programs[key]
 
     def _program(self, state: Any, batch: Any) -> _Program | None:

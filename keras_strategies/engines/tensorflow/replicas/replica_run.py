@@ -107,18 +107,14 @@ class TensorFlowRun(ReplicaRun):
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         compat.exclude_from_autograph("keras_strategies")
         _suppress_eager_warning()
-        # By `tf.function` passed to `run`, a program of all replicas.
-        self._programs: weakref.WeakKeyDictionary[Any, Any] = (
+        # By `tf.function` passed to `run`, a program of all replicas, and their set.
+        self._programs: weakref.WeakKeyDictionary[Any, tuple[ReplicaSet, Any]] = (
             weakref.WeakKeyDictionary()
         )
         super().__init__(strategy, PRIMITIVES)
         self._engine = engine
         self._devices = [tf_device(device) for device in self.placement.replicas]
         self.lead = tf_device(self.placement.variables)
-
-    def workers_changed(self) -> None:
-        super().workers_changed()
-        self._programs.clear()
 
     def run(
         self,
@@ -150,7 +146,8 @@ class TensorFlowRun(ReplicaRun):
 
         `tf.distribute` also traces a `tf.function` on its replicas this way.
         """
-        if fn not in self._programs:
+        replica_set, found = self._programs.get(fn, (None, None))
+        if replica_set is not self.replica_set:
             python_function = fn.python_function
 
             def program(args: list[Any], kwargs: list[Any]) -> list[Any]:
@@ -158,8 +155,9 @@ class TensorFlowRun(ReplicaRun):
 
             # TensorFlow warns of retracing by code object; a partial function has none.
             own = functools.partial(program)
-            self._programs[fn] = tf.function(own, reduce_retracing=True)
-        return self._programs[fn]
+            found = tf.function(own, reduce_retracing=True)
+            self._programs[fn] = self.replica_set, found
+        return found
 
     def _run(
         self,

@@ -65,10 +65,6 @@ class TorchDataParallelCall(DataParallelCall):
         self._costs: weakref.WeakKeyDictionary[Any, CallCost] = (
             weakref.WeakKeyDictionary()
         )
-        #: By layer, the rows of calls that ran unsplit because they are small.
-        self.unsplit_rows: weakref.WeakKeyDictionary[Any, set[int]] = (
-            weakref.WeakKeyDictionary()
-        )
         # For each call of the current step, whether it was small.
         self._were_small: list[bool] = []
 
@@ -127,7 +123,7 @@ class TorchDataParallelCall(DataParallelCall):
         is_small = not work.worth_splitting(rows, len(row_split.sizes))
         self._were_small.append(is_small)
         if is_small:
-            self.unsplit_rows.setdefault(layer, set()).add(rows)
+            self.strategy.unsplit_calls.add(layer, "call", rows)
         return is_small
 
     def on_replicas(self, call: SplitCall) -> CallOnThreads:
