@@ -21,7 +21,6 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
-import dis
 import functools
 import hashlib
 import io
@@ -36,25 +35,22 @@ import jax
 import keras
 import numpy as np
 
+from keras_strategies.engines.jax.function.code_names import (
+    CONSTRUCTORS,
+    EVERY,
+    attributes_of,
+    called_members,
+    contents,
+    is_library,
+    names_in,
+    unwrapped,
+    user_bases,
+)
 from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.keras_compat.models.layers import sublayers, trainable_switches
 from keras_strategies.values import DistributedValues
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
-_LIBRARIES = (
-    sys.stdlib_module_names
-    | {"jax", "jaxlib", "keras", "keras_strategies", "ml_dtypes", "numpy"}
-    | {"pandas", "pytest", "_pytest", "scipy", "tensorflow", "torch", "tqdm"}
-) - {"__main__"}
-# In code with these names, attributes may be read that the code does not name.
-_DYNAMIC = {"__dict__", "__getattribute__", "asdict", "astuple", "attrgetter"}
-_DYNAMIC |= {"getattr", "getmembers", "globals", "hasattr", "locals", "methodcaller"}
-_DYNAMIC |= {"vars"}
-_EVERY = "*"
-_CONSTRUCTORS = frozenset(("__init__", "__new__", "__post_init__"))
-# Methods that no step calls by an operator.
-_NOT_OPERATORS = _CONSTRUCTORS | {"__del__", "__getstate__", "__init_subclass__"}
-_NOT_OPERATORS |= {"__reduce__", "__repr__", "__setstate__", "__str__"}
 _MAPPINGS = (dict, types.MappingProxyType)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque, *_MAPPINGS)
 # Scalars that are equal only if they are the same.
@@ -143,7 +139,7 @@ class _Walk:
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
-        self._every = _EVERY in names
+        self._every = EVERY in names
         # Visited objects; holding them keeps their ids unique.
         self._seen: dict[Any, tuple[int, Any]] = {}
         self.new_names: set[str] = set()
@@ -179,20 +175,19 @@ class _Walk:
     # Functions and classes.
 
     def _function(self, fn: Any) -> Any:
-        if _is_library(fn.__globals__.get("__name__")):
-            cells = [_contents(cell) for cell in fn.__closure__ or ()]
+        cells = [contents(cell) for cell in fn.__closure__ or ()]
+        if is_library(fn.__globals__.get("__name__")):
             inner = [self.key(each) for each in cells if isinstance(each, _FUNCTIONS)]
             return (fn.__code__, *inner) if inner else IdentityKey(fn)
-        names, own, imports = _names_in(fn.__code__)
+        names, own, imports = names_in(fn.__code__)
         if not names <= self._names:
             self.new_names |= names - self._names
         used = [(name, fn.__globals__[name]) for name in own if name in fn.__globals__]
         package = fn.__globals__.get("__package__") or ""
         for name in imports:
             for path in (name, f"{package}.{name}"):
-                if path in sys.modules and not _is_library(path):
+                if path in sys.modules and not is_library(path):
                     used.append((path, sys.modules[path]))
-        cells = [_contents(cell) for cell in fn.__closure__ or ()]
         return (
             fn.__code__,
             self._items(enumerate(cells)),
@@ -217,13 +212,13 @@ class _Walk:
         return tuple(map(self.key, parts))
 
     def _module(self, module: Any) -> Any:
-        if _is_library(module.__name__):
+        if is_library(module.__name__):
             return IdentityKey(module)
         return (IdentityKey(module), self._named(vars(module)))
 
     def _class(self, kind: Any) -> Any:
         """A class that code names, and so may call."""
-        return (self._members(kind), self._members(kind, _CONSTRUCTORS))
+        return (self._members(kind), self._members(kind, CONSTRUCTORS))
 
     def _members(self, kind: Any, also: frozenset[str] = frozenset()) -> Any:
         """The members of a class's Python that code names, or that operators call."""
@@ -232,11 +227,11 @@ class _Walk:
         self._seen[kind, also] = (0, kind)
         found: list[Any] = [IdentityKey(kind)]
         base: Any
-        for base in _user_bases(kind):
-            called = _called_members(base) | also
+        for base in user_bases(kind):
+            called = called_members(base) | also
             for name, member in list(vars(base).items()):
                 if name in self._names or name in called:
-                    found.append((name, self.key(_unwrapped(member))))
+                    found.append((name, self.key(unwrapped(member))))
         return tuple(found)
 
     # Objects.
@@ -247,7 +242,7 @@ class _Walk:
         return self._items(chosen)
 
     def _attributes(self, value: Any) -> Any:
-        state = _state(value)
+        state = attributes_of(value)
         return self._named(state, self._every) if state else ()
 
     def _instance(self, value: Any) -> Any:
@@ -256,7 +251,7 @@ class _Walk:
 
     def _container(self, value: Any) -> Any:
         kind: Any = type(value)
-        own = self._instance(value)[1:] if _user_bases(kind) else kind
+        own = self._instance(value)[1:] if user_bases(kind) else kind
         if isinstance(value, _MAPPINGS):
             return (own, self._items([*value.items()]))
         parts = [self.key(part) for part in [*value] if not _is_leftover_tracer(part)]
@@ -331,7 +326,7 @@ class _Walk:
         """An object of Keras: its settings, and what is the user's own."""
         kind: Any = type(value)
         names = self._names
-        is_own = bool(_user_bases(kind))
+        is_own = bool(user_bases(kind))
         every = is_own and self._every
         plain: list[Any] = [IdentityKey(value), self._members(kind) if is_own else None]
         others: list[Any] = []
@@ -383,7 +378,7 @@ def _rule(kind: Any) -> Callable[[_Walk, Any], Any]:
     library = kind.__module__.partition(".")[0]
     if any(base.__module__.partition(".")[0] == "keras" for base in kind.__mro__):
         return _Walk._keras_object
-    if _user_bases(kind):
+    if user_bases(kind):
         return _Walk._instance
     if library in ("jax", "jaxlib", "keras_strategies"):
         return _Walk._constant
@@ -399,99 +394,10 @@ def _is_setting(kind: Any) -> bool:
     if issubclass(kind, (*weights, keras.Initializer, keras.InputSpec)):
         return False
     kinds = (*_SCALARS, *_FUNCTIONS, tuple, np.ndarray)
-    own = kind.__module__.partition(".")[0] == "keras" or bool(_user_bases(kind))
+    own = kind.__module__.partition(".")[0] == "keras" or bool(user_bases(kind))
     return issubclass(kind, kinds) or (own and not issubclass(kind, _CONTAINERS))
 
 
 def _is_leftover_tracer(value: Any) -> bool:
     """Whether a value is a leftover of an earlier trace, such as an appended tracer."""
     return isinstance(value, jax.core.Tracer)
-
-
-def _is_library(module: str | None) -> bool:
-    """Whether a module is one of a library, whose internals are taken as constant."""
-    return (module or "").partition(".")[0] in _LIBRARIES
-
-
-@functools.lru_cache(maxsize=4096)
-def _user_bases(kind: type) -> tuple[type, ...]:
-    return tuple(base for base in kind.__mro__ if not _is_library(base.__module__))
-
-
-@functools.lru_cache(maxsize=4096)
-def _called_members(kind: type) -> frozenset[str]:
-    """Methods that operators call, or a library, whose methods they override."""
-    known: set[str] = set()
-    for base in kind.__mro__[:-1]:
-        if _is_library(base.__module__):
-            known.update(vars(base))
-    found = [
-        name
-        for name, member in vars(kind).items()
-        if isinstance(_unwrapped(member), types.FunctionType)
-        and (name in known or name.startswith("__"))
-    ]
-    return frozenset(found) - _NOT_OPERATORS
-
-
-def _unwrapped(member: Any) -> Any:
-    if isinstance(member, property):
-        return member.fget
-    if isinstance(member, functools.cached_property):
-        return member.func
-    return getattr(member, "__func__", member)
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # Not assigned yet.
-        return None
-
-
-def _state(value: Any) -> dict[str, Any]:
-    """An object's own attributes, those in slots included."""
-    state = getattr(value, "__dict__", None) or {}
-    kind: Any = type(value)
-    slots = _slots(kind)
-    if not slots:
-        return state
-    found = dict(state)
-    for name in slots:
-        if hasattr(value, name):
-            found[name] = getattr(value, name)
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots(kind: Any) -> tuple[str, ...]:
-    found: list[str] = []
-    for base in _user_bases(kind):
-        names = base.__dict__.get("__slots__", ())
-        found += (names,) if isinstance(names, str) else names
-    return tuple(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(
-    code: types.CodeType,
-) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
-    """The names in code, those that may be globals, and those of modules it imports."""
-    names, imports = set(code.co_names), set[str]()
-    found: set[str] = set()
-    opcodes = {dis.opname[opcode] for opcode in code.co_code[::2]}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner, own, imported = _names_in(constant)
-            found |= inner
-            names.update(own)
-            imports.update(imported)
-        elif isinstance(constant, tuple):
-            found.update(part for part in constant if isinstance(part, str))
-    if "IMPORT_NAME" in opcodes:
-        imports |= names
-    if names & _DYNAMIC or "MATCH_CLASS" in opcodes:
-        found.add(_EVERY)
-        found.update(each for each in code.co_consts if isinstance(each, str))
-    own = tuple(sorted(names))
-    return frozenset(found | names), own, tuple(sorted(imports))
