@@ -20,9 +20,9 @@ from keras_strategies.errors import BackendError, OutOfRangeError
 from keras_strategies.input.worker_shares import Share
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import IdSet
+from keras_strategies.runtime.data_parallel.unsplit_calls import UnsplitCalls
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.unsplit_calls import UnsplitCalls
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, InputContext, ReduceOp
 from keras_strategies.values import map_structure, regroup

@@ -38,7 +38,7 @@ from keras_strategies.engines.jax.fit.compiled_steps import (
 from keras_strategies.engines.jax.fit.step_cost import arithmetic_of
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.backends.keras_on_jax import variables_are_empty
-from keras_strategies.runtime.unsplit_calls import UnsplitCalls
+from keras_strategies.runtime.data_parallel.unsplit_calls import UnsplitCalls
 
 _METHODS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
