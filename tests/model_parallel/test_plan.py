@@ -152,6 +152,58 @@ def test_fsdp_moves_rows_where_kernels_are_larger() -> None:
     assert plan.sent < parameters
 
 
+def convolutional():
+    model = keras.Sequential([keras.Input((8, 8, 3))])
+    for _ in range(3):
+        model.add(layers.Conv2D(32, 3, padding="same", activation="relu"))
+    model.add(layers.GlobalAveragePooling2D())
+    model.add(layers.Dense(4))
+    model.compile("adam", "mse")
+    return model
+
+
+def language():
+    tokens = keras.Input((64,), dtype="int32")
+    x = layers.Embedding(1000, 128)(tokens)
+    x = x + layers.MultiHeadAttention(4, 32)(x, x)
+    x = x + layers.Dense(128)(layers.Dense(512, "gelu")(x))
+    model = keras.Model(tokens, layers.Dense(1000)(x))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@only_jax
+@pytest.mark.parametrize(
+    ("build", "shapes"),
+    [
+        (perceptron(1024, 512), ((8, 512), (8, 512))),
+        (perceptron(64, 32), ((4096, 32), (4096, 32))),
+        (convolutional, ((64, 8, 8, 3), (64, 4))),
+        (language, ((64, 64), (64, 64))),
+    ],
+    ids=["few rows", "many rows", "convolutional", "language"],
+)
+def test_fsdp_sends_at_most_two_gathers_and_a_reduction(build, shapes) -> None:
+    plan = model_parallel("fsdp", 1).plan(build, shapes)
+    (shard,) = set(plan.bytes_per_device("weight").values())
+    # Three of four parts: a gather in each pass, and an all-reduce of gradients, which
+    # is two, since XLA has no reduce-scatter on CPUs. The rest are metrics.
+    assert plan.sent <= 1.05 * 4 * 3 * shard + 1000
+
+
+@only_jax
+def test_fsdp_with_a_model_axis_gathers_if_that_sends_less(monkeypatch) -> None:
+    from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
+        ModelParallelTrainer,
+    )
+
+    shapes = ((64, 64), (64, 64))
+    chosen = model_parallel("fsdp", 2).plan(language, shapes)
+    monkeypatch.setattr(ModelParallelTrainer, "alternative_step", lambda *_: None)
+    plain = model_parallel("fsdp", 2).plan(language, shapes)
+    assert chosen.sent < 0.8 * plain.sent
+
+
 @only_jax
 def test_peak_memory_falls_with_the_model_axis() -> None:
     peaks = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -167,11 +168,12 @@ class ModelParallelTrainer(MeshTrainer):
     def alternative_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
         """The step that gathers variables sharded along the data axis (FSDP).
 
-        Without these constraints XLA moves activations instead: fewer bytes where a
-        kernel is larger than its input rows, and more bytes elsewhere.
+        Without these constraints XLA gathers them by itself, or moves activations where
+        that sends fewer bytes. Only with a model axis does it move activations also
+        where a gather is less; see decision 016.
         """
         gathers = self._gathers_of(model)
-        if not any(map(any, gathers)):
+        if math.prod(self._mesh.shape[1:]) == 1 or not any(map(any, gathers)):
             return None
         step = super().plain_step(model, kind)
 
