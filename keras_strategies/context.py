@@ -98,7 +98,7 @@ class ReplicaContext:
         property is traced for each replica instead, with a warning.
         """
         placement = self._strategy.placement
-        local = self._replica_id - placement.share.first
+        local = self._replica_id - placement.replica_counts.first
         if 0 <= local < len(placement.replicas):
             return (str(placement.replicas[local]),)
         # In one trace for the replicas of all workers.

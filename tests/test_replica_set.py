@@ -25,9 +25,9 @@ def on_replicas(counts, fn):
         return [fn(ReplicaSet.local(PRIMITIVES, counts[0]), range(counts[0]))]
 
     def call(worker):
-        replica_set = ReplicaSet.over(PRIMITIVES, worker, counts)
-        first = replica_set.first
-        return fn(replica_set, range(first, first + counts[worker.group.index]))
+        own = worker.replica_counts
+        replica_set = ReplicaSet(PRIMITIVES, own, worker)
+        return fn(replica_set, range(own.first, own.first + own.count))
 
     return on_workers(counts, call)
 
@@ -88,7 +88,7 @@ def test_rows_of_a_batch_are_split_and_joined_again():
     def call(worker):
         split = RowSplit.over(PRIMITIVES, [3, 0, 2, 2], worker)
         own = split.own(batch)
-        assert split.replica_set.counts == (1, 2)
+        assert split.replica_set.counts.by_worker == (1, 2)
         assert len(own) == sum(split.sizes)
         [total] = split.summed([own.sum(0)])
         return split.worker_rows, split.joined(own), total
@@ -108,4 +108,4 @@ def test_a_worker_without_rows_has_no_split():
 def test_replicas_without_rows_take_no_part():
     split = RowSplit.local(PRIMITIVES, [2, 1, 0])
     assert split.sizes == [2, 1]
-    assert split.replica_set.total == 2
+    assert split.replica_set.counts.total == 2

@@ -40,7 +40,7 @@ def results(strategy: StrategyCore, value: Any) -> tuple[Any, ...]:
 
 def _of_variable(strategy: StrategyCore, variable: Any) -> tuple[Any, ...]:
     """A variable's value on each local replica."""
-    if strategy.placement.share.count == 1:
+    if strategy.placement.replica_counts.count == 1:
         return (variable,)
     if raw_value(variable) is None:
         raise InvalidArgumentError(

@@ -11,7 +11,8 @@ from typing import Any
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.batches import loaded, rows_of
-from keras_strategies.input.worker_shares import resolve_policy, worker_rows
+from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.types import AutoShardPolicy
 
 
@@ -19,6 +20,36 @@ def policy_of(dataset: Any) -> AutoShardPolicy:
     """The policy in a dataset's options, by default `AUTO`."""
     found = dataset.options().experimental_distribute.auto_shard_policy
     return AutoShardPolicy(int(getattr(found, "value", found)))
+
+
+def resolve_policy(
+    policy: AutoShardPolicy, num_workers: int, num_files: int | None
+) -> AutoShardPolicy:
+    """The effective policy.
+
+    Args:
+        policy: the requested policy.
+        num_workers: int, the number of workers.
+        num_files: int, the number of files that the dataset reads; None for no files.
+
+    Returns:
+        `OFF` for one worker; for `AUTO`, either `FILE` or `DATA`; else the policy.
+
+    Raises:
+        ValueError: for `FILE` without a file for each worker.
+    """
+    if num_workers == 1:
+        return AutoShardPolicy.OFF
+    enough = num_files is not None and num_files >= num_workers
+    if policy is AutoShardPolicy.AUTO:
+        return AutoShardPolicy.FILE if enough else AutoShardPolicy.DATA
+    if policy is AutoShardPolicy.FILE and not enough:
+        raise InvalidArgumentError(
+            f"AutoShardPolicy.FILE needs a file for each of the {num_workers} "
+            f"workers, but the dataset reads {num_files or 'no'} files. Split the "
+            "data into more files, or use AutoShardPolicy.DATA."
+        )
+    return policy
 
 
 def check_elastic(dataset: Any) -> None:
@@ -43,13 +74,12 @@ def separate_input_error() -> InvalidArgumentError:
     )
 
 
-def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
+def shard(dataset: Any, counts: ReplicaCounts) -> Any:
     """This worker's shard of a dataset.
 
     Args:
         dataset: a batched `tf.data.Dataset`.
-        replicas: the replicas of each worker.
-        worker: int, the number of this one.
+        counts: the replicas of all workers.
 
     Returns:
         A `tf.data.Dataset` of this worker's own rows; None if all workers read the full
@@ -59,7 +89,8 @@ def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
         ValueError: for `FILE` without a file for each worker, or global batches with
             fewer rows than workers.
     """
-    policy = resolve_policy(policy_of(dataset), len(replicas), count_files(dataset))
+    workers = len(counts.by_worker)
+    policy = resolve_policy(policy_of(dataset), workers, count_files(dataset))
     if policy is AutoShardPolicy.DATA:
         return None
     if policy is AutoShardPolicy.OFF:
@@ -71,14 +102,16 @@ def shard(dataset: Any, replicas: tuple[int, ...], worker: int) -> Any:
     options.experimental_distribute.auto_shard_policy = getattr(
         tf.data.experimental.AutoShardPolicy, policy.name
     )
-    part = compat.read_by_worker(dataset.with_options(options), len(replicas), worker)
+    part = compat.read_by_worker(dataset.with_options(options), workers, counts.worker)
     size = _batch_size(dataset)
     if size is None:
         return part
-    own = worker_rows(size, replicas)[worker]
+    # A worker with a shard of a replica reads rows of its own too.
+    sizes = split_sizes(size, sum(counts.by_worker))
+    own = sum(counts.split(sizes)[counts.worker])
     if own == 0:
         raise InvalidArgumentError(
-            f"The dataset's global batches have {size} rows, but {len(replicas)} "
+            f"The dataset's global batches have {size} rows, but {workers} "
             "workers read separate files. Use batches with at least one row per "
             "worker, or AutoShardPolicy.DATA."
         )

@@ -14,7 +14,7 @@ from keras_strategies.input.arrays import ArrayDataset, are_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import EqualStepsFeed, Feed, PerReplicaFeed, SplitFeed
 from keras_strategies.input.sources import PlacedSource, Source, is_tf_data, source_of
-from keras_strategies.input.worker_shares import Share
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:
@@ -41,15 +41,15 @@ def dataset(
     if workers is not None and workers.elastic is not None and is_tf_data(given):
         auto_shard.check_elastic(given)
     elif workers is not None and is_tf_data(given):
-        part = auto_shard.shard(given, workers.replicas, workers.group.index)
+        part = auto_shard.shard(given, workers.replica_counts)
         if part is not None:
             # Rows of this worker.
-            count = strategy.input_share().count
-            share = Share(0, count, count)
-            feed = SplitFeed(source_of(part), lambda: share, is_global=False)
+            counts = ReplicaCounts((workers.replica_counts.count,))
+            feed = SplitFeed(source_of(part), lambda: counts, is_global=False)
             return _distributed(strategy, feed, options)
     source = source_of(given, batch_size)
-    return _distributed(strategy, SplitFeed(source, strategy.input_share), options)
+    feed = SplitFeed(source, lambda: strategy.placement.replica_counts)
+    return _distributed(strategy, feed, options)
 
 
 def from_function(
@@ -63,7 +63,7 @@ def from_function(
     if strategy.workers is not None and strategy.workers.elastic is not None:
         raise auto_shard.separate_input_error()
     pipelines = strategy.input_context()
-    count = strategy.input_share().count
+    count = strategy.placement.replica_counts.count
     if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
         sources: list[Source] = [source_of(dataset_fn(pipelines))]
     elif not options.experimental_place_dataset_on_device:

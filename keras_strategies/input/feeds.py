@@ -10,8 +10,9 @@ from typing import Any
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.errors import InputError
 from keras_strategies.input.batches import join_rows, rows_of, take_rows, to_host
+from keras_strategies.input.row_splits import replica_ranges
 from keras_strategies.input.sources import JoinedSource, Source
-from keras_strategies.input.worker_shares import Share, replica_ranges
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 
 
 class Feed(abc.ABC):
@@ -53,15 +54,18 @@ class SplitFeed(Feed):
 
     Args:
         source: the global batches.
-        share: returns the local replicas, at the beginning of a pass.
+        counts: returns the replicas of all workers, at the beginning of a pass.
         is_global: bool, whether the batches have the rows of all workers.
     """
 
     def __init__(
-        self, source: Source, share: Callable[[], Share], is_global: bool = True
+        self,
+        source: Source,
+        counts: Callable[[], ReplicaCounts],
+        is_global: bool = True,
     ):
         self._source = source
-        self._share = share
+        self._counts = counts
         self.is_global = is_global
 
     def source(self) -> Source:
@@ -73,11 +77,11 @@ class SplitFeed(Feed):
 
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
         copy = copy and self._source.may_reuse_memory
-        share = self._share()
+        counts = self._counts()
         for batch in self._source.batches():
             local = to_host(batch, keep, copy)
-            ranges = replica_ranges(rows_of(batch), share)
-            if len(ranges) == share.total == 1:
+            ranges = replica_ranges(rows_of(batch), counts)
+            if len(ranges) == counts.total == 1:
                 yield [local]
                 continue
             yield [take_rows(local, start, stop) for start, stop in ranges]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from keras_strategies.errors import BatchError, InvalidArgumentError
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.values import flatten
 
 _PARTS = ("x", "y", "sample_weight")
@@ -33,6 +35,26 @@ def split_sizes(rows: int, parts: int) -> list[int]:
         )
     base, larger = divmod(rows, parts)
     return [base + 1] * larger + [base] * (parts - larger)
+
+
+def replica_ranges(rows: int, counts: ReplicaCounts) -> list[tuple[int, int]]:
+    """The rows of a global batch that each local replica takes.
+
+    Args:
+        rows: int, rows of the global batch.
+        counts: the replicas of all workers.
+
+    Returns:
+        list of pairs `(start, stop)`, one for each local replica.
+
+    >>> replica_ranges(7, ReplicaCounts((2,)))
+    [(0, 4), (4, 7)]
+    >>> replica_ranges(7, ReplicaCounts((2, 2), worker=1))
+    [(4, 6), (6, 7)]
+    """
+    bounds = itertools.accumulate(split_sizes(rows, counts.total), initial=0)
+    ranges = list(itertools.pairwise(bounds))
+    return ranges[counts.first : counts.first + counts.count]
 
 
 def check_batch(batch: Any) -> None:

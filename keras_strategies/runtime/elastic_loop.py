@@ -49,7 +49,7 @@ class ElasticLoop(abc.ABC):
 
         Engines call it from the step functions of a model. The global batch is read
         before, once even if the step is repeated. `take` splits it over the
-        current workers: it must read `Workers.replicas` and `share` in each call, and
+        current workers: it must read `Workers.replica_counts` in each call, and
         must not call programs compiled for other workers.
 
         Args:

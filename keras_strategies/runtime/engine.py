@@ -17,7 +17,6 @@ import keras
 
 from keras_strategies.devices import Device
 from keras_strategies.errors import BackendError, OutOfRangeError
-from keras_strategies.input.worker_shares import Share
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import IdSet
 from keras_strategies.runtime.data_parallel.unsplit_calls import UnsplitCalls
@@ -262,7 +261,7 @@ class StrategyCore(abc.ABC):
     @property
     def num_replicas_in_sync(self) -> int:
         """int, how many replicas compute one step together."""
-        return self._placement.share.total
+        return self._placement.replica_counts.total
 
     @property
     def workers(self) -> Workers | None:
@@ -272,9 +271,9 @@ class StrategyCore(abc.ABC):
     @property
     def replicas_here(self) -> int:
         """int, the replicas with visible components: local, or all in a program."""
-        share = self._placement.share
+        counts = self._placement.replica_counts
         # Without workers, the local ones are all.
-        return share.total if self.other_workers is None else share.count
+        return counts.total if self.other_workers is None else counts.count
 
     @property
     def other_workers(self) -> Workers | None:
@@ -304,10 +303,6 @@ class StrategyCore(abc.ABC):
             return InputContext(1, 0, self.num_replicas_in_sync)
         group = self.workers.group
         return InputContext(group.count, group.index, self.num_replicas_in_sync)
-
-    def input_share(self) -> Share:
-        """The replicas of this process among all replicas."""
-        return self._placement.share
 
     def created(self, variable: Any) -> bool:
         """Whether a `keras.Variable` was made in this strategy's scope."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras_strategies.devices import Device
-from keras_strategies.input.worker_shares import Share
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.layouts import VariableMesh
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.runtime.workers import Workers
 
 
@@ -49,11 +49,11 @@ class Placement:
         return alone and self.replicas == (self.variables,)
 
     @property
-    def share(self) -> Share:
-        """The replicas of this process among all replicas."""
+    def replica_counts(self) -> ReplicaCounts:
+        """The numbers of replicas of all workers."""
         if self.workers is not None:
-            return self.workers.share
-        return Share(0, len(self.replicas), len(self.replicas))
+            return self.workers.replica_counts
+        return ReplicaCounts((len(self.replicas),))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from keras_strategies.errors import (
     ClusterError,
     WorkerError,
 )
-from keras_strategies.input.worker_shares import Share
 from keras_strategies.runtime.elastic_loop import ElasticLoop
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.runtime.worker_steps import WorkerSteps
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -35,11 +35,8 @@ class Workers(abc.ABC):
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         self.group = group
         self.options = options
-        #: The number of replicas of each worker, set by `with_replicas`.
-        self.replicas: tuple[int, ...] = (1,) * group.count
-        # The workers that make up one replica, where it takes several.
-        self._span = 1
-        self._own_replicas = 1
+        #: The replicas of all workers, set by `with_replicas`.
+        self.replica_counts = ReplicaCounts((1,) * group.count, group.index)
         self.steps = WorkerSteps(group)
         #: The loop of an elastic group; None for a fixed one.
         self.elastic: ElasticLoop | None = None
@@ -52,9 +49,7 @@ class Workers(abc.ABC):
             span: int, how many workers form one replica, each with a shard of it.
         """
         found = self.group.gather_values("the number of replicas", count)
-        self.replicas = tuple(found)
-        self._own_replicas = count
-        self._span = span
+        self.replica_counts = ReplicaCounts(tuple(found), self.group.index, span)
 
     def with_replicas(self, count: int, span: int = 1) -> Self:
         """The same workers for another strategy."""
@@ -81,19 +76,6 @@ class Workers(abc.ABC):
         own = copy.copy(self)
         own.options = options
         return own
-
-    @property
-    def is_spanned(self) -> bool:
-        """Whether a replica takes the devices of several workers."""
-        return self._span > 1
-
-    @property
-    def share(self) -> Share:
-        """The replicas of this worker among all replicas."""
-        if self._span == 1:
-            return Share.of_worker(self.replicas, self.group.index)
-        total = len(self.replicas) // self._span
-        return Share(self.group.index // self._span, 1, total)
 
     @abc.abstractmethod
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
@@ -152,7 +134,7 @@ class Workers(abc.ABC):
         """
         self.group = group
         self.steps.group = group
-        self._set_replicas(self._own_replicas, self._span)
+        self._set_replicas(self.replica_counts.count, self.replica_counts.span)
 
     def method(self, name: str) -> contextlib.AbstractContextManager[bool]:
         """Context manager for a method of a model; see `WorkerSteps.method`."""

@@ -18,7 +18,7 @@ from architecture.package_source import PACKAGE, Module, Source, package_source
 LAYERS = (
     ("errors", "user_warnings"),
     ("types", "devices", "values", "layouts", "reports.tables", "keras_compat"),
-    ("cluster", "input.row_splits", "input.worker_shares"),
+    ("cluster", "input.row_splits", "runtime.replicas.replica_counts"),
     ("processes",),
     ("runtime.elastic_loop", "runtime.worker_steps"),
     ("runtime.workers",),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
 
@@ -77,7 +78,7 @@ class ThreadWorker:
 
     def __init__(self, index: int, replicas: Sequence[int], shared: Any):
         self.group = SimpleNamespace(index=index, count=len(replicas))
-        self.replicas = tuple(replicas)
+        self.replica_counts = ReplicaCounts(tuple(replicas), index)
         self._shared = shared
         self.messages = 0
 

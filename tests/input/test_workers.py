@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.input.worker_shares import (
-    Share,
-    replica_ranges,
-    resolve_policy,
-)
+from keras_strategies.input.auto_shard import resolve_policy
+from keras_strategies.input.row_splits import replica_ranges
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.types import AutoShardPolicy
 
 
 @pytest.mark.parametrize(
-    ("rows", "share", "ranges"),
+    ("rows", "counts", "ranges"),
     [
-        (8, Share(0, 2, 2), [(0, 4), (4, 8)]),
-        (7, Share(0, 2, 2), [(0, 4), (4, 7)]),
-        (1, Share(0, 4, 4), [(0, 1), (1, 1), (1, 1), (1, 1)]),
-        (0, Share(0, 2, 2), [(0, 0), (0, 0)]),
-        (7, Share(2, 2, 4), [(4, 6), (6, 7)]),
-        (2, Share(2, 2, 4), [(2, 2), (2, 2)]),
-        (5, Share(1, 1, 3), [(2, 4)]),
+        (8, ReplicaCounts((2,)), [(0, 4), (4, 8)]),
+        (7, ReplicaCounts((2,)), [(0, 4), (4, 7)]),
+        (1, ReplicaCounts((4,)), [(0, 1), (1, 1), (1, 1), (1, 1)]),
+        (0, ReplicaCounts((2,)), [(0, 0), (0, 0)]),
+        (7, ReplicaCounts((2, 2), 1), [(4, 6), (6, 7)]),
+        (2, ReplicaCounts((2, 2), 1), [(2, 2), (2, 2)]),
+        (5, ReplicaCounts((1, 1, 1), 1), [(2, 4)]),
     ],
 )
-def test_replica_ranges(rows, share, ranges) -> None:
-    assert replica_ranges(rows, share) == ranges
+def test_replica_ranges(rows, counts, ranges) -> None:
+    assert replica_ranges(rows, counts) == ranges
 
 
 @pytest.mark.parametrize("rows", range(12))
@@ -34,16 +31,26 @@ def test_replica_ranges(rows, share, ranges) -> None:
 def test_workers_share_every_row_once(rows, replicas) -> None:
     taken = []
     for worker in range(len(replicas)):
-        share = Share.of_worker(replicas, worker)
-        for start, stop in replica_ranges(rows, share):
+        counts = ReplicaCounts(tuple(replicas), worker)
+        for start, stop in replica_ranges(rows, counts):
             taken.extend(range(start, stop))
     assert taken == list(range(rows))
 
 
-@pytest.mark.parametrize("arguments", [(-1, 1, 2), (0, 0, 2), (1, 2, 2)])
-def test_share_outside_of_all_replicas(arguments) -> None:
-    with pytest.raises(InvalidArgumentError, match="a range of all replicas"):
-        Share(*arguments)
+def test_workers_that_form_one_replica_take_its_rows() -> None:
+    every = [ReplicaCounts((1,) * 4, worker, span=2) for worker in range(4)]
+    assert [(each.first, each.count, each.total) for each in every] == [
+        (0, 1, 2),
+        (0, 1, 2),
+        (1, 1, 2),
+        (1, 1, 2),
+    ]
+    assert [replica_ranges(5, each) for each in every] == [
+        [(0, 3)],
+        [(0, 3)],
+        [(3, 5)],
+        [(3, 5)],
+    ]
 
 
 AUTO, FILE, DATA, OFF, HINT = (

@@ -40,8 +40,8 @@ def test_replicas_are_numbered_over_all_workers(cluster):
             assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
             return x + 0.0
 
-        share = strategy.input_share()
-        return local(strategy, strategy.run(fn, args=(ids(strategy),))), share.first
+        first = strategy.placement.replica_counts.first
+        return local(strategy, strategy.run(fn, args=(ids(strategy),))), first
 
     numbers = []
     for values, first in cluster(program):

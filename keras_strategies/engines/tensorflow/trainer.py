@@ -88,7 +88,7 @@ class TensorFlowTrainer(FitDriver):
             keras.device(str(self.placement.variables)),
             contextlib.nullcontext()
             if self.placement.is_single
-            else warning_of_plain_variables(self.placement.share.total),
+            else warning_of_plain_variables(self.placement.replica_counts.total),
         ):
             yield
 

@@ -168,7 +168,7 @@ class DataParallelCall(abc.ABC):
         tensors = [leaf for leaf in layer_call.leaves if has_rows(leaf, rows)]
         if not self.can_split(layer, tensors):
             return None
-        total, workers = self.placement.share.total, self.placement.workers
+        total, workers = self.placement.replica_counts.total, self.placement.workers
         if isinstance(rows, int):
             every: list[Any] = split_sizes(rows, total)
         else:

@@ -48,9 +48,9 @@ class ReplicaRun(RunDriver):
         self.workers_changed()
 
     def workers_changed(self) -> None:
-        workers, share = self.placement.workers, self.placement.share
-        counts = (share.count,) if workers is None else workers.replicas
-        self.replica_set = ReplicaSet(self._primitives, workers, counts, share.first)
+        self.replica_set = ReplicaSet(
+            self._primitives, self.placement.replica_counts, self.placement.workers
+        )
         self.on_read_values = self.local_values_class(self.replica_set, self.placement)
 
     # Implemented by engines.
@@ -93,7 +93,7 @@ class ReplicaRun(RunDriver):
         """The call of each local replica, in its context; states are in `merging`."""
         found = []
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
-            replica_id = self.replica_set.first + i
+            replica_id = self.replica_set.counts.first + i
             replica = context.ReplicaContext(self.strategy, replica_id, collectives)
             state = self._state(i, replica, made)
             merging.states.append(state)
@@ -212,7 +212,7 @@ class ReplicaRun(RunDriver):
         return [rounded(ops, each, gradient) for each, gradient in pairs]
 
     def local_values(self, variable: Any) -> Sequence[Any]:
-        first = self.replica_set.first
+        first = self.replica_set.counts.first
         replicas = range(len(self.placement.replicas))
         return [self.on_read_values.get(variable, first + i) for i in replicas]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
@@ -20,33 +20,18 @@ class ReplicaSet:
 
     Args:
         primitives: the functions of the framework's tensors.
+        counts: the participating replicas of all workers.
         workers: the communicator between workers; None with one worker.
-        counts: the number of participating replicas on each worker.
-        first: int, the number of this worker's first replica among all.
     """
 
     primitives: TensorPrimitives
-    workers: Workers | None
-    counts: tuple[int, ...]
-    first: int
+    counts: ReplicaCounts
+    workers: Workers | None = None
 
     @classmethod
     def local(cls, primitives: TensorPrimitives, count: int) -> ReplicaSet:
         """Replicas of this process alone."""
-        return cls(primitives, None, (count,), 0)
-
-    @classmethod
-    def over(
-        cls, primitives: TensorPrimitives, workers: Workers, counts: Sequence[int]
-    ) -> ReplicaSet:
-        """Replicas of all workers; `counts` is the number on each worker."""
-        first = sum(counts[: workers.group.index])
-        return cls(primitives, workers, tuple(counts), first)
-
-    @property
-    def total(self) -> int:
-        """The number of replicas of all workers."""
-        return sum(self.counts)
+        return cls(primitives, ReplicaCounts((count,)))
 
     def reduce(self, op: ReduceOp, values: Sequence[Sequence[Any]]) -> list[Any]:
         """Reduces tensors over all replicas, on the first replica's devices.
@@ -65,7 +50,7 @@ class ReplicaSet:
         own = ReduceOp.SUM if is_mean else op
         local = [self.primitives.reduce(own, column) for column in columns]
         found = self.workers.all_reduce(own, local)
-        return [tensor / self.total for tensor in found] if is_mean else found
+        return [tensor / self.counts.total for tensor in found] if is_mean else found
 
     def gather(
         self, values: Sequence[Sequence[Any]], axis: int
@@ -99,17 +84,13 @@ class ReplicaSet:
         sizes = [keras.ops.shape(part)[axis] for part in parts]
         if self.workers is None:
             return joined, sizes
-        sizes = self.primitives.all_lengths(sizes, self.workers, self.counts)
-        rows = [sum(each) for each in self._by_worker(sizes)]
+        sizes = self.primitives.all_lengths(sizes, self.workers, self.counts.by_worker)
+        rows = [sum(each) for each in self.counts.split(sizes)]
         if axis % len(joined.shape) == 0:
             return self.workers.gather_rows(joined, rows), sizes
         first = self.primitives.move_axis(joined, axis, 0)
         whole = self.workers.gather_rows(first, rows)
         return self.primitives.move_axis(whole, 0, axis), sizes
-
-    def _by_worker(self, values: Sequence[Any]) -> list[list[Any]]:
-        remaining = iter(values)
-        return [list(itertools.islice(remaining, count)) for count in self.counts]
 
     def all_values(self, columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """The tensors of all replicas, from those of the local ones.
@@ -129,10 +110,12 @@ class ReplicaSet:
                 for i in numbers
             ]
             widths = [part.shape[1] for part in flat]
-            rows = self.workers.gather_rows(ops.concatenate(flat, 1), self.counts)
+            rows = self.workers.gather_rows(
+                ops.concatenate(flat, 1), self.counts.by_worker
+            )
             for i, part in zip(numbers, ops.split(rows, widths, 1), strict=True):
                 shape = columns[i][0].shape
-                values = ops.split(part, [1] * self.total, 0)
+                values = ops.split(part, [1] * self.counts.total, 0)
                 found[i] = [ops.reshape(value, shape) for value in values]
         return found
 
@@ -164,22 +147,16 @@ class RowSplit:
         cls, primitives: TensorPrimitives, sizes: Sequence[Any], workers: Workers
     ) -> RowSplit | None:
         """Over the replicas of all workers; None if a worker has no rows."""
-        remaining = iter(sizes)
         own = [
-            [
-                size
-                for size in itertools.islice(remaining, count)
-                if _may_have_rows(size)
-            ]
-            for count in workers.replicas
+            [size for size in each if _may_have_rows(size)]
+            for each in workers.replica_counts.split(sizes)
         ]
         if not all(own):
             return None
-        return cls(
-            [size for each in own for size in each],
-            own[workers.group.index],
-            ReplicaSet.over(primitives, workers, [len(each) for each in own]),
-        )
+        index = workers.group.index
+        counts = ReplicaCounts(tuple(map(len, own)), index)
+        every = [size for each in own for size in each]
+        return cls(every, own[index], ReplicaSet(primitives, counts, workers))
 
     @property
     def workers(self) -> Workers | None:
@@ -188,7 +165,7 @@ class RowSplit:
     @property
     def worker_rows(self) -> list[Any]:
         """The rows of each worker."""
-        return [sum(each) for each in self.replica_set._by_worker(self.every)]
+        return [sum(each) for each in self.replica_set.counts.split(self.every)]
 
     def own(self, tensor: Any) -> Any:
         """This worker's rows of a tensor of the global batch."""

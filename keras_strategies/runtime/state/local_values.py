@@ -30,7 +30,9 @@ class LocalValues:
 
     def get(self, variable: Any, replica_id: int) -> Any:
         """The value of one replica."""
-        return self.load(self._of(variable)[replica_id - self._replica_set.first])
+        return self.load(
+            self._of(variable)[replica_id - self._replica_set.counts.first]
+        )
 
     def commit(
         self, variable: Any, values: Sequence[Any], everywhere: Sequence[Any]
@@ -53,9 +55,9 @@ class LocalValues:
 
     def parts(self, variable: Any) -> list[Any]:
         """The local replicas' parts of a variable's value."""
-        first = self._replica_set.first
+        first = self._replica_set.counts.first
         value = self._replica_set.primitives.read(variable)
-        every = run_state.parts(variable, value, self._replica_set.total)
+        every = run_state.parts(variable, value, self._replica_set.counts.total)
         return every[first : first + self._count]
 
     def _of(self, variable: Any) -> list[Any]:

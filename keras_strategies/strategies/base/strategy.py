@@ -43,7 +43,6 @@ _INTERNAL = frozenset(
         "default_replica_context",
         "drivers",
         "input_context",
-        "input_share",
         "other_workers",
         "owns",
         "placement",
@@ -84,7 +83,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         custom = None if is_built_in(cross_device_ops) else cross_device_ops
         if custom is not None:
             require(engine, Feature.CUSTOM_REDUCTIONS)
-        if not sync_batch_norm and placement.share.total > 1:
+        if not sync_batch_norm and placement.replica_counts.total > 1:
             require(engine, Feature.SEPARATE_BATCH_NORM)
         super().__init__(
             engine, placement, cross_device_ops, sync_batch_norm, always_split

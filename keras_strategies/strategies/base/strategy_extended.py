@@ -198,5 +198,5 @@ class StrategyExtended:
         result = fn(var, *own_args, **own_kwargs)
         if group:
             return result
-        count = self._strategy.placement.share.count
+        count = self._strategy.placement.replica_counts.count
         return map_structure(lambda leaf: [leaf] * count, result)

@@ -49,12 +49,12 @@ class StrategyInput(StrategyChecks):
         ...     lambda context: context.replica_id_in_sync_group)
         """
         self._check_outside_replicas("experimental_distribute_values_from_function")
-        share = self.input_share()
+        counts = self.placement.replica_counts
         values = [
-            value_fn(ValueContext(share.first + i, share.total))
-            for i in range(share.count)
+            value_fn(ValueContext(counts.first + i, counts.total))
+            for i in range(counts.count)
         ]
-        return values[0] if share.count == 1 else PerReplica(values)
+        return values[0] if counts.count == 1 else PerReplica(values)
 
     def experimental_distribute_dataset(
         self,

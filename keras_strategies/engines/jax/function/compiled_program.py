@@ -131,7 +131,8 @@ class CompiledProgram:
 
     def _replicas(self, parts: Sequence[Any] | ShardedValues) -> int:
         """The number of all replicas, given the components of the local ones."""
-        return len(parts) if self._workers is None else self._workers.share.total
+        workers = self._workers
+        return len(parts) if workers is None else workers.replica_counts.total
 
     def _extend(self, program: ProgramState) -> None:
         """Adds the state that a trace read, created or assigned to the program."""

@@ -73,7 +73,7 @@ def gather_arguments(
         leaves[i] = PerReplica(values)
     rest = iter(leaves)
     gathered = map_structure(lambda _: next(rest), structure)
-    return CallArguments(gathered, workers.share.total)
+    return CallArguments(gathered, workers.replica_counts.total)
 
 
 def _prepared(leaf: Any, workers: JaxWorkers, own: bool) -> Any:
@@ -90,7 +90,7 @@ def _prepared(leaf: Any, workers: JaxWorkers, own: bool) -> Any:
     if not is_array(leaf):
         return leaf
     array = as_array(leaf)
-    if workers.share.count > 1 or spans_processes(array):
+    if workers.replica_counts.count > 1 or spans_processes(array):
         return array
     # Arrays of datasets and of `run` are committed to the replica's device.
     if own or (isinstance(array, jax.Array) and array.committed):
@@ -146,7 +146,9 @@ def _promoted(
         if any(descriptions[i] != every[0][i] for descriptions in every) and _is_number(
             leaf
         ):
-            found[i] = PerReplica([number_or_array(leaf)] * workers.share.count)
+            found[i] = PerReplica(
+                [number_or_array(leaf)] * workers.replica_counts.count
+            )
     return found
 
 

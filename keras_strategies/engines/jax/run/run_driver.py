@@ -89,7 +89,7 @@ class JaxRun(RunDriver):
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         workers = self._strategy.workers
-        if workers is not None and workers.is_spanned:
+        if workers is not None and workers.replica_counts.span > 1:
             raise ContextError(
                 f"`run` was called under {self._strategy!r}, where a replica "
                 "takes the devices of several workers; a replica function runs on one "

@@ -94,14 +94,14 @@ class CallInLockstep(CallOnReplicas):
     def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         if self.is_forward:
             self._open_tapes()
-        replicas = self.row_split.replica_set
+        counts = self.row_split.replica_set.counts
 
         def in_context(replica_id: int) -> Callable[[], Any]:
             replica = ReplicaOfAny(
                 self.strategy,
-                replicas.first + replica_id,
+                counts.first + replica_id,
                 self._collectives,
-                replicas.total,
+                counts.total,
             )
 
             def run() -> Any:
@@ -226,7 +226,7 @@ class CallInLockstep(CallOnReplicas):
         # Not recorded by tapes: gradients of variables cross the boundary by `targets`.
         with compat.without_recording():
             value = self._read(raw) if own is None else own.value()
-            first = self.row_split.replica_set.first
+            first = self.row_split.replica_set.counts.first
             offset = seed_offset(variable, first + replica_id)
             if not offset and (own is not None or device == self._lead_name):
                 return value

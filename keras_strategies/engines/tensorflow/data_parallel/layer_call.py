@@ -94,7 +94,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         return [base + tf.cast(i < larger, base.dtype) for i in range(count)]
 
     def _at_least_one_each(self, layer: Any, rows: Any) -> Any:
-        count = self.placement.share.total
+        count = self.placement.replica_counts.total
         message = (
             f"Layer {layer.name!r} was called on fewer rows than the {count} replicas, "
             "in a program for any number of rows. It contains convolutions or max "

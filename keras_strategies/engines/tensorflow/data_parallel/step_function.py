@@ -69,7 +69,7 @@ class StepFunction:
     def _make_programs(self) -> None:
         """Creates the programs for the current workers; each is traced when called."""
         call = self._call
-        self._replicas = call.placement.share.total
+        self._replicas = call.placement.replica_counts.total
         self._group = None if self._workers is None else self._workers.group
         step = getattr(self._model, f"{self._kind}_step")
 

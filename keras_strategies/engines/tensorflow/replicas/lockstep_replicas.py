@@ -138,7 +138,7 @@ class LockstepCollectives(ReplicaCollectives):
         self.reduction = reduction
         self._merging = merging
         self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
-        self.first = self.replica_set.first
+        self.first = self.replica_set.counts.first
         self._devices = [tf_device(device) for device in devices]
         self._lead = tf_device(lead)
         self._arrived: list[Any] = [None] * len(devices)
@@ -237,7 +237,7 @@ class LockstepCollectives(ReplicaCollectives):
             def combine(values: list[Any]) -> list[Any]:
                 if self.reduction is None:
                     return [self.replica_set.reduce(op, values)] * count
-                workers, total = self.replica_set.workers, self.replica_set.total
+                workers, total = self.replica_set.workers, self.replica_set.counts.total
                 return self.reduction.all_reduce(op, values, workers, total)
 
             found = self.exchange(replica, f"all_reduce {op.name}", tensors, combine)
@@ -270,10 +270,9 @@ class LockstepCollectives(ReplicaCollectives):
             found, lengths = self.exchange(replica, "all_gather", tensors, gather)
 
             def scatter(values: list[Any]) -> list[Any]:
-                first = self.replica_set.first
                 totals = self.replica_set.reduce(ReduceOp.SUM, values)
                 parts = [
-                    tf.split(total, sizes, axis)[first : first + count]
+                    tf.split(total, sizes, axis)[self.first : self.first + count]
                     for total, sizes in zip(totals, lengths, strict=True)
                 ]
                 return [list(own) for own in zip(*parts, strict=True)]

@@ -124,7 +124,7 @@ class TensorFlowRun(ReplicaRun):
     ) -> list[Any]:
         fn = program_of(fn)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            if self.replica_set.total > 1:
+            if self.replica_set.counts.total > 1:
                 program = self._program(fn)
                 with self._watched():
                     return program(list(args), list(kwargs))  # type: ignore[no-any-return]
@@ -174,7 +174,7 @@ class TensorFlowRun(ReplicaRun):
             merging,
         )
         tasks = self.tasks(fn, args, kwargs, collectives, merging, CreatedVariables())
-        if self.replica_set.total > 1:
+        if self.replica_set.counts.total > 1:
             refuse_xla()
         if len(tasks) == 1:
             collectives.begin()
@@ -205,7 +205,9 @@ class TensorFlowRun(ReplicaRun):
             base = graph.as_default() if graph else contextlib.nullcontext()
             with base, tf.device(device):
                 value = tf.stop_gradient(raw.read_value())
-                offset = seed_offset(variable, self.replica_set.first + replica_id)
+                offset = seed_offset(
+                    variable, self.replica_set.counts.first + replica_id
+                )
                 if offset:
                     value += tf.constant([offset, 0], dtype=value.dtype)
                 return value

@@ -77,11 +77,11 @@ class CallOnThreads(CallOnReplicas):
         return local
 
     def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        replicas = self.row_split.replica_set
+        counts = self.row_split.replica_set.counts
 
         def in_context(i: int, task: Callable[[], Any]) -> Callable[[], Any]:
             replica = context.ReplicaContext(
-                self.strategy, replicas.first + i, self._collectives, replicas.total
+                self.strategy, counts.first + i, self._collectives, counts.total
             )
 
             def run() -> Any:

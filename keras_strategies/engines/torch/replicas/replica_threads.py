@@ -122,7 +122,7 @@ class ReplicaThreads:
                 with (
                     with_thread_state(own),
                     torch.set_grad_enabled(grad),
-                    random.numbers(collectives.replica_set.first + replica_id),
+                    random.numbers(collectives.first + replica_id),
                 ):
                     return task()
             except BaseException as error:

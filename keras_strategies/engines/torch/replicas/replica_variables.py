@@ -41,7 +41,7 @@ class ReplicaVariables:
         else:
             local = raw.detach().to(device, non_blocking=True)
         if seed_offset(variable, 1):
-            first = self._placement.share.first
+            first = self._placement.replica_counts.first
             offset = seed_offset(variable, first + replica_id)
             local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
         if raw.requires_grad and torch.is_grad_enabled():

@@ -68,7 +68,7 @@ class ThreadCollectives(ReplicaCollectives):
         self._devices = tuple(devices)
         #: All participating replicas.
         self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
-        self.first = self.replica_set.first
+        self.first = self.replica_set.counts.first
         # The replica that runs; None if they run concurrently.
         self._turn: int | None = 0 if is_sequential else None
         self._condition = threading.Condition()
@@ -181,7 +181,7 @@ class ThreadCollectives(ReplicaCollectives):
     def all_reduce(
         self, replica: int, op: ReduceOp, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        if self.replica_set.total == 1 and self.reduction is None:
+        if self.replica_set.counts.total == 1 and self.reduction is None:
             return tensors
         number = self._next(replica)
         return list(_AllReduce.apply(self, replica, number, op, *tensors))
@@ -244,7 +244,9 @@ def _reduced(
             key,
             "all_reduce",
             tensors,
-            lambda all: reduction.all_reduce(op, all, replicas.workers, replicas.total),
+            lambda all: reduction.all_reduce(
+                op, all, replicas.workers, replicas.counts.total
+            ),
         )
         pairs = zip(rows[replica_id], tensors, strict=True)
         return tuple(found.to(own.device, copy=True) for found, own in pairs)
@@ -296,7 +298,7 @@ class _AllGather(torch.autograd.Function):
             gradients,
             lambda values: replicas.reduce(ReduceOp.SUM, values),
         )
-        place = replicas.first + replica_id
+        place = collectives.first + replica_id
         own = [
             whole.narrow(axis, sum(lengths[:place]), lengths[place]).to(own.device)
             for own, whole, lengths in zip(gradients, total, ctx.lengths, strict=True)
