@@ -10,7 +10,7 @@ from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
 from keras_strategies.runtime.data_parallel.arithmetic import unsplit_reason
-from keras_strategies.runtime.placement import check_layouts
+from keras_strategies.runtime.placement import axes_of, check_layouts
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -112,14 +112,14 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
         shape = "x".join(str(n) for n in variable.shape) or "scalar"
         where = ", ".join(copy.device for copy in copies)
         if mesh is not None:
-            where = layout_text(axes_of(strategy, variable), len(variable.shape))
+            where = layout_text(axes_of(mesh, variable), len(variable.shape))
         rows.append(
             (variable.path, shape, variable.dtype, where, " / ".join(sorted(sizes)))
         )
     layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
     if mesh is not None:
         layouts = tuple(
-            (v.path, tuple(v.shape), axes_of(strategy, v)) for v in model.variables
+            (v.path, tuple(v.shape), axes_of(mesh, v)) for v in model.variables
         )
     homes = set(totals)
     visited = [str(d) for d in strategy.placement.replicas if str(d) not in homes]
@@ -147,14 +147,6 @@ def _unsplit_text(strategy: StrategyCore, model: Any) -> str:
         f"Unsplit: {'; '.join(calls)}. {unsplit_reason(strategy.placement)}. "
         "`always_split=True` splits every batch."
     )
-
-
-def axes_of(strategy: StrategyCore, variable: Any) -> Axes:
-    """The mesh axes that a variable is sharded along; `()` without a mesh."""
-    sharding = strategy.drivers.sharding
-    if sharding is None or strategy.placement.mesh is None:
-        return ()
-    return sharding.axes(variable)
 
 
 def title_of(strategy: StrategyCore, model: Any) -> str:

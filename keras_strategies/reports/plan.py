@@ -20,13 +20,17 @@ from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.describe import (
     MESH_HEADER,
     NUMBERS,
-    axes_of,
     layout_text,
     title_of,
 )
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
-from keras_strategies.runtime.placement import StepCost, check_layouts, itemsize
+from keras_strategies.runtime.placement import (
+    StepCost,
+    axes_of,
+    check_layouts,
+    itemsize,
+)
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -227,14 +231,14 @@ def _variables(strategy: StrategyCore, model: Any) -> tuple[PlannedVariable, ...
     kinds = {"weight": model.variables, "slot": model.optimizer.variables}
     kinds["metric"] = model.metrics_variables
     found: dict[int, PlannedVariable] = {}
+    mesh = strategy.placement.mesh
     for kind, variables in kinds.items():
         devices = strategy.drivers.fit.planned_devices(kind == "weight")
         for variable in variables:
             if id(variable) in found:
                 continue
-            axes = axes_of(strategy, variable)
             shape = tuple(variable.shape)
-            mesh = strategy.placement.mesh
+            axes = axes_of(mesh, variable) if mesh else ()
             part = mesh.shard_shape(shape, axes) if mesh else shape
             found[id(variable)] = PlannedVariable(
                 variable.path,

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from keras_strategies.devices import Device
-from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
-from keras_strategies.layouts import Axes
 from keras_strategies.runtime.placement import (
     Placement,
     StepCost,
@@ -151,11 +149,6 @@ class ShardingDriver(abc.ABC):
     @abc.abstractmethod
     def set_layouts(self, variables: Sequence[Any]) -> None:
         """Assigns layouts to variables without values."""
-
-    def axes(self, variable: Any) -> Axes:
-        """The mesh axes that a variable is sharded along; `()` if it is replicated."""
-        layout = layout_of(variable)
-        return () if layout is None else tuple(layout.axes)
 
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         """The variables that one process holds in full.

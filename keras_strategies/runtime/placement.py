@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
 from keras_strategies.devices import Device
+from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.keras_compat.models.building import is_built
-from keras_strategies.layouts import VariableMesh
+from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.runtime.workers import Workers
 
@@ -96,6 +99,24 @@ def check_layouts(placement: Placement, model: Any) -> None:
     mesh = placement.mesh
     if mesh is not None and is_built(model):
         mesh.rule.check_matches()
+
+
+def axes_of(mesh: VariableMesh, variable: Any) -> Axes:
+    """The mesh axes that a variable is sharded along; `()` if it is replicated."""
+    layout = layout_of(variable)
+    if layout is None:
+        return ()
+    if isinstance(layout, keras.distribution.TensorLayout):
+        axes = list(layout.axes)
+    else:
+        # Keras on Torch replaces it by the placements of the variable's DTensor.
+        axes = [None] * len(variable.shape)
+        for name, placement in zip(mesh.axes, layout.placements, strict=True):
+            if placement.is_shard():
+                axes[placement.dim] = name
+    while axes and axes[-1] is None:
+        axes.pop()
+    return tuple(axes)
 
 
 def nbytes_of(variable: Any) -> int:

@@ -24,7 +24,7 @@ BOUNDS = {
     # share `ReplicaRun` and `GradientBoundary`. One for the gradient of
     # batch statistics, a third of TensorFlow's operations, one for components that are
     # one array on JAX.
-    "members of engine interfaces": 104,
+    "members of engine interfaces": 103,
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
     "attributes replaced for the process": 23,
@@ -57,7 +57,7 @@ BOUNDS = {
     # Names of Torch devices that equal the device, one replica: 14.
     # Keys of all Python state that functions of `run` read on JAX: 254.
     # Longer names, such as those of connections: 13. Frozen variables: 2.
-    "lines of code": 32_440,
+    "lines of code": 32_430,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
-from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.keras_compat.backends.keras_on_torch import distribution_class
-from keras_strategies.layouts import Axes, VariableMesh
+from keras_strategies.layouts import VariableMesh
 from keras_strategies.runtime.colocation import layout_or_colocated
 from keras_strategies.runtime.placement import itemsize
 
@@ -99,23 +98,6 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
             return None
         kept = [axis if axis in self.output_axes else None for axis in axes]
         return TensorLayout(kept, self.device_mesh)
-
-
-def axes_of(mesh: VariableMesh, variable: Any) -> Axes:
-    """The mesh axes that a variable is sharded along."""
-    layout = layout_of(variable)
-    if layout is None:
-        return ()
-    if isinstance(layout, TensorLayout):
-        axes = list(layout.axes)
-    else:
-        axes = [None] * len(variable.shape)
-        for name, placement in zip(mesh.axes, layout.placements, strict=True):
-            if isinstance(placement, Shard):
-                axes[placement.dim] = name
-    while axes and axes[-1] is None:
-        axes.pop()
-    return tuple(axes)
 
 
 class Placements:

@@ -22,7 +22,6 @@ from keras_strategies.engines.torch.devices import device_of, torch_device
 from keras_strategies.engines.torch.model_parallel.process_mesh import (
     Placements,
     ShardedDistribution,
-    axes_of,
     gather_shards,
     match_placements,
     start_default_group,
@@ -40,11 +39,11 @@ from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, 
 from keras_strategies.keras_compat.state_scope import StatePolicy
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.layouts import Axes
 from keras_strategies.runtime.drivers import FitDriver, RunDriver, ShardingDriver
 from keras_strategies.runtime.placement import (
     StepCost,
     VariableCopy,
+    axes_of,
     check_layouts,
     itemsize,
 )
@@ -227,9 +226,6 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         finally:
             _gathered.clear()
 
-    def axes(self, variable: Any) -> Axes:
-        return axes_of(self._mesh, variable)
-
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
             layout = self._distribution.own_layout(variable)
@@ -240,7 +236,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         counts = [0, 0]
         parts = self._mesh.shape[0]
         for variable in model.trainable_variables:
-            axes = self.axes(variable)
+            axes = axes_of(self._mesh, variable)
             own = self._mesh.shard_shape(tuple(variable.shape), axes)
             nbytes = torch.Size(own).numel() * itemsize(variable.dtype)
             if self._mesh.is_split_over_batch(axes):
