@@ -1,4 +1,4 @@
-"""Process groups: start of a process in a group of its own, signals and end."""
+"""Process groups: start or fork of a process in a group of its own, signals and end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,39 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from keras_strategies.processes.orphan_guard import end_with_parent
+
 #: Command of the guard process, which starts in milliseconds.
 GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.py"))]
 #: Seconds for the end of a killed process: it ends at once, unless a disk or a driver
 #: blocks it in the kernel.
 KILL_SECONDS = 10.0
+
+
+def fork_group(stdin: int = 0, stdout: int = 1, stderr: int = 2) -> int:
+    """Forks this process, which must have one thread only.
+
+    The fork leads a group and a session of its own, without a terminal, and the kernel
+    kills it when this process ends, on Linux. It inherits all file descriptors.
+
+    Args:
+        stdin, stdout, stderr: int, file descriptors that become its standard streams;
+            by default those of this process.
+
+    Returns:
+        int, the process id of the fork; 0 in the fork.
+
+    Raises:
+        OSError: if the system cannot fork.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        end_with_parent(parent)
+        os.setsid()
+        for number, descriptor in enumerate((stdin, stdout, stderr)):
+            os.dup2(descriptor, number)
+    return pid
 
 
 class RunningGroup(abc.ABC):

@@ -32,8 +32,8 @@ BOUNDS = {
     "attributes replaced for a time": 27,
     "StatelessScope subclasses": 1,
     "communicators": 2,
-    # Processes from a command, forks of a local cluster, and the tests' forks.
-    "modules that start processes": 3,
+    # `process_group`: programs and forks, those of the tests too.
+    "modules that start processes": 1,
     "duplicate public class names": 0,
     # Elastic groups of workers: 2,100.
     # Snapshots of `fit`: 880.

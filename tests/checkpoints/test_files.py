@@ -105,9 +105,10 @@ def test_files_are_ordinary_ones(tmp_path):
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.keras"]
     code = (
-        "import sys; sys.modules['tensorflow'] = None\n"  # Which takes seconds.
+        # TensorFlow takes seconds, and the library is not needed.
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras_strategies'] = None"
+        "\n"
         "import keras; print(keras.models.load_model(sys.argv[1]).count_params())\n"
-        "assert 'keras_strategies' not in sys.modules\n"
     )
     printed = run_code(tmp_path, code, str(tmp_path / "m.keras"))
     assert printed.splitlines()[-1] == "10"

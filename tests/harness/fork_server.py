@@ -27,6 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+# Loads nothing of the library that uses Keras.
+from keras_strategies.processes.process_group import ProcessGroup, fork_group
+
 #: The folder with the sockets of a run's servers.
 SERVERS = "KS_FORK_SERVERS"
 #: A file that gets a line for each fork; see `lean/sitecustomize.py`.
@@ -35,7 +38,8 @@ PROCESSES = "KS_PROCESSES"
 PLAIN_GRAPHS = "KS_PLAIN_GRAPHS"
 # How often a server looks for scripts that have ended, in seconds.
 _TICK = 0.02
-# What scripts find imported: Keras alone, or also `keras_strategies` and pytest.
+# What scripts find imported: Keras, of the library only what forks processes; or also
+# all of `keras_strategies` and pytest.
 _KINDS = ("keras", "strategies")
 # A test may change the environment before it starts the first script.
 _ENVIRONMENT = dict(os.environ)
@@ -59,10 +63,6 @@ class ForkServer:
         environment: Mapping[str, str],
         errors: Path | None = None,
     ) -> None:
-        # Not at the top: this module runs in the server too, where scripts are to find
-        # Keras alone.
-        from keras_strategies.processes.process_group import ProcessGroup
-
         listeners = [_listen(_socket_of(folder, backend, kind)) for kind in _KINDS]
         numbers = [listener.fileno() for listener in listeners]
         with contextlib.ExitStack() as stack:
@@ -205,7 +205,7 @@ class _Orders:
 
     def _fork_full(self, listener: socket.socket) -> _Orders | None:
         """The server that imports more, in the process that was forked for it."""
-        if os.fork():
+        if fork_group():
             self._full = None
             listener.close()
             return None
@@ -229,24 +229,32 @@ class _Orders:
         with contextlib.suppress(ConnectionError):
             line = client.readline()
         if not line:
-            del self._clients[source]
-            of_client = [n for n, one in self._scripts.items() if one.client is client]
-            self._kill(of_client)
-            source.close()
+            self._drop(source)
             return None
         order = json.loads(line)
-        pid = order.get("kill") or os.fork()
-        if not pid:
-            self._close()
-            _become(order)
-            return str(sys.argv[0])
         if "kill" in order:
+            pid = order["kill"]
             self._kill([pid])
         else:
+            try:
+                pid = _fork_script(Path(order["log"]))
+            except FileNotFoundError:  # The folder of a client that has ended.
+                self._drop(source)
+                return None
+            if not pid:
+                self._close()
+                _become(order)
+                return str(sys.argv[0])
             self._scripts[pid] = _Script(Path(order["log"]), client)
         with contextlib.suppress(ConnectionError):
             print(pid, file=client, flush=True)
         return None
+
+    def _drop(self, source: socket.socket) -> None:
+        """Closes a connection, and kills the scripts that it has ordered."""
+        client = self._clients.pop(source)
+        self._kill([n for n, one in self._scripts.items() if one.client is client])
+        source.close()
 
     def _kill(self, pids: list[int]) -> None:
         """Kills scripts that have not been reaped, with their groups."""
@@ -275,16 +283,14 @@ class _Orders:
                     file.with_suffix(".part").rename(file)
 
 
+def _fork_script(log: Path) -> int:
+    """Forks a process without input that writes to a log; 0 in the fork."""
+    with open(os.devnull, "rb") as null, log.open("wb") as output:
+        return fork_group(null.fileno(), output.fileno(), output.fileno())
+
+
 def _become(order: Mapping[str, Any]) -> None:
     """Makes this process that of a script."""
-    # A session of its own, so that its processes can be ended with it.
-    os.setsid()
-    with open(order["log"], "wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
     os.environ.update(order["environment"])
     sys.argv[:] = order["arguments"]
     _note("forked")
@@ -327,7 +333,7 @@ def _main(plain: int, full: int) -> None:
     script = _Orders(listener, other).serve()
     if script is not None:
         importlib.import_module("runpy").run_path(script, run_name="__main__")
-        if "keras_strategies" in sys.modules:
+        if "keras_strategies.keras_compat" in sys.modules:
             _end_without_freeing()
 
 

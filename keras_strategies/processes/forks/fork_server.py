@@ -26,6 +26,7 @@ from typing import Any
 from keras_strategies.processes.function_command import function_command
 from keras_strategies.processes.keras_import import import_keras
 from keras_strategies.processes.orphan_guard import end_with_parent
+from keras_strategies.processes.process_group import fork_group
 
 #: Process id or exit code in a status.
 STATUS = struct.Struct("<q")
@@ -109,27 +110,18 @@ class _ForkServer:
     def _fork(self, request: bytes, descriptors: list[int]) -> dict[str, Any] | None:
         """Forks; returns the call in the fork."""
         out, err, status = descriptors
-        server = os.getpid()
         try:
-            pid = os.fork()
+            if pid := fork_group(stdout=out, stderr=err):
+                self._statuses[pid] = status
+                return None
         except OSError as error:
             os.write(err, f"The fork server cannot fork: {error}\n".encode())
-            pid = -1
-        if pid:
+            _report(status, 0)
+            return None
+        finally:
             os.close(out)
             os.close(err)
-            if pid > 0:
-                self._statuses[pid] = status
-            else:
-                _report(status, 0)
-            return None
-        end_with_parent(server)
         self._close()
-        # A group of its own, so that its child processes can be killed with it.
-        os.setsid()
-        for number, descriptor in ((1, out), (2, err)):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
         _report(status, os.getpid())
         call: dict[str, Any] = json.loads(request)
         if not self._is_forkable:
@@ -149,22 +141,21 @@ class _ForkServer:
         for status in self._statuses.values():
             os.close(status)
 
-    def _reap(self) -> None:
-        """Reports the forks that have ended."""
+    def _reap(self, options: int = os.WNOHANG) -> None:
+        """Reports the forks that have ended; with 0, waits for the ends of all."""
         for pid in list(self._statuses):
-            found, code = os.waitpid(pid, os.WNOHANG)
+            found, code = os.waitpid(pid, options)
             if found:
                 _report(self._statuses.pop(pid), os.waitstatus_to_exitcode(code))
 
     def _end(self) -> None:
         """Kills the forks, and waits for their ends."""
-        for pid, status in self._statuses.items():
+        for pid in self._statuses:
             # One that was just forked does not lead a group yet.
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError):
                     kill(pid, signal.SIGKILL)
-            _, code = os.waitpid(pid, 0)
-            _report(status, os.waitstatus_to_exitcode(code))
+        self._reap(0)
 
 
 def _report(status: int, number: int) -> None:
