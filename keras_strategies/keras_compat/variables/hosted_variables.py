@@ -23,8 +23,9 @@ _TENSORFLOW_ONLY = (
 class VariableHost(Protocol):
     """Storage of the values of variables outside of this process."""
 
-    #: Whether variables currently have values in this process.
-    is_local: bool
+    @property
+    def is_local(self) -> bool:
+        """Whether variables currently have values in this process."""
 
     def create(self, variable: Any, value: Any) -> None:
         """Stores the initial value of a variable, a tensor."""
@@ -34,6 +35,9 @@ class VariableHost(Protocol):
 
     def read(self, variable: Any) -> Any:
         """The unsharded value, a NumPy array."""
+
+    def read_slice(self, variable: Any, index: Any) -> Any:
+        """The part of the unsharded value that NumPy indexing selects, an array."""
 
     def write(self, variable: Any, value: Any) -> None:
         """Sets the unsharded value."""
@@ -52,6 +56,9 @@ class VariableHost(Protocol):
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
         """Device, first row and the row after the last of each part."""
+
+    def place(self, variable: Any) -> str:
+        """Placement of a variable, for its representation."""
 
 
 def _no_gradients(variable: Any) -> str:
@@ -103,19 +110,23 @@ def host_variable(variable: Any, host: VariableHost) -> None:
     variable.__class__ = _hosted(kind)
 
 
-def host_of(variable: Any) -> Any:
-    """The host of a variable's value; None without one."""
-    return variable.__dict__.get("_keras_strategies_host")
+def is_hosted(value: Any) -> bool:
+    """Whether something is a variable with a value in a `VariableHost`."""
+    return "_keras_strategies_host" in getattr(value, "__dict__", {})
+
+
+def host_of(variable: Any) -> VariableHost:
+    """The host of a hosted variable's value."""
+    return variable._keras_strategies_host  # type: ignore[no-any-return]
 
 
 def is_streamed(value: Any) -> bool:
     """Whether something is a variable that is saved and loaded piece by piece."""
-    host = getattr(value, "__dict__", {}).get("_keras_strategies_host")
     return (
-        host is not None
-        and not host.is_local
+        is_hosted(value)
+        and not host_of(value).is_local
         and current_stateless_scope() is None
-        and host.is_large(value)
+        and host_of(value).is_large(value)
     )
 
 
@@ -128,8 +139,7 @@ def _hosted(kind: Any) -> Any:
         _kind = kind
 
         def _initialize(self, value: Any) -> None:
-            host = host_of(self)
-            host.create(self, value() if callable(value) else value)
+            host_of(self).create(self, value() if callable(value) else value)
             shape = value.shape if self._shape is None else self._shape
             self._value = HostedValue(shape, self._dtype)
 
@@ -175,8 +185,7 @@ def _hosted(kind: Any) -> Any:
 
         def pieces(self) -> Iterator[tuple[int, Any]]:
             """The value as pairs of a first row and consecutive rows."""
-            found: Iterator[tuple[int, Any]] = host_of(self).pieces(self)
-            return found
+            return host_of(self).pieces(self)
 
         def assign_add(self, value: Any) -> Any:
             if current_stateless_scope() is not None or host_of(self).is_local:
@@ -194,8 +203,7 @@ def _hosted(kind: Any) -> Any:
         @property
         def device(self) -> str:
             """The device of the value."""
-            found: str = host_of(self).places(self)[0][0]
-            return found
+            return host_of(self).places(self)[0][0]
 
         # TensorFlow: gradients, lookups, checkpoints and SavedModels.
 
@@ -272,12 +280,12 @@ def _hosted(kind: Any) -> Any:
 def track_variables(original: Any, self: Any) -> None:
     from torch.nn import ParameterDict
 
-    if any(host_of(variable) is not None for variable in self.variables):
+    if any(is_hosted(variable) for variable in self.variables):
         self._torch_params = ParameterDict()
     else:
         original(self)
 
 
 def track_variable(original: Any, self: Any, variable: Any) -> None:
-    if host_of(variable) is None:
+    if not is_hosted(variable):
         original(self, variable)

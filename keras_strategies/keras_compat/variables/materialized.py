@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
-from keras_strategies.keras_compat.variables.hosted_variables import host_of
+from keras_strategies.keras_compat.variables.hosted_variables import host_of, is_hosted
 
 
 @contextlib.contextmanager
@@ -27,17 +27,16 @@ def materialized(variables: Iterable[Any]) -> Iterator[None]:
     arrays: dict[int, Any] = {}
     try:
         for variable in variables:
-            host = host_of(variable)
             if (
-                host is None
-                or host.is_local
+                not is_hosted(variable)
+                or host_of(variable).is_local
                 or variable._value is None
                 or current_stateless_scope() is not None
             ):
                 continue
-            array = host.read(variable)
+            host = host_of(variable)
+            array = arrays[id(variable)] = host.read(variable)
             hosted[id(variable)] = variable, host, type(variable), variable._value
-            arrays[id(variable)] = array
             del variable.__dict__["_keras_strategies_host"]
             variable.__class__ = type(variable)._kind
             variable._value = None

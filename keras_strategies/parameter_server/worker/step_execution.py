@@ -11,7 +11,10 @@ import numpy as np
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
 from keras_strategies.keras_compat.variables.creation import mix_in
-from keras_strategies.keras_compat.variables.hosted_variables import host_variable
+from keras_strategies.keras_compat.variables.hosted_variables import (
+    VariableHost,
+    host_variable,
+)
 from keras_strategies.parameter_server.engines.engine_interface import (
     OptimizerCall,
     ParameterServerEngine,
@@ -72,7 +75,7 @@ class WorkerVariables(UnpicklingContext):
         # Shards of variables after the number of servers has changed.
         self._placed: Mapping[int, tuple[ShardRange, ...]] = {}
         #: Host of variables that tasks use outside of programs.
-        self.host: Any = None
+        self.host: VariableHost
 
     def reset(self) -> None:
         """Discards all variables, for a new coordinator with other numbers."""
