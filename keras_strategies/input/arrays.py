@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.errors import BatchError, InvalidArgumentError
+from keras_strategies.errors import BatchError, InvalidArgumentError, InvalidTypeError
 from keras_strategies.input.batches import (
     as_numpy,
     is_array,
@@ -119,7 +119,11 @@ class ArrayDataset:
     def __len__(self) -> int:
         count = self.cardinality()
         if count is None:
-            raise TypeError("This dataset repeats endlessly and has no length.")
+            raise InvalidTypeError(
+                "`len` received a dataset that repeats endlessly. It needs a dataset "
+                "with an end: call `repeat` with a number, or pass `steps_per_epoch` "
+                "to `fit`."
+            )
         return count
 
     def __iter__(self) -> Iterator[Any]:

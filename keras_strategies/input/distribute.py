@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset, are_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
@@ -81,7 +81,7 @@ def from_function(
 
 def check_dataset_fn(dataset_fn: Any) -> None:
     if not callable(dataset_fn):
-        raise TypeError(
+        raise InvalidTypeError(
             "`dataset_fn` must be a function of an InputContext that returns a "
             f"dataset. Received: {dataset_fn!r} of type {type(dataset_fn).__name__}. "
             "Use `experimental_distribute_dataset` for a dataset."

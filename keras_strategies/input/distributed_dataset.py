@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_strategies.devices import Device
-from keras_strategies.errors import InputError, InvalidArgumentError
+from keras_strategies.errors import InputError, InvalidArgumentError, InvalidTypeError
 from keras_strategies.input.feeds import Feed
 from keras_strategies.input.prefetch import Prefetcher
 from keras_strategies.runtime.compiled_functions import ProgramIterable
@@ -88,8 +88,9 @@ class DistributedDataset(ProgramIterable):
 
     def __len__(self) -> int:
         if self.cardinality is None:
-            raise TypeError(
-                "The number of batches of this dataset is unknown or infinite."
+            raise InvalidTypeError(
+                "`len` needs a number of batches, and `cardinality` of this dataset is "
+                "None (unknown or infinite): call `take` or `repeat(n)` on its source."
             )
         return self.cardinality
 

@@ -49,7 +49,7 @@ class DatasetCreator(DatasetFunction):
         input_options: InputOptions | None = None,
     ):
         if not callable(dataset_fn):
-            raise TypeError(
+            raise InvalidTypeError(
                 "`dataset_fn` must be a function of an InputContext that returns a "
                 f"dataset. Received: {dataset_fn!r} of type "
                 f"{type(dataset_fn).__name__}. Write `DatasetCreator(lambda context: "

@@ -126,7 +126,7 @@ def test_cardinality(mirrored, kind) -> None:
         assert dataset.cardinality == len(dataset) == 3
     else:
         assert dataset.cardinality is None
-        with pytest.raises(TypeError, match="unknown"):
+        with pytest.raises(ks.errors.InvalidTypeError, match=r"unknown.*call `take`"):
             len(dataset)
 
 
@@ -438,7 +438,7 @@ def test_datasets_of_replicas_that_end_at_different_times(mirrored) -> None:
 
 
 def test_a_function_that_is_none(mirrored) -> None:
-    with pytest.raises(TypeError, match="function of an InputContext"):
+    with pytest.raises(ks.errors.InvalidTypeError, match="function of an InputContext"):
         mirrored.distribute_datasets_from_function(batches())
 
 
@@ -476,6 +476,8 @@ def test_array_dataset(backend_name) -> None:
     assert [b.shape[0] for b in dataset.batch(8)] == [8, 8, 6]
     assert [b.shape[0] for b in dataset.batch(8, drop_remainder=True)] == [8, 8]
     assert dataset.repeat().cardinality() is None
+    with pytest.raises(ks.errors.InvalidTypeError, match="call `repeat` with a number"):
+        len(dataset.repeat())
     assert dataset.batch(8).repeat(-1).cardinality() is None
     assert dataset.batch(8).repeat(3).cardinality() == 9
     np.testing.assert_array_equal(next(iter(dataset)), X[0])

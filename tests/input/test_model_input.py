@@ -248,6 +248,10 @@ def test_targets_beside_a_dataset(mirrored) -> None:
         model.fit(distributed, Y)
     with pytest.raises(ValueError, match="`sample_weight` was given with"):
         model.evaluate(distributed, sample_weight=Y)
+    weighted = [(X, Y, np.ones(len(X)))]
+    distributed = mirrored.experimental_distribute_dataset(weighted)
+    with pytest.raises(ks.errors.InvalidArgumentError, match=r"weight=\{0.*Only"):
+        model.fit(distributed, class_weight={0: 1.0, 1: 2.0, 2: 0.5}, verbose=0)
 
 
 def test_wrong_arguments_are_still_keras_to_refuse(mirrored) -> None:

@@ -171,6 +171,16 @@ def test_validation_class_weights_and_epochs(synchronous, pair, capsys) -> None:
     assert "Epoch 3/3" in printed and "/step on 1 worker - " in printed
 
 
+def test_arguments_that_it_does_not_take(synchronous) -> None:
+    with synchronous.scope():
+        model = dense()
+    x, y = data()
+    with pytest.raises(ValueError, match=r"`evaluate` received.*'unknown': 3.*keras"):
+        model.evaluate(x, y, unknown=3, verbose=0)
+    with pytest.raises(ValueError, match="pass only `sample_weight`"):
+        model.train_on_batch(x, y, sample_weight=y, class_weight={0: 1.0})
+
+
 def test_several_steps_in_one_message(synchronous) -> None:
     x, y = data()
     seen = []

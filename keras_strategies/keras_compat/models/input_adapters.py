@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
 
 
 def py_dataset_batches(dataset: Any) -> Iterator[Any]:
     """One pass over a `keras.utils.PyDataset`, by its workers.
 
-    Keras 3.15: `PyDatasetAdapter`, whose `on_epoch_begin` and `on_epoch_end` start
+    Keras 3.15: `PyDatasetAdapter`; its `on_epoch_begin` and `on_epoch_end` start
     and stop the workers and call the dataset's methods of the same names.
     """
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -58,9 +59,10 @@ def batches_adapter(
         for batch in standard():
             x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
             if sample_weight is not None:
-                raise ValueError(
-                    "You cannot specify `class_weight` and `sample_weight` at the "
-                    "same time."
+                raise InvalidArgumentError(
+                    f"`fit` received class_weight={class_weight}, and a batch has a "
+                    "`sample_weight`. Only one is possible: multiply the sample "
+                    "weights by those of the classes in the dataset."
                 )
             weights = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
             yield x, y, weights

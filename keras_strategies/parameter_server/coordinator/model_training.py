@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models import fit_loop
@@ -153,7 +154,10 @@ class ModelTraining:
         """As `keras.Model.evaluate`; each sample counts once."""
         check_compiled(model, "evaluate")
         if kwargs:
-            raise ValueError(f"Arguments not recognized: {kwargs}")
+            raise InvalidArgumentError(
+                f"`evaluate` received arguments that it does not have: {kwargs}. Pass "
+                "only those of `keras.Model.evaluate`."
+            )
         epoch_iterator = _epoch_iterator(
             model,
             x=x,
@@ -225,10 +229,11 @@ class ModelTraining:
         check_compiled(model, "train_on_batch")
         if class_weight is not None:
             if sample_weight is not None:
-                raise ValueError(
+                raise InvalidArgumentError(
                     "Arguments `sample_weight` and `class_weight` cannot be specified "
                     f"at the same time. Received: sample_weight={sample_weight}, "
-                    f"class_weight={class_weight}"
+                    f"class_weight={class_weight}. Multiply the sample weights by "
+                    "those of the classes, and pass only `sample_weight`."
                 )
             sample_weight = sample_weights(y, class_weight)
         return self._on_batch(model, "train", (x, y, sample_weight), return_dict)
