@@ -22,7 +22,7 @@ EPOCHS = 12
 
 
 def build_model() -> Any:
-    """A small network whose initial weights are NumPy's, equal on each backend."""
+    """A small network with initial weights of NumPy, equal on each backend."""
     import keras
     import numpy as np
     from keras import layers

@@ -63,7 +63,7 @@ def ratio(one: Rounds, other: Rounds) -> str:
 
 
 def epoch_timer() -> Any:
-    """A callback whose `seconds` are those of the last epoch of `fit`."""
+    """A callback with the `seconds` of the last epoch of `fit`."""
     import keras
 
     class Timer(keras.callbacks.Callback):

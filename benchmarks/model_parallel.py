@@ -3,10 +3,10 @@
 One run on two virtual CPU devices with a core each trains the same transformer and the
 same perceptron in three ways, with variables sharded alike: under
 `ks.ModelParallelStrategy`; under `keras.distribution.ModelParallel` with a `LayoutMap`;
-and by hand, with a `jax.jit` over stateless calls whose state and batches have
-shardings. Numbers are medians of rounds in which they take turns, in milliseconds per
-step. Memory is the peak of a step on each of four devices, from the analysis of the
-compiled program, for a model axis of 1, 2 and 4 devices, and for FSDP.
+and by hand, with a `jax.jit` over stateless calls with shardings of state and batches.
+Numbers are medians of rounds in which they take turns, in milliseconds per step.
+Memory is the peak of a step on each of four devices, from the analysis of the compiled
+program, for a model axis of 1, 2 and 4 devices, and for FSDP.
 """
 
 from __future__ import annotations

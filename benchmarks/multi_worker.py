@@ -51,7 +51,7 @@ PEERS = {
     "torch": "DDP",
     "tensorflow": "tf.distribute",
 }
-# Backends whose peer moves data with Gloo.
+# Backends with a peer that moves data with Gloo.
 WITH_GLOO = ("jax", "torch")
 # Seconds in which a cluster has to come through its first epoch.
 START_SECONDS = 60

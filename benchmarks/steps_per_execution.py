@@ -43,7 +43,7 @@ _BATCH = 64
 
 @dataclasses.dataclass(frozen=True)
 class _Several(Workload):
-    """A workload whose model runs several steps for each call."""
+    """A workload with a model that runs several steps for each call."""
 
     steps_per_execution: int = 1
 

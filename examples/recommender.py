@@ -1,4 +1,4 @@
-"""A recommender whose tables of users and items are on parameter servers.
+"""A recommender with tables of users and items on parameter servers.
 
     KERAS_BACKEND=jax python examples/recommender.py
     KERAS_BACKEND=torch python examples/recommender.py --workers 4 --ps 2

@@ -228,7 +228,7 @@ class ReplicaContext:
 
 
 def check_returns(fn: Callable[..., Any], what: str) -> None:
-    """Raises for generator and coroutine functions, whose bodies run after the call.
+    """Raises for generator and coroutine functions: their bodies run after the call.
 
     Args:
         fn: callable.

@@ -6,7 +6,7 @@ them: a mutant that no test finds is a missing test. For each mutant the tests a
 named that are expected to find it, each of them part of `make test`.
 
     python tests/mutants.py                    # all mutants
-    python tests/mutants.py gradient_mean last # those whose names contain a word
+    python tests/mutants.py gradient_mean last # those with a word in their names
     python tests/mutants.py --list
 
 The working tree is not touched: a mutant is planted in a copy. A line for each mutant

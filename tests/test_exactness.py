@@ -64,9 +64,9 @@ if TORCH:
         "structures": "nested inputs and outputs of calls that are not split",
         "conv_bn": "batch norm in calls that are not split",
         "masked_tagger": "masks in calls that are not split",
-        "stateful_layers": "state of layers whose calls are not split",
+        "stateful_layers": "state of layers in calls that are not split",
         "penalties": "losses that layers add in calls that are not split",
-        "custom_steps": "steps of a model's own whose calls are not split",
+        "custom_steps": "steps of a model's own, in calls that are not split",
         "frozen": "calls without gradients that are not split",
     }
 

@@ -35,7 +35,7 @@ NAMES = [
     for row in (*PRIVATE, *ENGINE_ROWS)
     for name in row.names
 ]
-#: Packages whose classes set attributes that only their source shows.
+#: Packages with classes that set attributes only visible in their source.
 SOURCES = ("keras.src", *(f"{name}." for name in FRAMEWORKS[1:]))
 #: Of TensorFlow's variables and of our own subclasses.
 #: The last one is of keras_rs, see `tests/test_keras_rs.py`.

@@ -34,7 +34,7 @@ def mirrored(**options: Any) -> ks.MirroredStrategy:
     return ks.MirroredStrategy(["cpu:0", "cpu:1"], **options)
 
 
-# Layers whose rows depend on each other.
+# Layers with rows that depend on each other.
 
 
 class Capacity(layers.Layer):
@@ -289,8 +289,8 @@ def _alone(name: str) -> Any:
     return _results[name]
 
 
-# Layers whose rows do not depend on each other, although parts round differently, draw
-# other random numbers or exchange statistics.
+# Layers with independent rows, although parts round differently, draw other random
+# numbers or exchange statistics.
 
 
 class StochasticDepth(layers.Layer):
@@ -452,7 +452,7 @@ def test_gradients_of_gradients_are_exact(options: str) -> None:
     assert len(said) == (0 if BACKEND == "torch" and options == "default" else 1)
 
 
-# State for each row of a batch; inputs whose rows do not correspond.
+# State for each row of a batch; inputs with rows that do not correspond.
 
 
 def stateful() -> keras.Model:

@@ -2,7 +2,7 @@
 
 The list is `docs/migrating-from-tf-distribute.md`. Names are written there as in
 TensorFlow, without `tf.distribute.`: `Strategy.run`, and `Server(protocol=)` for a
-parameter. A row whose last column is "same" or "better" is in `ks`; "not here" is not.
+parameter. A row that ends with "same" or "better" is in `ks`; "not here" is not.
 """
 
 from __future__ import annotations

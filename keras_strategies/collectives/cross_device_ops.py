@@ -52,7 +52,7 @@ class CrossDeviceOps:
 
     @property
     def engine(self) -> Engine:
-        """The backend whose tensors are combined."""
+        """The backend of the tensors to combine."""
         return get_engine()
 
     def __repr__(self) -> str:
@@ -385,7 +385,7 @@ class NcclAllReduce(_PackedAllReduce):
 class HierarchicalCopyAllReduce(_PackedAllReduce):
     """All-reduce in two steps: within halves of the devices, then between them.
 
-    It suits machines whose devices form two groups with fast links inside.
+    It suits machines with two groups of devices and fast links inside each group.
     """
 
     def _reduce(

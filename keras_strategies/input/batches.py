@@ -125,7 +125,7 @@ def _is_of_text(leaf: Any) -> bool:
 
 
 def to_host(batch: Any, keep: Any, copy: bool = False) -> Any:
-    """A batch whose leaves are the backend's own tensors or NumPy arrays.
+    """A batch with leaves that are the backend's own tensors or NumPy arrays.
 
     Args:
         batch: structure of arrays and tensors of any framework.

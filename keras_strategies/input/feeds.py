@@ -98,7 +98,7 @@ class PerReplicaFeed(Feed):
     """Assigns batches of the user's pipelines to replicas without splitting.
 
     Args:
-        sources: one pipeline, whose batches go to the replicas in turn, or one for
+        sources: one pipeline, its batches for the replicas in turn, or one for
             each local replica.
         count: int, the local replicas.
     """

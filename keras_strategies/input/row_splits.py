@@ -64,7 +64,7 @@ def check_batch(batch: Any) -> None:
 
     Args:
         batch: `x`, or a tuple or list of `x`, `y` and `sample_weight`: structures of
-            objects with a `shape`, whose first entry is the number of rows or None.
+            objects with a `shape`; its first entry is the number of rows or None.
 
     Raises:
         ValueError: with the parts and their shapes.

@@ -90,7 +90,7 @@ def worker_status(title: str, group: WorkerGroup | None) -> TrainingStatus:
 
     Args:
         title: str, the strategy.
-        group: the workers; None for this process alone, whose steps are not measured.
+        group: the workers; None for this process alone, without measured steps.
     """
     if group is None:
         alone = WorkerStatus(0, "localhost", os.getpid(), "alive", 0, 0, 0, 0, False)

@@ -76,7 +76,7 @@ class ElasticLoop(abc.ABC):
             what: str, for messages.
             call: callable without effects on this process, except on variables of the
                 model; its result is JSON, equal on all workers.
-            model: the model whose variables it assigns, if any.
+            model: the model of the variables that it assigns, if any.
 
         Returns:
             The result of `call`, here or on the worker with the most actions.

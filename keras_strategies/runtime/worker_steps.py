@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
 
 
-# Number of first batches of a loop whose contents workers compare.
+# Number of first batches of a loop that workers compare by content.
 _COMPARED_BATCHES = 2
 
 

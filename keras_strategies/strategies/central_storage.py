@@ -15,7 +15,7 @@ class CentralStorageStrategy(Strategy):
 
     The parameter device has the only copy of each variable and each optimizer slot and
     applies the updates; compute devices get the values that a step reads and return
-    gradients. For models whose optimizer state is too large for the accelerators.
+    gradients. For models with an optimizer state too large for the accelerators.
 
     Args:
         compute_devices: sequence of device names or objects; None for all local

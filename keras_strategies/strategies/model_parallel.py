@@ -63,7 +63,7 @@ class ModelParallelStrategy(Strategy):
             None for the shape of the `LayoutMap`'s mesh; without one for 1 with
             `"fsdp"`, else for all devices.
         min_shard_bytes: int, bytes; `"auto"` and `"fsdp"` do not shard variables
-            whose shards would be smaller. None for 65,536. Refused with a layout map,
+            into smaller shards. None for 65,536. Refused with a layout map,
             which selects the sharded variables itself.
         cluster_resolver: `ks.cluster_resolver.ClusterResolver`, as for
             `MultiWorkerMirroredStrategy`: the mesh has the devices of all workers,

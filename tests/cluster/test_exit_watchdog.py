@@ -1,4 +1,4 @@
-"""A process whose engine waits for a lost worker is ended, and no other."""
+"""A process with an engine that waits for a lost worker is ended, and no other."""
 
 from __future__ import annotations
 

@@ -348,11 +348,11 @@ def test_descriptions_that_contradict_each_other(
 
 
 def test_one_launcher_in_another(environment) -> None:
-    # `srun --mpi=pmi2`: the same processes, whose addresses SLURM has.
+    # `srun --mpi=pmi2`: the same processes, with addresses from SLURM.
     environment(**SLURM, PMI_RANK=SLURM["SLURM_PROCID"])
     environment(PMI_SIZE=SLURM["SLURM_STEP_NUM_TASKS"])
     assert isinstance(find_cluster(), cluster.SlurmClusterResolver)
-    # `mpirun` in a job, whose step has a task on each node.
+    # `mpirun` in a job: its step has a task on each node.
     environment(**OPEN_MPI)
     assert isinstance(find_cluster(), cluster.MPIClusterResolver)
     # torchrun on each node.

@@ -121,7 +121,7 @@ def test_parameter_devices_hold_the_variables(mirrored):
     devices = mirrored.extended.parameter_devices
     assert devices == (
         ("cpu:0",)
-        if keras.backend.backend() == "torch"  # whose virtual CPUs are one memory
+        if keras.backend.backend() == "torch"  # virtual CPUs are one memory
         else ("cpu:0", "cpu:1")
     )
     with mirrored.scope():

@@ -316,7 +316,7 @@ def test_the_gradient_of_an_all_gather_is_the_sum_of_the_parts(mirrored, parts):
         every = ks.get_replica_context().all_gather(weight * x, axis=0)
         return ops.sum(every**2)
 
-    # Each of two losses is 4 * sum(x^2), whose gradient is 2 * 2 * x^2 per element.
+    # Each of two losses is 4 * sum(x^2); its gradient is 2 * 2 * x^2 per element.
     _, gradient = _gradient(mirrored, parts, loss_of)
     squares = [sum(value**2 for value in part) for part in parts]
     assert gradient == [2 * 4 * square for square in squares]

@@ -1,4 +1,4 @@
-"""Training whose workers are lost and join ends as on one device."""
+"""Training with workers that are lost and join ends as on one device."""
 
 from __future__ import annotations
 

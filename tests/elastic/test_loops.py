@@ -1,4 +1,4 @@
-"""Custom loops whose workers are lost and join end as on one device."""
+"""Custom loops with workers that are lost and join end as on one device."""
 
 from __future__ import annotations
 

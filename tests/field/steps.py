@@ -16,7 +16,7 @@ BACKEND = keras.backend.backend()
 
 
 class StepModel(keras.Model):
-    """A model whose `step(data)` updates variables and returns its logs.
+    """A model with a `step(data)` that updates variables and returns its logs.
 
     Args:
         other_optimizers: optimizers next to the one that `compile` gets. Their

@@ -56,8 +56,8 @@ class Case:
             error that it raises there.
         nightly: bool, whether other cases, which `make test` trains, reach all that
             this one does: it is for the nightly run, which says what exactly differs.
-        reference: name of another case of the module that is the same training on one
-            device, and whose reference it has; by default it has one of its own.
+        reference: name of another case of the module with the same training on one
+            device; it has that one's reference, by default one of its own.
         module: where the case is: an importable module with a list CASES that does not
             import `keras_strategies`.
     """

@@ -51,7 +51,7 @@ def largest_error(y_true, y_pred):
 
 
 class Largest(metrics.Metric):
-    """A metric whose state is a maximum, not a sum."""
+    """A metric with a maximum as state, not a sum."""
 
     def __init__(self, name="largest", **kwargs):
         super().__init__(name=name, **kwargs)

@@ -30,8 +30,8 @@ class Training:
     Args:
         membership: the group.
         folder: for files; `PID.members` has the members of the last generation
-            that has finished a step. A worker whose process has a file `PID.dies` kills
-            itself before the first collective of a generation; one with a file
+            that has finished a step. A worker with a file `PID.dies` kills itself
+            before the first collective of a generation; one with a file
             `PID.sleeps` waits so many seconds before that of a step.
     """
 

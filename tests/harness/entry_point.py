@@ -1,6 +1,6 @@
 """Script: trains a layer after the code in its first argument, which may set
 
-- `s`, the strategy whose scope the model is made in; and
+- `s`, the strategy with the scope that the model is made in; and
 - `data`, what `fit` gets instead of the rows of this worker.
 """
 

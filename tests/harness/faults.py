@@ -28,7 +28,7 @@ class FaultCase:
         kind: str, a fault of `harness/faulty.py`; "missing" for a worker that never
             starts, "twin" for one that says that it is the worker after it.
         place: str, where; see there.
-        victim: int, whose fault it is.
+        victim: int, the worker with the fault.
         workers: int, how many there are.
     """
 

@@ -239,7 +239,7 @@ def spectral() -> keras.Model:
 
 
 def tied() -> keras.Model:
-    """An embedding whose transpose is the last kernel, as in language models."""
+    """An embedding with its transpose as the last kernel, as in language models."""
     words = keras.Input((5,), dtype="int32")
     embedding = layers.ReversibleEmbedding(11, 4)
     hidden = layers.Dense(4, "tanh")(embedding(words))

@@ -195,7 +195,7 @@ _LOSSES_AND_METRICS = [
             metrics=lambda: [metrics.AUC(), Largest()],
         ),
         "two",
-        "metrics whose states are counts by threshold and a maximum",
+        "metrics with counts by threshold and a maximum as states",
         # Metrics see the gathered outputs there, as on Torch.
         nightly_on=("tensorflow",),
     ),
@@ -216,7 +216,7 @@ _UPDATES = [
         "two",
         "clipping of the sum of gradients; accumulators and averages of weights",
     ),
-    # One device skips the first steps, whose gradients overflow.
+    # One device skips the first steps: their gradients overflow.
     WorkerCase(
         one_size(
             "mixed_float16_skips",

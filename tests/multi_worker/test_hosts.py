@@ -126,7 +126,7 @@ def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(
             other, address = 1 - index, hosts.addresses[1 - index]
             pid = processes[other].pid
             assert f"Worker {other} ({address}, process {pid}) was lost at" in found[2]
-            # A host whose own end is down may be told by its kernel.
+            # A host with its own end down may get an error from its kernel.
             how = "no heartbeat for|its connection ended"
             assert re.search(rf"step \d+ of fit: .*({how})", found[2]), found[2]
             if found[1] is not None:

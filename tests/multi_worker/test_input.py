@@ -275,7 +275,7 @@ def test_shuffled_batches_are_the_same_without_a_seed(cluster):
         import random
 
         index = strategy.workers.group.index
-        # Workers whose random numbers have come apart.
+        # Workers with different random numbers.
         random.seed(index)
         keras.utils.set_random_seed(index)
         with strategy.scope():

@@ -15,7 +15,7 @@ STEPS = 24
 
 
 def train(strategy, slow, steps=STEPS):
-    """The warnings of a `fit` whose batches take 60 ms, on worker `slow` 250 ms."""
+    """The warnings of a `fit` with batches of 60 ms, on worker `slow` of 250 ms."""
     index = strategy.workers.group.index
 
     class Batches(keras.utils.PyDataset):

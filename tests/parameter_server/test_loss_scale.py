@@ -199,7 +199,7 @@ def test_asynchronous_training_learns_at_the_scale_that_fits(asynchronous) -> No
     assert history["loss"][-1] < 0.7 * history["loss"][0]
     assert 2.0**8 <= scale < 2.0**22
     # At each scale that was too large, a worker skips the step that it was in, and the
-    # next one, whose values it had by then.
+    # next one, with values that it had by then.
     assert 72 - 4 * (math.log2(2.0**22 / scale) + 1) <= made < 72
 
 

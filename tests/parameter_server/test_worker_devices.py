@@ -26,7 +26,7 @@ ACCELERATOR = str(accelerated_worker.ACCELERATOR)
 
 
 def without_dropout(optimizer):
-    """A model whose steps Torch records."""
+    """A model with steps that Torch records."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
     head = [layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dense(1)]
@@ -75,7 +75,7 @@ def devices_in_status(strategy) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def accelerated(forks):
-    """A cluster whose worker has an accelerator that any machine has."""
+    """A cluster with an accelerator on its worker that any machine has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_cluster, "run_worker", accelerated_worker.run_worker)
         with clusters.start_synchronous() as strategy:

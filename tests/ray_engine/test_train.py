@@ -39,8 +39,8 @@ def train(
         name: str, the trainer.
         folder: for its files.
         given: bool, whether the strategy is passed a resolver.
-        started: str, the framework whose cluster the trainer has started.
-        victim: int, the worker whose node is killed.
+        started: str, the framework of the cluster that the trainer has started.
+        victim: int, the worker on the node that is killed.
         scaling: arguments of `ScalingConfig`.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig

@@ -1,4 +1,4 @@
-"""Trainings whose processes are killed end as those that are not."""
+"""Trainings with killed processes end as those without."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Exit of processes that wait for a lost worker in their engine.
 
 A collective waits in the engine's own code, where no exception reaches it. For a
-stopped worker, whose connections are still open, it waits forever. After the loss of a
+stopped worker with open connections, it waits forever. After the loss of a
 worker, the others have a few seconds to return from their collectives. A process that
 does not return prints the error and exits with status 1.
 """

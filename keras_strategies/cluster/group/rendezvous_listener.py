@@ -212,8 +212,8 @@ class RendezvousListener:
             while candidate.hub is None:
                 received = connection.receive(BEAT)
                 if received is not None:
-                    # It follows the welcome, whose sender holds the lock until the
-                    # candidate has its hub.
+                    # It follows the welcome: the welcome's sender holds the lock until
+                    # the candidate has its hub.
                     with self.changed:
                         pass
         except EOFError:

@@ -31,7 +31,7 @@ def _names(devices: Sequence[Device | jax.Device]) -> Any:
 class StrategyDistribution(keras.distribution.DataParallel):
     """Data parallelism for batches of any size.
 
-    A batch whose rows divide by the number of devices is sharded. JAX cannot shard
+    A batch is sharded if the number of devices divides its rows. JAX cannot shard
     others, such as the last batch of an epoch: they are replicated, and every device
     computes all rows. Results are equal, because a program is written for the global
     batch.

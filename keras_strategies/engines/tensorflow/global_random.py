@@ -17,7 +17,7 @@ def random_state() -> bytes:
     """
     seed = compat.global_seed()
     if seed is None:
-        # Not from Python's generator, whose state must not change.
+        # Not from Python's generator: its state must not change.
         tf.random.set_seed(secrets.randbits(31))
         seed = compat.global_seed()
     assert seed is not None

@@ -89,7 +89,7 @@ def _tensors(batch: Any, count: int) -> list[Any]:
 
 
 class ProgramIterator:
-    """An iterator whose batches are operations of the program that is being traced.
+    """An iterator of batches that are operations of the program being traced.
 
     Args:
         start: makes an iterator of batches, when the program runs.

@@ -91,7 +91,7 @@ def skip_steps(
     the fourth part.
 
     Args:
-        model: a model whose `fit` has begun.
+        model: a model in `fit`.
         count: int, number of calls.
         logs: dict, their return value.
         metrics: the values of the metrics' variables afterwards.

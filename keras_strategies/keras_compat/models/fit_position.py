@@ -183,7 +183,7 @@ class ArrayRows:
 def shuffled_arrays(epochs: Any) -> ArrayRows | None:
     """The arrays that `fit` shuffles; None for other input.
 
-    Keras 3.15: `ArrayDataAdapter`, whose order is NumPy's on JAX, and of the
+    Keras 3.15: `ArrayDataAdapter`; its order is NumPy's on JAX, and of the
     framework's generator on Torch and TensorFlow.
     """
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter

@@ -54,7 +54,7 @@ def layer_settings(layer: Any) -> Any:
 def wraps_torch_modules(layer: Any) -> bool:
     """Whether a layer contains torch modules that hold parameters of their own.
 
-    Keras 3.15 wraps each in a `TorchModuleWrapper`, whose call reads the module's
+    Keras 3.15 wraps each in a `TorchModuleWrapper`; its call reads the module's
     parameters and not the Keras variables that stand for them.
     """
     from keras.src.utils.torch_utils import TorchModuleWrapper

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(.*?)(?:_(\d+))?$")
 def tree_of_model(model: Any, tree: Any) -> dict[str, dict[str, Any]]:
     """A state tree with the paths of a model's variables; raises if one has no match.
 
-    Keras 3.15 and 3.16: `Model.set_state_tree` assigns to variables whose path is in
+    Keras 3.15 and 3.16: `Model.set_state_tree` assigns to variables with a path in
     the tree and ignores the others. Paths change from model to model: Keras
     numbers layers that have no names, and a `Sequential` that is made from its config
     has no name of its own in them. So `load_model` and `load_weights` of an Orbax

@@ -11,7 +11,7 @@ from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 def variable_maker() -> Any:
     """The layer, metric or optimizer that is making a variable now, or None.
 
-    Keras 3.15: the global attribute "name_scope_stack", whose entries have the
+    Keras 3.15: the global attribute "name_scope_stack"; its entries have the
     `caller` that `name_scope` was given.
     """
     from keras.src.backend.common import global_state

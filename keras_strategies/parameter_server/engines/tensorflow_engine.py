@@ -419,7 +419,7 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
         self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
     ) -> Any:
         made = super().new_variable(path, trainable, dtype, shape)
-        # Matrices may be tables, whose windows have any number of rows. Traced programs
+        # Matrices may be tables: their windows have any number of rows. Traced programs
         # refer to this `tf.Variable`, so it is never replaced.
         open_shape = [None, *shape[1:]] if len(shape) == 2 else list(shape)
         first = [min(shape[0], 1), shape[1]] if len(shape) == 2 else list(shape)

@@ -28,7 +28,7 @@ class ServerConnections:
     """Connections to all parameter servers.
 
     Args:
-        addresses: `ServerAddresses`, whose changes the connections follow.
+        addresses: `ServerAddresses`; the connections follow its changes.
         keys: `Keys` for TCP.
         timeout: float, timeout in seconds for a server's reply, including a restart.
         owner: str, the coordinator's name; servers refuse steps of another one.

@@ -90,7 +90,7 @@ class Worker:
         self._functions.clear()
         self._tasks: collections.deque[ScheduledTask] = collections.deque()
         self._pipeline = PullAheadQueue(self._execution.servers)
-        # Computed tasks whose last updates have not been confirmed.
+        # Computed tasks with unconfirmed last updates.
         self._unreported: collections.deque[Callable[[], TaskResult]] = (
             collections.deque()
         )

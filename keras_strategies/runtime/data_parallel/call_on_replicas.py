@@ -239,7 +239,7 @@ class CallOnReplicas(GradientBoundary):
     def recompute(self, value_of: Callable[[Any], Any]) -> list[Any]:
         """The output tensors and added losses of the unsplit call.
 
-        Second-order gradients are computed by this call, whose operations the
+        Second-order gradients are computed by this call, with operations that the
         framework can differentiate twice. Its assignments are dropped: the call on the
         replicas has made them already.
 

@@ -171,7 +171,7 @@ class GradientBoundary(abc.ABC):
         Args:
             replica_id: int, the number of the local replica.
             outputs: pairs of a tensor of the replica and its gradient.
-            sources: the tensors whose gradients are returned.
+            sources: the tensors to return gradients of.
         """
 
     def counted(self, part: Any, replica_id: int) -> Any:
@@ -199,7 +199,7 @@ class GradientBoundary(abc.ABC):
 
         Args:
             inputs: pairs of a global tensor and its slices.
-            results: the replicas' results, whose states have the variables read.
+            results: the replicas' results; their states have the variables read.
             channels: the tensors to combine.
         """
         self.targets = self._targets(inputs, results)

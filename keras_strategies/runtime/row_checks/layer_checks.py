@@ -341,7 +341,7 @@ def _differing_updates(
 def _first_differing_layer(
     probes: LayerProbes, call: LayerCall, batch: list[Any], tolerance: float
 ) -> Any:
-    """The first inner layer whose outputs differ; None if they cannot be compared."""
+    """The first inner layer with other outputs; None if they cannot be compared."""
     probe = Probe(probes, call, batch, with_inner=True)
     calls = [outcome.inner for outcome in (probe.unsplit, *probe.parts)]
     wrong = [i for i, kind in enumerate(_loss_kinds(probe, tolerance)) if not kind]

@@ -120,7 +120,7 @@ def merged_value(variable: Any, values: list[Any], weights: list[Any]) -> Any:
     first replica.
 
     Args:
-        variable: the `keras.Variable`, whose value is the one before the call.
+        variable: the `keras.Variable`, with its value before the call.
         values: the assigned values, in replica order.
         weights: each replica's fraction of the rows.
     """

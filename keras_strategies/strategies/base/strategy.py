@@ -253,7 +253,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         if self._engine.in_program() and not loop.is_inside:
             raise ContextError(
                 "A method of a strategy with elastic workers was called in a "
-                "`tf.function`, whose program could not continue when workers are "
+                "`tf.function`: its program could not continue when workers are "
                 "lost or join. Use `ks.function`, after the strategy is made."
             )
         return loop.call(fn, call)

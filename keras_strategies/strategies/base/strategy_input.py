@@ -69,7 +69,7 @@ class StrategyInput(StrategyChecks):
         ends `[8]`, `[9]`. Replicas without rows get zero rows.
 
         Args:
-            dataset: a dataset whose batches are global batches: a `tf.data.Dataset`,
+            dataset: a dataset of global batches: a `tf.data.Dataset`,
                 a torch `DataLoader`, a `keras.utils.PyDataset`, or an iterable of
                 structures of arrays, each of shape `(rows, ...)`. Arrays, tensors
                 and frames of pandas, alone or in tuples and dictionaries, are made
@@ -79,12 +79,12 @@ class StrategyInput(StrategyChecks):
                 `fit`.
 
         Returns:
-            A `DistributedDataset`: an iterable of batches whose leaves are
-            `PerReplica`, with one replica tensors.
+            A `DistributedDataset`: an iterable of batches with leaves that
+            are `PerReplica`, with one replica tensors.
 
         Raises:
             ValueError: if `dataset` is not a dataset or not batched; and, during
-                iteration, for a batch whose parts have different lengths.
+                iteration, for a batch with parts of different lengths.
             RuntimeError: inside `run`.
 
         Example:

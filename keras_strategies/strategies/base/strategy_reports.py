@@ -41,7 +41,7 @@ class StrategyReports(StrategyChecks):
             most a second old.
 
         Raises:
-            RuntimeError: for `ParameterServerStrategy`, whose coordinator has a
+            RuntimeError: for `ParameterServerStrategy`; its coordinator has a
                 `status`.
 
         Example:
@@ -61,7 +61,7 @@ class StrategyReports(StrategyChecks):
             build_fn: callable without arguments that makes the model and compiles it;
                 called in the scope. It may not read values of variables.
             batch_shapes: the global batch as `fit` gets it, `(x, y)` or
-                `(x, y, sample_weight)`, whose leaves are shapes such as `(32, 10)`,
+                `(x, y, sample_weight)`; leaves are shapes such as `(32, 10)`,
                 `keras.KerasTensor`s or arrays.
 
         Returns:

@@ -114,7 +114,7 @@ def _cells(line: bytes, separator: str) -> list[str]:
 
 
 class ChiefCallbacks:
-    """The callbacks of one method whose output follows the chief.
+    """The callbacks of one method, with output that follows the chief.
 
     Args:
         callbacks: all callbacks of the method.

@@ -104,8 +104,8 @@ class PreemptionCheckpointHandler:
             the connected workers; None to skip the comparison.
         checkpoint_or_checkpoint_manager: the object to save: a compiled and built
             `keras.Model`, saved with its optimizer; or an object with `write(path)` and
-            `read(path)`, such as a `tf.train.Checkpoint` (or a `CheckpointManager`,
-            whose checkpoint and directory are used).
+            `read(path)`, such as a `tf.train.Checkpoint` (or a `CheckpointManager`;
+            its checkpoint and directory are used).
         checkpoint_dir: str or path, a folder that all workers can read; created if it
             does not exist.
         termination_config: `TerminationConfig`; None for the defaults.

@@ -1,4 +1,4 @@
-"""Replicas on TensorFlow whose operations are copies of another replica's."""
+"""Replicas on TensorFlow with operations copied from another replica."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_numbers_of_stateful_random_operations_differ_between_replicas():
 
 
 class TwoGradients(keras.Model):
-    """A step whose tape is outside of a program, or is asked for two gradients."""
+    """A step with a tape outside of a program, or with two gradients of one tape."""
 
     def __init__(self, is_program):
         super().__init__()

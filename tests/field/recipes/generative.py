@@ -89,7 +89,7 @@ class GAN(StepModel):
 
 
 class Game(StepModel):
-    """A GAN whose players share one optimizer."""
+    """A GAN with one optimizer for both players."""
 
     def __init__(self, critic: keras.Model, generator: keras.Model) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class GraphConvolution(layers.Layer):
 
 
 class NodeClassifier(keras.Model):
-    """A fixed graph; the input is the numbers of nodes whose class is wanted."""
+    """A fixed graph; the input is the numbers of nodes to classify."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """For the processes of tests: Keras is imported without what none of them uses of it.
 
 Keras imports scikit-learn for its wrappers, Matplotlib for its galleries, pandas, which
-imports PyArrow, whose threads a fork would lack, for its data adapters, and JAX for
+imports PyArrow, with threads that a fork would lack, for its data adapters, and JAX for
 Orbax on whatever backend, where they are installed. That is a second and a half of a
 core, a third of what a process needs to start, and the tests start hundreds. Here Keras
 finds them missing, as it does for people who have not installed them; whoever imports

@@ -225,7 +225,7 @@ def _last(stacked: Any) -> Any:
     return stacked[-1]
 
 
-# Options of a compilation whose program is read and never run. Its collectives are
+# Options to compile a program that is read and never run. Its collectives are
 # those of the full compilation, at a third of the time. Names are those of XLA in
 # JAX 0.10.
 _ANALYSIS = {

@@ -63,7 +63,7 @@ class JaxElasticSteps(ElasticDriver):
 
         def restore() -> bool:
             hold_jax_state(model, kind, state)
-            # Assigned to the variables, whose values move to the next devices.
+            # Assigned to the variables: their values move to the next devices.
             sync_jax_state(model)
             return True
 

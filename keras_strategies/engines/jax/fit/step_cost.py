@@ -31,7 +31,7 @@ def step_cost(
     """The cost of a step.
 
     Args:
-        model: a built model whose variables have layouts; values are not needed.
+        model: a built model, its variables with layouts; values are not needed.
         step: the training step, not compiled.
         batch: structure of objects with a shape and a dtype.
         sharding: returns the sharding of an array of a batch, given its shape.

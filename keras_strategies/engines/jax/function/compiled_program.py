@@ -73,7 +73,7 @@ class CompiledProgram:
         # By index in `_kept`, an array and its copy with the program's sharding.
         self._moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._new: list[StateRef] = []
-        # The variables among the outputs, whose shardings `jax.jit` needs in advance.
+        # The variables among the outputs: `jax.jit` needs their shardings in advance.
         self._expected: list[Any] = []
         self._new_stacks: list[StateRef] = []
         # The variables that the last trace created.

@@ -20,7 +20,7 @@ class ProgramSharding:
     Args:
         replicated: the sharding of an array on every device; None to leave arrays on
             their devices.
-        split: the sharding of an array whose first axis is that of replicas, along the
+        split: the sharding of an array with the replicas as first axis, along the
             first axis of its mesh.
         home: the sharding of variables between programs, where it is another.
         sharding_of: returns the sharding of a variable; None where variables are

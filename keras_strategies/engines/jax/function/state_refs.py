@@ -65,7 +65,7 @@ class OnReadValues:
 
     Args:
         count: int, the number of replicas.
-        split: the sharding of an array whose first axis is that of replicas.
+        split: the sharding of an array with the replicas as first axis.
     """
 
     def __init__(self, count: int, split: jax.sharding.Sharding):

@@ -58,7 +58,7 @@ class ReplicaProgram:
     Args:
         strategy: the strategy.
         devices: the devices of all replicas.
-        mesh: a mesh whose first axis is that of replicas; None for a mesh without
+        mesh: a mesh with the replicas as first axis; None for a mesh without
             other axes. Along other axes XLA shards the computation of a replica, by
             the shardings of variables.
         sharding_of: returns the sharding of a variable; None where all variables are

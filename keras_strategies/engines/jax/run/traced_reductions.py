@@ -86,7 +86,7 @@ def reduce_parts(op: ReduceOp, parts: list[Any]) -> Any:
 def _without_gradient(
     op: ReduceOp, reduce: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """A reduction whose gradient raises an error, as on the other backends."""
+    """A reduction with a gradient that raises an error, as on the other backends."""
     function = jax.custom_jvp(reduce)
 
     def jvp(primals: Any, tangents: Any) -> Any:

@@ -26,7 +26,7 @@ class CrossWorkerShards:
     """Access to the sharded variables of one strategy.
 
     Args:
-        workers: the workers over whose devices variables are sharded.
+        workers: variables are sharded over the devices of these workers.
     """
 
     # The most recent object of this process, for variables made outside of any scope,

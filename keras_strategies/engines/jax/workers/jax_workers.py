@@ -367,7 +367,7 @@ def _connect_devices(group: WorkerGroup) -> None:
     shape = jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=split)
     replicated = jax.NamedSharding(mesh, jax.P())
     program = jax.jit(jnp.sum, out_shardings=replicated).lower(shape).compile()
-    # After the compilation, whose time differs: workers connect within milliseconds.
+    # After the compilation, as its time differs: workers connect within milliseconds.
     group.barrier("the connections between devices")
     ones = [jax.device_put(np.ones(1, np.float32), device) for device in local]
     stacked = jax.make_array_from_single_device_arrays(shape.shape, split, ones)

@@ -64,7 +64,7 @@ class CallInLockstep(CallOnReplicas):
         self.watched: list[set[int]] = [set() for _ in range(count)]
         # Values of variables that all replicas read.
         self._reads: dict[int, Any] = {}
-        # The replicas whose tapes have computed gradients.
+        # The replicas with tapes that have computed gradients.
         self._used_tapes: set[int] = set()
         self._zeros: dict[Any, tuple[Any, Any]] = {}
         self._is_static = all(isinstance(size, int) for size in self.sizes)
@@ -342,8 +342,8 @@ class CallInLockstep(CallOnReplicas):
         if self._is_static:
             return
         message = (
-            "A layer called on several replicas returned a tensor whose number of rows "
-            "differs from that of its input, so its outputs cannot be concatenated. "
+            "A layer called on several replicas returned a tensor with another number "
+            "of rows than its input, so its outputs cannot be concatenated. "
             "Return one row per sample."
         )
         for channel in channels:

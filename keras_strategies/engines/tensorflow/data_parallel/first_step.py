@@ -1,7 +1,7 @@
 """Options that shorten the first step of a program: graph optimizer, garbage collector.
 
 A program of two replicas has twice the operations of a program for one device. Most of
-its first run is TensorFlow's graph optimizer (Grappler), whose time grows with them.
+its first run is TensorFlow's graph optimizer (Grappler): its time grows with them.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         message = (
             f"Layer {layer.name!r} was called on fewer rows than the {count} replicas, "
             "in a program for any number of rows. It contains convolutions or max "
-            "pooling, whose TensorFlow kernels fail on a replica without rows. Call it "
+            "pooling: their TensorFlow kernels fail on a replica without rows. Call it "
             f"on {count} rows or more, or use ks.OneDeviceStrategy."
         )
         check = tf.debugging.Assert(rows >= count, [message, rows])

@@ -45,8 +45,8 @@ def _changing_rows(sparse_delta: Any) -> Iterator[None]:
 
 
 class _Reading(threading.local):
-    # The device whose copies this thread reads, None to read the variables themselves;
-    # and the graph that its replica builds, None in eager code.
+    # The device of the copies that this thread reads, None for the variables
+    # themselves; and the graph that its replica builds, None in eager code.
     device: str | None = None
     graph: Any = None
 

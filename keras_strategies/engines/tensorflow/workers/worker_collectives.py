@@ -87,8 +87,8 @@ class TensorFlowWorkers(Workers):
         _joined = self
         self._server = WorkerServer()
         self._keys = InstanceKeys()
-        # By local device: the number of its collective group, and the variable whose
-        # handle orders the group's collectives.
+        # By local device: the number of its collective group, and the variable
+        # with the handle that orders the group's collectives.
         self._groups: dict[str, tuple[int, tf.Variable]] = {}
         self._device = "/device:CPU:0"
         group.on_loss(self._abort)

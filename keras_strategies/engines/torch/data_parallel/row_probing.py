@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 _functional = torch.nn.functional
-# Functions whose result is filled with a constant; all take a `generator`.
+# Functions with a result that is filled with a constant; all take a `generator`.
 _FILLED = frozenset(
     [
         torch.binomial,

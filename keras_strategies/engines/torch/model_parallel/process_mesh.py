@@ -104,7 +104,7 @@ class Placements:
     """Placements of tensors on a mesh in a layer call.
 
     Args:
-        mesh: torch's `DeviceMesh`, whose first dimension is the data axis.
+        mesh: torch's `DeviceMesh`; its first dimension is the data axis.
     """
 
     def __init__(self, mesh: Any):
