@@ -27,7 +27,7 @@ _NOT_OPERATORS |= {"__reduce__", "__repr__", "__setstate__", "__str__"}
 
 
 def is_library(module: str | None) -> bool:
-    """Whether a module is one of a library, whose internals are taken as constant."""
+    """Whether a module is one of a library: its internals are taken as constant."""
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
@@ -39,7 +39,7 @@ def user_bases(kind: type) -> tuple[type, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def called_members(kind: type) -> frozenset[str]:
-    """Methods that operators call, or a library, whose methods they override."""
+    """Methods that operators call, or that override those of a library."""
     known: set[str] = set()
     for base in kind.__mro__[:-1]:
         if is_library(base.__module__):
