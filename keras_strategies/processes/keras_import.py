@@ -9,7 +9,7 @@ from typing import Any
 
 #: Optional imports of Keras 3.15: scikit-learn estimators, plots, sharded checkpoints,
 #: and data frames in `fit`, which the coordinator reads. They take up to half of the
-#: time of `import keras`, and pandas imports PyArrow, whose threads prevent forks.
+#: time of `import keras`, and pandas imports PyArrow; its threads prevent forks.
 _NOT_NEEDED = ("jax", "matplotlib", "pandas", "sklearn")
 
 

@@ -57,7 +57,7 @@ class FitDriver(abc.ABC):
         return self.placement.variable_devices
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
-        """Cost of a training step of a model whose variables have no values.
+        """Cost of a training step of a model with variables without values.
 
         Args:
             model: a model that has been compiled and built.

@@ -123,7 +123,7 @@ class Workers(abc.ABC):
         """Replaces the communicators by those of another generation of workers.
 
         Called in the thread that trains, on all members of the new group, with no
-        collective under way; also on a new worker, whose group had one member before.
+        collective under way; also on a new worker, with one member in its group before.
         Engines replace theirs, and then call this method.
 
         Args:

@@ -125,6 +125,8 @@ def test_scheduled_functions_return_any_python_object(synchronous, table) -> Non
 @pytest.mark.parametrize("where", ["coordinator", "worker"])
 def test_gradients_by_a_partitioned_variable(synchronous, table, where) -> None:
     ids = np.array([1, 7, 7])
+    # On TensorFlow, mirrored strategies install how variables are created.
+    ks.MirroredStrategy(["cpu:0", "cpu:1"])
 
     def gradients():
         return ks.value_and_grad(squares(table, ids), [table])()

@@ -58,7 +58,7 @@ PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.data.ops.shuffle_op._ShuffleDataset",
         ("_seed", "_seed2"),
-        "Pipelines whose order cannot be repeated.",
+        "Pipelines with an order that cannot be repeated.",
     ),
     Private(
         f"{_PYTHON}.data.ops.readers.TFRecordDatasetV2",
@@ -318,7 +318,7 @@ def graph_gradients(
 
     Args:
         targets: tensors of the graph, with their gradients in `given`.
-        sources: tensors of the graph, whose gradients are returned.
+        sources: tensors of the graph that gradients are returned of.
         given: tensors of the graph or of one inside of it.
         graph: the `tf.Graph`.
     """
@@ -395,7 +395,7 @@ def configure_collectives(leader: str, device_filter: str) -> None:
 
     Args:
         leader: str, the task that orders collectives.
-        device_filter: str, the task whose devices are visible to this process.
+        device_filter: str, the task with the devices that this process sees.
 
     Raises:
         RuntimeError: if the runtime is started.

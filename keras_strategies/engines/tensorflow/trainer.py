@@ -172,11 +172,10 @@ def _has_several_devices(model: Any) -> bool:
 
 
 def _initialize(variable: Any, original: Callable[[Any], None], value: Any) -> None:
-    strategy = strategy_of(variable)
-    if strategy is None:
-        strategy = context.current_strategy()
+    strategy = strategy_of(variable) or context.current_strategy()
+    trainer = None if strategy is None else strategy.drivers.fit
     with made_by_keras():
-        if strategy is None:
-            original(value)
+        if isinstance(trainer, TensorFlowTrainer):
+            trainer.initialize(variable, original, value)
         else:
-            strategy.drivers.fit.initialize(variable, original, value)
+            original(value)

@@ -25,8 +25,8 @@ _ENTRY = "keras_strategies.processes.forks.fork_server:main"
 def are_forks_safe(environment: Mapping[str, str]) -> bool:
     """Whether processes may be forked after the import of a framework.
 
-    Not on macOS, whose libraries do not work in forks, and not with GPUs: frameworks
-    look for them when they are imported, and a driver cannot be used in forks then.
+    Not on macOS: its libraries do not work in forks. Not with GPUs: frameworks look
+    for them when they are imported, and a driver cannot be used in forks then.
     """
     return sys.platform == "linux" and not visible_gpus(environment)
 

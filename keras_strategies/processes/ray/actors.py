@@ -35,7 +35,7 @@ class TaskProcess:
         return self._name
 
     def address(self) -> str:
-        """str, an address on this node, whose port is reserved until `call`."""
+        """str, an address on this node; its port is reserved until `call`."""
         family = socket.AF_INET6 if ":" in node_address(0)[:-2] else socket.AF_INET
         self._reserved = socket.socket(family)
         self._reserved.bind(("", 0))
