@@ -74,8 +74,8 @@ class WorkerVariables(UnpicklingContext):
         self._numbers: dict[int, int] = {}
         # Shards of variables after the number of servers has changed.
         self._placed: Mapping[int, tuple[ShardRange, ...]] = {}
-        #: Host of variables that tasks use outside of programs.
-        self.host: VariableHost
+        #: Host of variables that tasks use outside of programs; None without tasks.
+        self.host: VariableHost | None = None
 
     def reset(self) -> None:
         """Discards all variables, for a new coordinator with other numbers."""
@@ -131,7 +131,8 @@ class WorkerVariables(UnpicklingContext):
                 description.dtype,
                 description.shape,
             )
-            host_variable(made, self.host)
+            if self.host is not None:
+                host_variable(made, self.host)
             if is_sharded(description):
                 mix_in(made, ShardedVariable)
             self.by_number[number] = made
