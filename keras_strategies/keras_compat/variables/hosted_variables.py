@@ -117,7 +117,7 @@ def is_hosted(value: Any) -> bool:
 
 def host_of(variable: Any) -> VariableHost:
     """The host of a hosted variable's value."""
-    return variable._keras_strategies_host  # type: ignore[no-any-return]
+    return variable.__dict__["_keras_strategies_host"]  # type: ignore[no-any-return]
 
 
 def is_streamed(value: Any) -> bool:
