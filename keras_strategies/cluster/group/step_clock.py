@@ -63,26 +63,33 @@ class StepClock:
 
     def begin(self, count: int = 1) -> None:
         """Ends the previous steps, and begins others."""
-        self.end()
         with self._lock:
-            self._count, self._begin = count, time.perf_counter()
-            self._processor = time.process_time()
+            now, processor = time.perf_counter(), self._processor_time()
+            self._finish(now, processor)
+            self._count, self._begin, self._processor = count, now, processor
             self._waited = self._reading = 0.0
 
     def end(self) -> None:
         """Ends the steps under way."""
         with self._lock:
-            if self._count > 0:
-                seconds = time.perf_counter() - self._begin
-                if self.sees_waits:
-                    own = seconds - self._waited
-                else:
-                    own = time.process_time() - self._processor + self._reading
-                waits = max(0.0, seconds - own)
-                times = (own / self._count, waits / self._count)
-                self._recent.extend([times] * self._count)
-                self._steps += self._count
-            self._count = 0
+            self._finish(time.perf_counter(), self._processor_time())
+
+    def _processor_time(self) -> float:
+        """Seconds of the process, if they are used: some kernels take 0.4 ms."""
+        return 0.0 if self.sees_waits else time.process_time()
+
+    def _finish(self, now: float, processor: float) -> None:
+        if self._count > 0:
+            seconds = now - self._begin
+            if self.sees_waits:
+                own = seconds - self._waited
+            else:
+                own = processor - self._processor + self._reading
+            waits = max(0.0, seconds - own)
+            times = (own / self._count, waits / self._count)
+            self._recent.extend([times] * self._count)
+            self._steps += self._count
+        self._count = 0
 
     def cancel(self) -> None:
         """Drops the steps under way."""
@@ -106,13 +113,13 @@ class StepClock:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Context of the read of a batch, in the thread of the steps."""
-        begin, processor = time.perf_counter(), time.process_time()
+        begin, processor = time.perf_counter(), self._processor_time()
         waited = self._waited
         try:
             yield
         finally:
             seconds = time.perf_counter() - begin - (self._waited - waited)
-            self._reading += max(0.0, seconds - (time.process_time() - processor))
+            self._reading += max(0.0, seconds - (self._processor_time() - processor))
 
     @property
     def times(self) -> StepTimes:
