@@ -75,7 +75,7 @@ class StepClock:
             self._finish(time.perf_counter(), self._processor_time())
 
     def _processor_time(self) -> float:
-        """Seconds of the process, if they are used: some kernels take 0.4 ms."""
+        """Processor seconds of the process, if they are used."""
         return 0.0 if self.sees_waits else time.process_time()
 
     def _finish(self, now: float, processor: float) -> None:
