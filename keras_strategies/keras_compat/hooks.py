@@ -74,7 +74,7 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `optimizer.apply(grads, variables)`."""
 
-    def variable_assigned(self, variable: Any, value: Any) -> None:
+    def variable_assigned(self, variable: Any) -> None:
         """After `variable.assign(value)`, outside of every stateless scope."""
 
     def variable_added(

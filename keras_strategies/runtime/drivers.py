@@ -111,7 +111,7 @@ class RunDriver(abc.ABC):
         """An on-read variable's value on each local replica, on that device."""
 
     @abc.abstractmethod
-    def variable_assigned(self, variable: Any, value: Any) -> None:
+    def variable_assigned(self, variable: Any) -> None:
         """An on-read variable was assigned in cross-replica context."""
 
     def creating_variable(self) -> contextlib.AbstractContextManager[Any]:

@@ -194,14 +194,14 @@ class StrategyHooks:
         )
         return optimizer.iterations
 
-    def variable_assigned(self, variable: Any, value: Any) -> None:
+    def variable_assigned(self, variable: Any) -> None:
         strategy = strategy_of(variable)
         if (
             strategy is not None
             and run_state.is_local(variable)
             and strategy.drivers.servers is None
         ):
-            strategy.drivers.run.variable_assigned(variable, value)
+            strategy.drivers.run.variable_assigned(variable)
 
     def variable_added(
         self, variable: Any, original: Callable[..., Any], delta: Any

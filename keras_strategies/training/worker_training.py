@@ -51,8 +51,9 @@ _LOOPS = ("fit", "evaluate", "predict")
 def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
     """Context manager around a method of a model, on every worker.
 
-    Broadcasts new weights, and random numbers before a loop, from the chief. Errors are
-    reported to the other workers.
+    Broadcasts new weights, and random numbers before a loop, from the chief; `fit`
+    broadcasts all weights when training begins. Errors are reported to the other
+    workers.
     """
     workers = strategy.workers
     if workers is None or name == "compile":
@@ -88,7 +89,7 @@ def _begin(strategy: StrategyCore, model: Any, name: str) -> None:
     group.check()
     if name in _LOOPS:
         sync_random_numbers(strategy.engine, group)
-    sync_model(strategy, model, all_of_them=name == "fit")
+    sync_model(strategy, model, all_of_them=False)
 
 
 def arguments(
@@ -114,6 +115,8 @@ def arguments(
     if not workers.is_chief:
         changed["verbose"] = 0
     if isinstance(callbacks, keras.callbacks.CallbackList):
+        if name == "fit":
+            sync_model(strategy, model, all_of_them=True)
         return changed
     mine = _callbacks_of_worker(workers, _listed(callbacks))
     verbose = given.get("verbose", "auto")

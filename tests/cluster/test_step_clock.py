@@ -20,11 +20,13 @@ class FakeTime:
 
     def __init__(self) -> None:
         self.wall = self.processor = 0.0
+        self.readings = 0
 
     def perf_counter(self) -> float:
         return self.wall
 
     def process_time(self) -> float:
+        self.readings += 1
         return self.processor
 
 
@@ -56,16 +58,36 @@ def test_waits_are_no_time_of_the_worker(now):
 
 def test_where_waits_are_not_seen_processor_time_and_input_count(now):
     clock = StepClock()
-    clock.begin()
-    now.wall += 10
-    now.processor += 2
-    with clock.reading():
-        now.wall += 5
-        now.processor += 1
-        with clock.waiting():
-            now.wall += 1
+    for _ in range(2 + WINDOW):
+        clock.begin()
+        now.wall += 10
+        now.processor += 2
+        with clock.reading():
+            now.wall += 5
+            now.processor += 1
+            with clock.waiting():
+                now.wall += 1
     clock.end()
-    assert clock.times == StepTimes(1, 2 + 5, 16 - 7)
+    # The first read is measured as processor time only.
+    assert clock.times == StepTimes(2 + WINDOW, 2 + 5, 16 - 7)
+
+
+def test_short_steps_are_measured_together(now):
+    clock = StepClock()
+    for _ in range(3 * WINDOW):
+        clock.begin()
+        now.wall += 0.001
+        now.processor += 0.0004
+        with clock.reading():
+            now.wall += 0.001
+    clock.begin()
+    now.wall += 100
+    clock.cancel()
+    assert clock.times.steps == 3 * WINDOW
+    assert clock.times.own == pytest.approx(0.0004)
+    assert clock.times.waits == pytest.approx(0.0016)
+    # 60 steps of 2 ms.
+    assert now.readings <= 6
 
 
 def test_single_long_steps_do_not_count(now):

@@ -27,9 +27,6 @@ class NumpyPrimitives(TensorPrimitives):
     def concatenate(self, tensors, axis=0):
         return np.concatenate(list(tensors), axis)
 
-    def stack(self, tensors):
-        return np.stack(list(tensors))
-
     def split(self, tensor, sizes, axis=0):
         return np.split(tensor, np.cumsum(sizes)[:-1], axis)
 

@@ -3,7 +3,8 @@
 Synchronous workers finish a step together, regardless of which one is late. A worker's
 own time is therefore that of the step without waits for other workers. Where an engine
 waits inside of compiled programs, it is the processor time of the process, and the time
-of input.
+of input. The system call that reads the processor time can take the processor from a
+step, so short steps are measured together, with one reading for all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ _OUTLIERS = WINDOW // 10
 _FACTOR = 2
 # Smaller differences, in seconds, may be due to the scheduler of the system.
 _LEAST = 0.02
+# Shorter steps, in seconds, are measured together, to read the processor time seldom.
+_SPAN = 0.05
+# The input's processor time is measured after a read that takes longer, in seconds.
+_LONG_READ = 0.005
 
 
 @dataclass(frozen=True)
@@ -53,46 +58,57 @@ class StepClock:
         self._lock = threading.Lock()
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._steps = 0
+        # Steps that are measured together: their number, and when they began.
         self._count = 0
         self._begin = self._processor = 0.0
+        # The last of them.
+        self._last_count, self._last_begin = 0, 0.0
         # Number of concurrent waits, the start of the first, and the total.
         self._waiting = 0
         self._wait_begin = self._waited = 0.0
-        # Time of input beyond its processor time.
+        # Time of input beyond its processor time, and the number of reads to measure.
         self._reading = 0.0
+        self._reads = 0
 
     def begin(self, count: int = 1) -> None:
         """Ends the previous steps, and begins others."""
         with self._lock:
-            now, processor = time.perf_counter(), self._processor_time()
-            self._finish(now, processor)
-            self._count, self._begin, self._processor = count, now, processor
-            self._waited = self._reading = 0.0
+            now = time.perf_counter()
+            if self.sees_waits or now - self._begin >= _SPAN:
+                self._record(now)
+            if not self._count:
+                self._begin, self._processor = now, self._processor_time()
+                self._waited = self._reading = 0.0
+            self._count += count
+            self._last_count, self._last_begin = count, now
 
     def end(self) -> None:
         """Ends the steps under way."""
         with self._lock:
-            self._finish(time.perf_counter(), self._processor_time())
+            self._record(time.perf_counter())
+
+    def cancel(self) -> None:
+        """Drops the steps that began last."""
+        with self._lock:
+            self._count -= self._last_count
+            self._record(self._last_begin)
 
     def _processor_time(self) -> float:
         """Processor seconds of the process, if they are used."""
         return 0.0 if self.sees_waits else time.process_time()
 
-    def _finish(self, now: float, processor: float) -> None:
+    def _record(self, now: float) -> None:
+        """Records the steps since `_begin`."""
         if self._count > 0:
             seconds = now - self._begin
             if self.sees_waits:
                 own = seconds - self._waited
             else:
-                own = processor - self._processor + self._reading
+                own = self._processor_time() - self._processor + self._reading
             waits = max(0.0, seconds - own)
             times = (own / self._count, waits / self._count)
             self._recent.extend([times] * self._count)
             self._steps += self._count
-        self._count = 0
-
-    def cancel(self) -> None:
-        """Drops the steps under way."""
         self._count = 0
 
     @contextlib.contextmanager
@@ -113,13 +129,19 @@ class StepClock:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Context of the read of a batch, in the thread of the steps."""
-        begin, processor = time.perf_counter(), self._processor_time()
-        waited = self._waited
+        begin, waited = time.perf_counter(), self._waited
+        is_measured = self._reads > 0
+        processor = self._processor_time() if is_measured else 0.0
         try:
             yield
         finally:
             seconds = time.perf_counter() - begin - (self._waited - waited)
-            self._reading += max(0.0, seconds - (self._processor_time() - processor))
+            if is_measured:
+                processor = self._processor_time() - processor
+                self._reading += max(0.0, seconds - processor)
+                self._reads -= 1
+            if seconds > _LONG_READ and not self.sees_waits:
+                self._reads = WINDOW
 
     @property
     def times(self) -> StepTimes:

@@ -68,9 +68,6 @@ class TensorFlowPrimitives(TensorPrimitives):
     def concatenate(self, tensors: Sequence[Any], axis: int = 0) -> Any:
         return tf.concat(list(tensors), axis)
 
-    def stack(self, tensors: Sequence[Any]) -> Any:
-        return tf.stack(list(tensors))
-
     def split(self, tensor: Any, sizes: Sequence[Any], axis: int = 0) -> list[Any]:
         return list(tf.split(tensor, list(sizes), axis=axis))
 

@@ -23,9 +23,6 @@ class TorchPrimitives(TensorPrimitives):
     ) -> torch.Tensor:
         return torch.cat(list(tensors), dim=axis)
 
-    def stack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(list(tensors))
-
     def split(
         self, tensor: torch.Tensor, sizes: Sequence[int], axis: int = 0
     ) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ class StrategyVariable:
     def assign(self, value: Any) -> Any:
         result = super().assign(value)  # type: ignore[misc]
         if current_stateless_scope() is None:
-            installed_hooks().variable_assigned(self, result)
+            installed_hooks().variable_assigned(self)
         return result
 
     def __array__(self, dtype: Any = None) -> Any:

@@ -216,7 +216,7 @@ class ReplicaRun(RunDriver):
         replicas = range(len(self.placement.replicas))
         return [self.on_read_values.get(variable, first + i) for i in replicas]
 
-    def variable_assigned(self, variable: Any, value: Any) -> None:
+    def variable_assigned(self, variable: Any) -> None:
         self.on_read_values.assigned(variable)
 
 

@@ -106,7 +106,7 @@ class ReplicaSet:
         for kind in dict.fromkeys(column[0].dtype for column in columns):
             numbers = [i for i, column in enumerate(columns) if column[0].dtype == kind]
             flat = [
-                ops.reshape(ops.stack(columns[i]), [len(columns[i]), -1])
+                ops.concatenate([ops.reshape(part, [1, -1]) for part in columns[i]])
                 for i in numbers
             ]
             widths = [part.shape[1] for part in flat]

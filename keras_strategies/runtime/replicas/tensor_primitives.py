@@ -55,10 +55,6 @@ class TensorPrimitives(abc.ABC):
         """Concatenates tensors of one device."""
 
     @abc.abstractmethod
-    def stack(self, tensors: Sequence[Any]) -> Any:
-        """Stacks tensors of one device along a new first axis."""
-
-    @abc.abstractmethod
     def split(self, tensor: Any, sizes: Sequence[Any], axis: int = 0) -> list[Any]:
         """Splits a tensor into parts of these sizes."""
 

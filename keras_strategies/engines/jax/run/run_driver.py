@@ -120,7 +120,7 @@ class JaxRun(RunDriver):
         parts = {shard.index[0].start or 0: shard.data[0] for shard in shards}
         return [parts[i] for i in sorted(parts)]
 
-    def variable_assigned(self, variable: Any, value: Any) -> None:
+    def variable_assigned(self, variable: Any) -> None:
         if self.on_read_values is not None:
             self.on_read_values.drop(variable)
 

@@ -225,11 +225,6 @@ class TensorFlowWorkers(Workers):
     def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         results: list[Any] = list(given)
-        # A worker with other variables would wait for tensors that are never sent.
-        self.group.agree(
-            "the model's variables (shapes and dtypes)",
-            [[list(tensor.shape), tensor.dtype.name] for tensor in given],
-        )
         with self.watched(), tf.device(self._device):
             for indices in self._packs(given):
                 parts = [to_carrier(given[i], MOVED_AS) for i in indices]

@@ -286,5 +286,5 @@ class ShardedRun(RunDriver):
     def local_values(self, variable: Any) -> Sequence[Any]:
         return [raw_value(variable)]
 
-    def variable_assigned(self, variable: Any, value: Any) -> None:
+    def variable_assigned(self, variable: Any) -> None:
         """Does nothing: the only replica uses the variable itself."""
