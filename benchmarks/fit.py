@@ -47,9 +47,17 @@ from tables import markdown_table
 # --- In the measuring processes -----------------------------------------------
 
 
-def keras_contestant(workload: Workload, scope: Any) -> Callable[[], float]:
-    """Milliseconds per step of one epoch of `fit`, each time that it is called."""
-    x, y = workload.data()
+def keras_contestant(
+    workload: Workload, scope: Any, data: tuple[Any, Any] | None = None
+) -> Callable[[], float]:
+    """Milliseconds per step of one epoch of `fit`, each time that it is called.
+
+    Args:
+        workload: what is trained.
+        scope: function that returns a context.
+        data: rows and labels that this process reads, if not those of the workload.
+    """
+    x, y = data or workload.data()
     with scope() as _:
         model = workload.compiled()
     timer = epoch_timer()
@@ -59,7 +67,7 @@ def keras_contestant(workload: Workload, scope: Any) -> Callable[[], float]:
             model.fit(
                 x,
                 y,
-                batch_size=workload.batch,
+                batch_size=len(x) // workload.steps,
                 shuffle=False,
                 verbose=0,
                 callbacks=[timer],

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fit import keras_contestant
+from fit import keras_contestant, no_scope
 from measuring import (
     BACKENDS,
     Results,
@@ -188,14 +188,7 @@ def jax_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
     keras.distribution.set_distribution(
         keras.distribution.DataParallel(auto_shard_dataset=False)
     )
-    model = workload.compiled()
-
-    def epoch() -> float:
-        start = time.perf_counter()
-        model.fit(x, y, batch_size=workload.batch // count, shuffle=False, verbose=0)
-        return (time.perf_counter() - start) / workload.steps * 1000
-
-    return epoch
+    return keras_contestant(workload, no_scope, (x, y))
 
 
 def torch_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
