@@ -35,6 +35,7 @@ print(group.gather_values("numbers", resolver.task_id))
 group.leave()
 """
 PARAMETER_SERVERS = """
+import time
 import keras
 import keras_strategies as ks
 resolver = ks.cluster_resolver.find_cluster()
@@ -43,6 +44,9 @@ if resolver.task_type == "chief":
         with strategy.scope():
             total = keras.Variable(0.0, name="total", trainable=False)
         coordinator = ks.ClusterCoordinator(strategy)
+        # One worker could do all, and the other would wait for a cluster that is gone.
+        while coordinator.status().workers_alive < 2:
+            time.sleep(0.1)
         for _ in range(4):
             coordinator.schedule(lambda: total.assign_add(1.0))
         coordinator.join(300)
