@@ -58,17 +58,14 @@ class StepClock:
         self._lock = threading.Lock()
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._steps = 0
-        # Steps that are measured together: their number, and when they began.
-        self._count = 0
-        self._begin = self._processor = 0.0
-        # The last of them.
-        self._last_count, self._last_begin = 0, 0.0
+        # Steps that are measured together, and the last of them.
+        self._count = self._last_count = 0
+        self._begin = self._last_begin = self._processor = 0.0
         # Number of concurrent waits, the start of the first, and the total.
         self._waiting = 0
         self._wait_begin = self._waited = 0.0
         # Time of input beyond its processor time, and the number of reads to measure.
-        self._reading = 0.0
-        self._reads = 0
+        self._reading, self._reads = 0.0, 0
 
     def begin(self, count: int = 1) -> None:
         """Ends the previous steps, and begins others."""
@@ -99,16 +96,14 @@ class StepClock:
 
     def _record(self, now: float) -> None:
         """Records the steps since `_begin`."""
-        if self._count > 0:
+        if (count := self._count) > 0:
             seconds = now - self._begin
-            if self.sees_waits:
-                own = seconds - self._waited
-            else:
+            own = seconds - self._waited
+            if not self.sees_waits:
                 own = self._processor_time() - self._processor + self._reading
             waits = max(0.0, seconds - own)
-            times = (own / self._count, waits / self._count)
-            self._recent.extend([times] * self._count)
-            self._steps += self._count
+            self._recent.extend([(own / count, waits / count)] * count)
+            self._steps += count
         self._count = 0
 
     @contextlib.contextmanager
@@ -129,19 +124,15 @@ class StepClock:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Context of the read of a batch, in the thread of the steps."""
-        begin, waited = time.perf_counter(), self._waited
-        is_measured = self._reads > 0
-        processor = self._processor_time() if is_measured else 0.0
+        begin = time.perf_counter() - self._waited
+        processor = self._processor_time() if self._reads else None
         try:
             yield
         finally:
-            seconds = time.perf_counter() - begin - (self._waited - waited)
-            if is_measured:
-                processor = self._processor_time() - processor
-                self._reading += max(0.0, seconds - processor)
-                self._reads -= 1
-            if seconds > _LONG_READ and not self.sees_waits:
-                self._reads = WINDOW
+            seconds = time.perf_counter() - self._waited - begin
+            if processor is not None:
+                self._reading += max(0.0, seconds + processor - self._processor_time())
+            self._reads = WINDOW if seconds > _LONG_READ else max(0, self._reads - 1)
 
     @property
     def times(self) -> StepTimes:
