@@ -135,8 +135,8 @@ PRIVATE = (
     ),
     Private(
         "keras.src.layers.layer.Layer",
-        ("_clear_losses", "_flatten_layers"),
-        "The sublayers of a model, and the losses of its last call.",
+        ("_clear_losses", "_flatten_layers", "_losses", "_remat_mode", "_trainable"),
+        "The sublayers of a model, its switches, and the losses of its last call.",
     ),
     Private(f"{_OPTIMIZER}", ("BaseOptimizer",), "Optimizers of every backend."),
     Private(

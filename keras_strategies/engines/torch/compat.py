@@ -26,9 +26,12 @@ __all__ = [
     "compile_graph",
     "create_gloo_group",
     "default_mps_generator",
+    "has_global_hooks",
     "is_graph_retained",
+    "module_hooks",
     "schema_arguments",
     "set_timeout",
+    "submodules",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -70,6 +73,22 @@ PRIVATE_NAMES = (
         "torch.mps", ("_get_default_mps_generator",), "Random numbers of replicas."
     ),
     Private(
+        "torch.nn.Module",
+        (
+            "_backward_hooks",
+            "_backward_pre_hooks",
+            "_forward_hooks",
+            "_forward_pre_hooks",
+            "_modules",
+        ),
+        "Calls of layers with hooks, or with other layers than before, run as always.",
+    ),
+    Private(
+        "torch.nn.modules.module",
+        ("_has_any_global_hook",),
+        "Calls of layers with hooks run as always.",
+    ),
+    Private(
         "torch.utils._python_dispatch",
         ("TorchDispatchMode",),
         "Operations of a layer call: their random numbers and their cost.",
@@ -96,6 +115,27 @@ def is_graph_retained() -> bool:
 def default_mps_generator() -> torch.Generator:
     """The default generator of MPS devices."""
     return torch.mps._get_default_mps_generator()
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[Any, ...]:
+    """The dicts of the hooks of a module's calls."""
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+
+
+def submodules(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are modules: the dict itself."""
+    found: dict[str, Any] = module._modules
+    return found
+
+
+def has_global_hooks() -> bool:
+    """Whether calls of all modules have hooks."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def schema_arguments(operation: Any) -> Sequence[Any]:

@@ -21,11 +21,13 @@ from keras_strategies.engines.torch.devices import (
     torch_device,
 )
 from keras_strategies.engines.torch.elastic_steps import TorchElasticSteps
+from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import VariableCopy
@@ -75,7 +77,7 @@ class TorchTrainer(FitDriver):
         function = keras_function(model, kind, make)
         if self._call is not None:
             warn_of_jit_compile(model)
-        step = self._repeated(model, kind, self._routed(function))
+        step = self._repeated(model, kind, self._routed(model, function))
         setattr(model, f"{kind}_function", step)
 
     def _repeated(
@@ -93,13 +95,21 @@ class TorchTrainer(FitDriver):
 
         return repeated
 
-    def _routed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _routed(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        workers = self.placement.workers
         call = self._call
         if call is None:
-            return function
+            if model.jit_compile:
+                return function
+            calls = RecordedCalls()
+
+            def recorded(data: Any) -> Any:
+                with layer_calls_through(calls):
+                    return function(data)
+
+            return recorded
 
         was_small = False
-        workers = self.placement.workers
 
         def step(data: Any) -> Any:
             nonlocal was_small

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import types
 from typing import Any
+
+from keras_strategies.keras_compat.models.layers import sublayers
 
 #: Packages without state between calls that a recorded graph would miss.
 _KNOWN = ("keras", "torch", "builtins", "numpy")
@@ -30,6 +33,10 @@ def uses_only_builtin_keras(made: Any) -> bool:
             waiting += found.values()
         elif isinstance(found, _CONTAINERS):
             waiting += found
+        elif isinstance(found, types.ModuleType):
+            # Such as the backend of a `SeedGenerator`.
+            if found.__name__.partition(".")[0] not in _KNOWN:
+                return False
         elif callable(found) or _is_known(type(found)):
             has_name = hasattr(found, "__name__")
             if not _is_known(found if has_name else type(found)):
@@ -38,6 +45,32 @@ def uses_only_builtin_keras(made: Any) -> bool:
                 waiting += getattr(found, "__dict__", {}).values()
                 waiting += [getattr(found, "__self__", None)]
     return True
+
+
+def calls_only_builtin_keras(layer: Any) -> bool:
+    """Whether a call of a layer runs only code of Keras.
+
+    What a model has for its training, such as a loss of the user's, does not matter.
+    """
+    import keras
+
+    for found in sublayers(layer):
+        if not isinstance(found, keras.Model):
+            if not uses_only_builtin_keras(found):
+                return False
+        elif not _is_known(type(found)) or not all(
+            map(uses_only_builtin_keras, _operations(found))
+        ):
+            return False
+    return True
+
+
+def _operations(model: Any) -> list[Any]:
+    """Operations of a functional model that are no layers."""
+    import keras
+
+    found = getattr(model, "operations", [])
+    return [each for each in found if not isinstance(each, keras.layers.Layer)]
 
 
 def _is_known(found: Any) -> bool:

@@ -10,10 +10,21 @@ from typing import Any
 
 from keras_strategies.keras_compat import patching
 
+#: `route(layer, call, args, kwargs)` stands in for `layer(*args, **kwargs)`; `call` is
+#: the layer's original `__call__`, bound to it.
+CallRoute = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def direct_call(
+    layer: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls the layer."""
+    return call(*args, **kwargs)
+
 
 class _Route(threading.local):
     # The function that outermost layer calls of this thread go through.
-    call: Callable[..., Any] | None = None
+    call: CallRoute | None = None
 
 
 thread_route = _Route()
@@ -21,16 +32,19 @@ thread_route = _Route()
 
 @contextlib.contextmanager
 def layer_calls_through(
-    route: Callable[..., Any] | None,
+    route: CallRoute | None,
 ) -> Iterator[None]:
-    """Sends this thread's outermost layer calls to `route`.
-
-    `route(layer, call, args, kwargs)` stands in for `layer(*args, **kwargs)`;
-    `call` is the original. None lets calls through again.
-    """
+    """Sends this thread's outermost layer calls to `route`; None calls layers again."""
     if route is not None:
         patching.install("routes")
         patching.install("replicas")
+    with calls_of_thread_through(route):
+        yield
+
+
+@contextlib.contextmanager
+def calls_of_thread_through(route: CallRoute | None) -> Iterator[None]:
+    """Like `layer_calls_through`, while the patches `"routes"` are installed."""
     previous = thread_route.call
     thread_route.call = route
     try:

@@ -12,7 +12,11 @@ import keras
 
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.errors import BatchError
-from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layer_calls import (
+    CallRoute,
+    direct_call,
+    layer_calls_through,
+)
 from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     Channel,
@@ -44,12 +48,14 @@ class SplitCall:
         layer_call: the call.
         row_split: the rows of each replica, and the functions of tensors.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
+        route: how replicas call the layer's own code.
     """
 
     strategy: StrategyCore
     layer_call: LayerCall
     row_split: RowSplit
     reduction: LocalReduction | None
+    route: CallRoute = direct_call
 
 
 class CallOnReplicas(GradientBoundary):
@@ -62,6 +68,7 @@ class CallOnReplicas(GradientBoundary):
     def __init__(self, call: SplitCall):
         super().__init__(call.strategy, call.row_split, call.reduction)
         self.layer_call = call.layer_call
+        self._route = call.route
 
     # Provided by an engine, besides the boundary.
 
@@ -115,7 +122,8 @@ class CallOnReplicas(GradientBoundary):
             )
             state = self.replica_state(replica_id)
             with state.scope() as scope:
-                outputs = self.layer_call.call(*args, **kwargs)
+                call = self.layer_call
+                outputs = self._route(call.layer, call.call, args, kwargs)
             return ReplicaResult(outputs, state, scope.losses)
 
         return run

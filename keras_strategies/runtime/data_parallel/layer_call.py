@@ -21,6 +21,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -28,7 +29,11 @@ import keras
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.building import is_built
-from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layer_calls import (
+    CallRoute,
+    direct_call,
+    layer_calls_through,
+)
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,
@@ -48,6 +53,19 @@ if TYPE_CHECKING:
 _MEASURED_ROWS = 4
 
 
+@dataclass(frozen=True)
+class CallRoutes:
+    """Functions that call a layer's own code, like `direct_call`.
+
+    Args:
+        unsplit: for calls of one device with all rows.
+        split: for those of replicas with their rows, which may contain collectives.
+    """
+
+    unsplit: CallRoute = direct_call
+    split: CallRoute = direct_call
+
+
 class DataParallelCall(abc.ABC):
     """Calls a layer on all replicas, each on its rows of the global batch.
 
@@ -55,6 +73,7 @@ class DataParallelCall(abc.ABC):
         strategy: the strategy.
         primitives: the functions of the framework's tensors.
         probes: the framework's calls on a few rows.
+        routes: how the layer's code is called.
     """
 
     def __init__(
@@ -62,7 +81,9 @@ class DataParallelCall(abc.ABC):
         strategy: StrategyCore,
         primitives: TensorPrimitives,
         probes: LayerProbes,
+        routes: CallRoutes | None = None,
     ):
+        self._routes = routes or CallRoutes()
         self.strategy = strategy
         self.placement = strategy.placement
         #: The strategy's `CrossDeviceOps`, None for the framework's own sums.
@@ -147,7 +168,7 @@ class DataParallelCall(abc.ABC):
             layer_call = LayerCall(layer, call, (args, kwargs), leaves, rows)
             row_split = self._row_split(layer_call)
             if row_split is None:
-                return call(*args, **kwargs)
+                return self._routes.unsplit(layer, call, args, kwargs)
             check, is_new = self._row_checks.check(self.probes, layer_call)
             if check.problem is not None:
                 outputs = call(*args, **kwargs)
@@ -155,7 +176,13 @@ class DataParallelCall(abc.ABC):
                     self._row_checks.add(layer_call, check)
                     self._warn_of(layer, check.problem)
                 return outputs
-            split_call = SplitCall(self.strategy, layer_call, row_split, self.reduction)
+            split_call = SplitCall(
+                self.strategy,
+                layer_call,
+                row_split,
+                self.reduction,
+                self._routes.split,
+            )
             result = self.on_replicas(split_call).outputs(check.loss_kinds)
             if result is None:
                 self._not_by_rows.add(layer)

@@ -13,6 +13,7 @@ from keras_strategies.engines.torch.data_parallel.call_cost import CallCost, mea
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
 from keras_strategies.engines.torch.data_parallel.row_probing import TorchProbes
 from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
 from keras_strategies.engines.torch.replicas.replica_random import (
     NoRandom,
     RandomCalls,
@@ -24,7 +25,10 @@ from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import wraps_torch_modules
 from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.layer_call import (
+    CallRoutes,
+    DataParallelCall,
+)
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_checks.layer_probes import flags
 
@@ -47,7 +51,8 @@ class TorchDataParallelCall(DataParallelCall):
         threads: ReplicaThreads,
         variables: ReplicaVariables,
     ):
-        super().__init__(strategy, PRIMITIVES, TorchProbes(strategy))
+        routes = CallRoutes(unsplit=RecordedCalls(), split=RecordedCalls())
+        super().__init__(strategy, PRIMITIVES, TorchProbes(strategy), routes)
         self._threads = threads
         self._variables = variables
         self._random_calls = RandomCalls()

@@ -13,6 +13,7 @@ import torch
 
 from keras_strategies.engines.torch.compat import version_of
 from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
 from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
@@ -22,6 +23,7 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.models.layer_calls import calls_of_thread_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
@@ -72,6 +74,7 @@ class TorchRun(ReplicaRun):
         self._threads = threads
         self._variables = variables
         self._random_calls = RandomCalls()
+        self._layer_calls = RecordedCalls()
         self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
 
     # Dynamo cannot follow threads: a compiled step runs around this call.
@@ -122,12 +125,17 @@ class TorchRun(ReplicaRun):
         made = CreatedVariables(collectives.is_sequential)
         tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
         with (
-            patching.installed_while(*RunState.patches),
+            patching.installed_while("routes", *RunState.patches),
             self._random_calls.call(owner, None) as random,
         ):
+            tasks = [functools.partial(self._routed, task) for task in tasks]
             results = self._threads.run(tasks, collectives, random)
         self.commit(merging.states)
         return results
+
+    def _routed(self, task: Callable[[], Any]) -> Any:
+        with calls_of_thread_through(self._layer_calls):
+            return task()
 
     def local_values(self, variable: Any) -> Sequence[torch.Tensor]:
         return [value.clone() for value in super().local_values(variable)]

@@ -1,0 +1,1 @@
+"""Layer calls that run as recorded operations, without Keras's Python code."""
