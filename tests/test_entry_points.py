@@ -19,6 +19,8 @@ from harness.forker import Forked, Forker
 from harness.processes import assert_gone
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.engines import get_engine
+from keras_strategies.runtime.engine import Feature
 
 SECONDS = 120.0
 TWO = "['cpu:0', 'cpu:1']"
@@ -32,6 +34,8 @@ STRATEGIES = {
     "ModelParallelStrategy": ("model_parallel", f"devices={TWO}"),
     "TPUStrategy": ("tpu", f"None, A({CORES})"),
 }
+if Feature.SHARDED_VARIABLES in get_engine().lacks:
+    del STRATEGIES["ModelParallelStrategy"]
 EXPERIMENTAL = ("CentralStorageStrategy", "MultiWorkerMirroredStrategy", "TPUStrategy")
 ASSIGNMENT = "from keras_strategies.strategies.tpu import DeviceAssignment as A; "
 CREATOR = "ks.DatasetCreator(lambda context: [(X, Y)])"
