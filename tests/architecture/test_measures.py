@@ -58,7 +58,8 @@ BOUNDS = {
     # Clocks of steps that read the processor time only if they need it: 4.
     # Keys of all Python state that functions of `run` read on JAX: 254.
     # Longer names, such as those of connections: 13. Frozen variables: 2.
-    "lines of code": 32_434,
+    # Layer calls of Torch as recorded operations: 447. Datasets of epochs: 19.
+    "lines of code": 32_900,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

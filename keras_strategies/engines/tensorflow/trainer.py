@@ -17,7 +17,7 @@ from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
 )
 from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
-from keras_strategies.engines.tensorflow.prefetched_datasets import DatasetPrefetcher
+from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import ReplicaEngine
 from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
     MirroredVariable,
@@ -75,11 +75,8 @@ class TensorFlowTrainer(FitDriver):
         self.elastic = None if self._call is None else self._call.elastic
         home = self.placement.variables
         # With several replicas, the step transfers the rows of each to its device.
-        self.placer = (
-            DatasetPrefetcher(tf_device(home))
-            if self.placement.is_single and home.kind != "cpu"
-            else None
-        )
+        ahead = self.placement.is_single and home.kind != "cpu"
+        self.placer = EpochDatasets(tf_device(home) if ahead else None)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -101,10 +101,15 @@ class BatchPlacer(Protocol):
 
 
 class DatasetPlacer(Protocol):
-    """Puts the batches of training loops on devices, on TensorFlow."""
+    """Prepares the datasets of training loops, on TensorFlow."""
 
-    def dataset(self, dataset: Any) -> Any:
-        """The data set, with its batches on the devices."""
+    def dataset(self, dataset: Any, by_user: bool) -> Any:
+        """The dataset to iterate over.
+
+        Args:
+            dataset: as Keras would iterate over it.
+            by_user: whether it is the user's own `tf.data.Dataset`.
+        """
 
 
 class _Input(threading.local):
@@ -137,7 +142,10 @@ def torch_epoch_batches(original: Any, self: Any) -> Any:
 
 
 def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
     original(self, *args, **kwargs)
     if thread_input.placer is not None:
-        placed = thread_input.placer.dataset(self._distributed_dataset)
-        self._distributed_dataset = placed
+        self._distributed_dataset = thread_input.placer.dataset(
+            self._distributed_dataset, isinstance(self.data_adapter, TFDatasetAdapter)
+        )

@@ -15,7 +15,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.prefetched_datasets import DatasetPrefetcher
+from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
 
 ks.set_virtual_cpu_devices(4)
 
@@ -28,8 +28,7 @@ DEVICE = "/device:CPU:1"
 def on_cpu_1(ahead: bool):
     """OneDeviceStrategy, with the placer that it has on an accelerator, or without."""
     strategy = ks.OneDeviceStrategy("cpu:1")
-    assert strategy.drivers.fit.placer is None
-    strategy.drivers.fit.placer = DatasetPrefetcher(DEVICE) if ahead else None
+    strategy.drivers.fit.placer = EpochDatasets(DEVICE) if ahead else None
     return strategy
 
 
@@ -43,7 +42,7 @@ def model_of(strategy, **options):
 
 def test_batches_are_on_the_device_when_they_are_asked_for():
     dataset = tf.data.Dataset.from_tensor_slices({"x": X, "i": np.arange(11)}).batch(4)
-    found = list(DatasetPrefetcher(DEVICE).dataset(dataset))
+    found = list(EpochDatasets(DEVICE).dataset(dataset, by_user=True))
     assert [len(batch["i"]) for batch in found] == [4, 4, 3]
     for batch in found:
         assert all(DEVICE in leaf.device for leaf in batch.values())
@@ -61,7 +60,7 @@ def test_the_next_batch_is_made_before_this_one_is_used():
 
     spec = tf.TensorSpec((2,), "int64")
     dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    iterator = iter(DatasetPrefetcher(DEVICE).dataset(dataset))
+    iterator = iter(EpochDatasets(DEVICE).dataset(dataset, by_user=True))
     assert int(next(iterator)[0]) == 0
     assert second_is_made.wait(60)
     assert [int(batch[0]) for batch in iterator] == [1, 2, 3, 4, 5]
@@ -97,9 +96,54 @@ def test_the_error_of_a_dataset_arrives_and_the_next_fit_works():
 def test_what_lives_on_the_host_stays_there():
     words = tf.data.Dataset.from_tensor_slices(["a", "b"]).batch(2)
     ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]]))
-    placer = DatasetPrefetcher(DEVICE)
-    assert placer.dataset(words) is words
-    assert placer.dataset(ragged) is ragged
+    placer = EpochDatasets(DEVICE)
+    assert placer.dataset(words, by_user=True) is words
+    assert placer.dataset(ragged, by_user=True) is ragged
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+
+def users():
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+
+
+@pytest.mark.parametrize("ours", [ks.MirroredStrategy, ks.OneDeviceStrategy])
+@pytest.mark.parametrize(
+    ("make", "tuned"),
+    [
+        (lambda: {"x": X, "y": Y, "batch_size": 4}, False),
+        (lambda: {"x": Batches(workers=1)}, False),
+        (lambda: {"x": users()}, None),
+        (lambda: {"x": users().with_options(tuning(True))}, True),
+    ],
+    ids=["arrays", "PyDataset", "the user's", "the user's, with options"],
+)
+def test_only_datasets_of_keras_are_read_without_tuning(make, tuned, ours):
+    seen = []
+    placer = EpochDatasets(None)
+
+    class Recording:
+        def dataset(self, dataset, by_user):
+            seen.append(placer.dataset(dataset, by_user))
+            return seen[-1]
+
+    strategy = ours("cpu:0" if ours is ks.OneDeviceStrategy else None)
+    assert isinstance(strategy.drivers.fit.placer, EpochDatasets)
+    strategy.drivers.fit.placer = Recording()
+    model_of(strategy).fit(**make(), shuffle=False, verbose=0)
+    assert [dataset.options().autotune.enabled for dataset in seen] == [tuned]
+
+
+def tuning(enabled):
+    options = tf.data.Options()
+    options.autotune.enabled = enabled
+    return options
 
 
 @pytest.mark.gpu
@@ -107,10 +151,9 @@ def test_fit_on_a_gpu_gets_its_batches_there():
     results = []
     for ahead in (False, True):
         strategy = ks.OneDeviceStrategy("gpu:0")
-        assert isinstance(strategy.drivers.fit.placer, DatasetPrefetcher)
         if ahead:
             dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
-            for x, _ in strategy.drivers.fit.placer.dataset(dataset):
+            for x, _ in strategy.drivers.fit.placer.dataset(dataset, by_user=True):
                 assert "GPU:0" in x.device
         else:
             strategy.drivers.fit.placer = None
