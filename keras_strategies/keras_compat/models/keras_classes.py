@@ -52,25 +52,20 @@ def calls_only_builtin_keras(layer: Any) -> bool:
 
     What a model has for its training, such as a loss of the user's, does not matter.
     """
-    import keras
+    from keras import Model
+    from keras.layers import Layer
 
     for found in sublayers(layer):
-        if not isinstance(found, keras.Model):
-            if not uses_only_builtin_keras(found):
-                return False
-        elif not _is_known(type(found)) or not all(
-            map(uses_only_builtin_keras, _operations(found))
-        ):
+        if not isinstance(found, Model):
+            parts = [found]
+        elif _is_known(type(found)) and "call" not in vars(found):
+            operations = getattr(found, "operations", [])
+            parts = [each for each in operations if not isinstance(each, Layer)]
+        else:
+            return False
+        if not all(map(uses_only_builtin_keras, parts)):
             return False
     return True
-
-
-def _operations(model: Any) -> list[Any]:
-    """Operations of a functional model that are no layers."""
-    import keras
-
-    found = getattr(model, "operations", [])
-    return [each for each in found if not isinstance(each, keras.layers.Layer)]
 
 
 def _is_known(found: Any) -> bool:

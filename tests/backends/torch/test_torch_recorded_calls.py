@@ -160,6 +160,12 @@ def with_hook():
     return layer
 
 
+def with_own_call():
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
+    model.call = lambda x, training=None, mask=None: x + 1
+    return model
+
+
 def rematerialized():
     with keras.RematScope("full"):
         return keras.Sequential([keras.Input((5,)), layers.Dense(3)])
@@ -168,6 +174,7 @@ def rematerialized():
 DIRECT = {
     "a class of the user's": (lambda: Own(3), X, {}),
     "a function of the user's": (lambda: layers.Dense(3, own_activation), X, {}),
+    "a call of the user's": (lambda: with_own_call(), X, {}),
     "a lambda": (lambda: layers.Lambda(lambda x: x + 1), X, {}),
     "random numbers": (lambda: layers.Dropout(0.5), X, {"training": True}),
     "noise": (lambda: layers.GaussianNoise(0.5), X, {"training": True}),

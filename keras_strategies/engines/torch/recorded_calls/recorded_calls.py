@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,14 +34,12 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies.engines.torch.compat import (
-    has_global_hooks,
-    module_hooks,
-    submodules,
-)
+from keras_strategies.engines.torch.compat import has_global_hooks
+from keras_strategies.engines.torch.recorded_calls.layer_state import LayerState
 from keras_strategies.engines.torch.recorded_calls.operation_recorder import (
     OperationRecorder,
 )
+from keras_strategies.engines.torch.recorded_calls.result_comparison import has_results
 from keras_strategies.keras_compat.models.keras_classes import calls_only_builtin_keras
 from keras_strategies.keras_compat.models.layer_calls import calls_of_thread_through
 from keras_strategies.keras_compat.models.layers import (
@@ -50,11 +47,7 @@ from keras_strategies.keras_compat.models.layers import (
     count_losses,
     get_mask,
     has_one_precision,
-    inner_layers,
-    is_model,
-    model_settings,
     rematerializes,
-    sublayers,
 )
 from keras_strategies.keras_compat.variables.values import values_in_scope
 
@@ -73,44 +66,6 @@ class _OtherArgumentError(Exception):
     """An argument is neither a tensor nor a plain value."""
 
 
-class _LayerState:
-    """What the call of a layer depends on besides arguments and variables.
-
-    Args:
-        layer: the layer.
-    """
-
-    def __init__(self, layer: Any):
-        layers = sublayers(layer)
-        attributes = [vars(each) for each in layers if not is_model(each)]
-        self._attributes = [(each, list(each.values())) for each in attributes]
-        # Torch has those that are layers in a dict of their own.
-        self._inner = [
-            (modules, len(modules), inner_layers(modules).items())
-            for modules in map(submodules, layers)
-        ]
-        self._models = [each for each in layers if is_model(each)]
-        self._of_models = list(map(model_settings, self._models))
-        self._hooks = [hooks for each in layers for hooks in module_hooks(each)]
-
-    def is_same(self) -> bool:
-        """Whether no attribute was assigned since, and no hook is registered."""
-        return (
-            not any(self._hooks)
-            and all(
-                len(attributes) == len(before)
-                and all(map(operator.is_, attributes.values(), before))
-                for attributes, before in self._attributes
-            )
-            and all(
-                len(modules) == count
-                and all(modules[name] is inner for name, inner in before)
-                for modules, count, before in self._inner
-            )
-            and list(map(model_settings, self._models)) == self._of_models
-        )
-
-
 @dataclass(frozen=True)
 class _Recording:
     """The operations of a call.
@@ -126,7 +81,7 @@ class _Recording:
     """
 
     run: Callable[..., Any]
-    state: _LayerState
+    state: LayerState
     variables: list[Any]
     strides: list[tuple[int, ...]]
     outputs: Any
@@ -297,7 +252,7 @@ def _record(
     """Makes a call and records its operations; sets `kind.recording` if it can."""
     # If it cannot be recorded, the next call will not try it again.
     before, kind.recordings = kind.recordings, _MOST_RECORDINGS
-    state = _LayerState(layer)
+    state = LayerState(layer)
     variables = list(layer.weights)
     values = values_in_scope(variables)
     clear_losses(layer)
@@ -318,7 +273,7 @@ def _record(
     if not state.is_same():
         recorder.reject("it changes attributes of the layer")
     run = recorder.graph(expected)
-    if run is not None and not _has_results(run, [*leaves, *values], expected):
+    if run is not None and not has_results(run, [*leaves, *values], expected):
         recorder.reject("its recording has other results")
         run = None
     if run is None:
@@ -335,40 +290,3 @@ def _record(
     )
     kind.recordings = before + 1
     return outputs
-
-
-def _has_results(
-    run: Callable[..., Any], inputs: Sequence[Any], expected: Sequence[torch.Tensor]
-) -> bool:
-    """Whether a recording has the results of the recorded call."""
-    try:
-        return all(map(_is_equal, run(*inputs), expected))
-    except torch.OutOfMemoryError:  # The activations of both calls are in memory.
-        return False
-
-
-def _is_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether values are equal bit by bit, and have equal graphs of gradients."""
-    return (
-        found.dtype == expected.dtype
-        and torch.equal(found, expected)
-        and _gradient_graph(found) == _gradient_graph(expected)
-    )
-
-
-def _gradient_graph(tensor: torch.Tensor) -> list[Any]:
-    """The functions of a tensor's gradient and their inputs, from the last one."""
-    if tensor.grad_fn is None:
-        return [tensor.requires_grad]
-    numbers = {tensor.grad_fn: 0}
-    found = []
-    for function in (waiting := [tensor.grad_fn]):
-        edges = []
-        for other, output in function.next_functions:
-            if other is not None and other not in numbers:
-                numbers[other] = len(numbers)
-                waiting.append(other)
-            edges.append((None if other is None else numbers[other], output))
-        variable = getattr(function, "variable", None)
-        found.append((function.name(), id(variable), edges))
-    return found
