@@ -66,6 +66,11 @@ PRIVATE_NAMES = (
         "The files of a reader.",
     ),
     Private(
+        f"{_PYTHON}.data.ops.iterator_ops.OwnedIterator",
+        ("_iterator_resource", "_type_spec"),
+        "Iterators that are created when they are read.",
+    ),
+    Private(
         f"{_PYTHON}.distribute.distribute_lib",
         (
             "_get_default_replica_mode",
@@ -602,3 +607,41 @@ def _pipeline(dataset: tf.data.Dataset) -> Iterator[Any]:
         each = remaining.pop()
         remaining += each._inputs()
         yield each
+
+
+class LazyIterator(tf.data.Iterator):  # type: ignore[misc]
+    """An iterator of a dataset that TensorFlow creates when it is first read.
+
+    It may be passed to a `tf.function`, as others.
+
+    Args:
+        dataset: `tf.data.Dataset`.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset):
+        self._dataset = dataset
+
+    @functools.cached_property
+    def _iterator(self) -> tf.data.Iterator:
+        return iter(self._dataset)
+
+    @property
+    def element_spec(self) -> Any:
+        return self._dataset.element_spec
+
+    def get_next(self) -> Any:
+        return self._iterator.get_next()
+
+    def get_next_as_optional(self) -> Any:
+        return self._iterator.get_next_as_optional()
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    @property
+    def _type_spec(self) -> Any:
+        return self._iterator._type_spec
+
+    @property
+    def _iterator_resource(self) -> Any:
+        return self._iterator._iterator_resource

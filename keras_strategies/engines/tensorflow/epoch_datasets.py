@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategies.engines.tensorflow import compat
+
 # Batches on the device, or being transferred, besides the one in use.
 _AHEAD = 1
 
@@ -28,7 +30,7 @@ class EpochDatasets:
         self._device = device
 
     def dataset(self, dataset: Any, by_user: bool) -> Any:
-        """The dataset to iterate over.
+        """The dataset to iterate over; its iterators are created when they are read.
 
         A dataset with strings, sparse or ragged tensors stays on the host.
 
@@ -43,12 +45,26 @@ class EpochDatasets:
             options = tf.data.Options()
             options.autotune.enabled = False
             dataset = dataset.with_options(options)
-        if self._device is None or not _is_movable(dataset):
-            return dataset
-        with tf.device(self._device):
-            return dataset.apply(
-                tf.data.experimental.prefetch_to_device(self._device, _AHEAD)
-            )
+        if self._device is not None and _is_movable(dataset):
+            with tf.device(self._device):
+                dataset = dataset.apply(
+                    tf.data.experimental.prefetch_to_device(self._device, _AHEAD)
+                )
+        return Epochs(dataset)
+
+
+class Epochs:
+    """A dataset whose iterators are created when they are read.
+
+    At the end of an epoch Keras requests an iterator that it discards in most cases;
+    the creation of one takes 2 ms for each function of the dataset.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset):
+        self.dataset = dataset
+
+    def __iter__(self) -> tf.data.Iterator:
+        return compat.LazyIterator(self.dataset)
 
 
 def _is_movable(dataset: tf.data.Dataset) -> bool:

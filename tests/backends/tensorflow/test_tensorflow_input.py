@@ -97,8 +97,10 @@ def test_what_lives_on_the_host_stays_there():
     words = tf.data.Dataset.from_tensor_slices(["a", "b"]).batch(2)
     ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]]))
     placer = EpochDatasets(DEVICE)
-    assert placer.dataset(words, by_user=True) is words
-    assert placer.dataset(ragged, by_user=True) is ragged
+    assert next(iter(placer.dataset(words, by_user=True))).numpy().tolist() == [
+        *(b"a", b"b")
+    ]
+    assert next(iter(placer.dataset(ragged, by_user=True))).to_list() == [[1], [2, 3]]
 
 
 class Batches(keras.utils.PyDataset):
@@ -137,7 +139,95 @@ def test_only_datasets_of_keras_are_read_without_tuning(make, tuned, ours):
     assert isinstance(strategy.drivers.fit.placer, EpochDatasets)
     strategy.drivers.fit.placer = Recording()
     model_of(strategy).fit(**make(), shuffle=False, verbose=0)
-    assert [dataset.options().autotune.enabled for dataset in seen] == [tuned]
+    found = [epochs.dataset.options().autotune.enabled for epochs in seen]
+    assert found == [tuned]
+
+
+@pytest.fixture
+def created(monkeypatch):
+    """The iterators that TensorFlow creates, one by one."""
+    found = []
+    original = tf.data.Dataset.__iter__
+
+    def recorded(self):
+        found.append(self)
+        return original(self)
+
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", recorded)
+    return found
+
+
+@pytest.mark.parametrize("ours", [ks.MirroredStrategy, ks.OneDeviceStrategy])
+@pytest.mark.parametrize(
+    "options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}]
+)
+def test_each_epoch_creates_one_iterator_and_reads_the_rows_of_keras(
+    created, ours, options
+):
+    def history(strategy):
+        model = model_of(strategy, **options)
+        keras.utils.set_random_seed(0)
+        given = {"batch_size": 4, "epochs": 3, "verbose": 0}
+        result = model.fit(X, Y, sample_weight=WEIGHTS, **given)
+        return result.history["loss"]
+
+    plain = history(ks.get_strategy())
+    assert len(created) >= 6
+    created.clear()
+    found = history(ours("cpu:0" if ours is ks.OneDeviceStrategy else None))
+    assert len(created) == 3
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
+
+
+def test_an_epoch_s_iterator_can_be_passed_to_programs_and_inspected():
+    dataset = tf.data.Dataset.range(6)
+    iterator = iter(EpochDatasets(None).dataset(dataset, by_user=True))
+    assert isinstance(iterator, tf.data.Iterator)
+    assert iterator.element_spec == dataset.element_spec
+
+    @tf.function
+    def two(batches):
+        return next(batches), batches.get_next()
+
+    traced = [int(value) for _ in range(2) for value in two(iterator)]
+    assert two.experimental_get_tracing_count() == 1
+    assert [*traced, int(next(iterator))] == [0, 1, 2, 3, 4]
+    assert iterator.get_next_as_optional().has_value()
+    assert not iterator.get_next_as_optional().has_value()
+    with pytest.raises(tf.errors.OutOfRangeError):
+        iterator.get_next()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+class OwnFunction(keras.Model):
+    """A model that makes its own `train_function`, which reads the iterator."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def make_train_function(self, force=False):
+        @tf.function
+        def function(iterator):
+            x, _, _ = iterator.get_next()
+            tf.debugging.assert_equal(tf.shape(x)[1], 3)
+            return {"rows": tf.shape(x)[0]}
+
+        self.train_function = function
+
+
+def test_a_train_function_of_the_users_own_reads_the_iterator():
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    with strategy.scope():
+        model = OwnFunction()
+        model.compile("sgd", "mse")
+    given = {"batch_size": 4, "epochs": 2, "verbose": 0, "shuffle": False}
+    history = model.fit(X, Y, sample_weight=WEIGHTS, **given).history
+    assert [int(rows) for rows in history["rows"]] == [3, 3]
 
 
 def tuning(enabled):
