@@ -117,9 +117,7 @@ class CallOnReplicas(GradientBoundary):
 
     def _task(self, replica_id: int, leaves: list[Any]) -> Callable[[], ReplicaResult]:
         def run() -> ReplicaResult:
-            args, kwargs = keras.tree.pack_sequence_as(
-                self.layer_call.structure, leaves
-            )
+            args, kwargs = self.layer_call.arguments(leaves)
             state = self.replica_state(replica_id)
             with state.scope() as scope:
                 call = self.layer_call
@@ -265,8 +263,7 @@ class CallOnReplicas(GradientBoundary):
                 "random layers draw other numbers there. Compute the penalty inside a "
                 "layer's `call` to compute it on all replicas."
             )
-        structure, leaves = self.layer_call.structure, self.layer_call.leaves
-        args, kwargs = keras.tree.pack_sequence_as(structure, leaves)
+        args, kwargs = self.layer_call.arguments(self.layer_call.leaves)
         scope = ReplicaState(value_of).scope()
         with layer_calls_through(None), scope:
             outputs = self.layer_call.call(*args, **kwargs)

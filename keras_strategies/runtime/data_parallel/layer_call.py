@@ -42,7 +42,11 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.row_checks.layer_checks import RowChecks
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall, LayerProbes
+from keras_strategies.runtime.row_checks.layer_probes import (
+    LayerCall,
+    LayerProbes,
+    argument_leaves,
+)
 from keras_strategies.runtime.state.replica_state import ReplicaState, has_rows
 from keras_strategies.user_warnings import warn_user
 
@@ -156,7 +160,7 @@ class DataParallelCall(abc.ABC):
         kwargs: dict[str, Any],
     ) -> Any:
         with layer_calls_through(None):
-            leaves = keras.tree.flatten((args, kwargs))
+            leaves = argument_leaves(args, kwargs)
             if layer in self._not_by_rows or not is_built(layer):
                 return call(*args, **kwargs)
             if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
@@ -221,7 +225,7 @@ class DataParallelCall(abc.ABC):
                 else leaf
                 for leaf in layer_call.leaves
             ]
-            args, kwargs = keras.tree.pack_sequence_as(layer_call.structure, few)
+            args, kwargs = layer_call.arguments(few)
             with ReplicaState(raw_value).scope():
                 layer_call.call(*args, **kwargs)
             return min(rows, _MEASURED_ROWS)

@@ -46,38 +46,32 @@ class ReplicaState(StatePolicy):
         self.updates: dict[int, tuple[Any, Any]] = {}
 
     def read(self, variable: Any) -> Any:
-        value = self._current(variable)
-        if value is not None and value is self._copies.get(id(variable)):
-            cast = self._float16_read(variable, value)
-            if cast is not None:
-                return cast
-        return self._read(variable)
+        return self._read(variable, autocast_dtype(variable) == "float16")
 
-    def _current(self, variable: Any) -> Any:
+    def _read(self, variable: Any, in_float16: bool = False) -> Any:
         key = id(variable)
-        if key not in self._values:
+        value = self._values.get(key)
+        if value is None:
             value = self._copy(variable)
             if value is None:
                 return None
             self._values[key] = self._copies[key] = value
-        return self._values[key]
-
-    def _read(self, variable: Any) -> Any:
-        value = self._current(variable)
-        if value is not None and value is self._copies.get(id(variable)):
-            self.reads[id(variable)] = (variable, value)
+        if value is self._copies.get(key):
+            if in_float16:
+                cast = self._float16_read(variable, value)
+                if cast is not None:
+                    return cast
+            self.reads[key] = (variable, value)
         return value
 
     def _float16_read(self, variable: Any, value: Any) -> Any:
-        """The value in float16 if the layer autocasts to it, for one read.
+        """The value in float16, for one read by a layer that autocasts to it.
 
         On one device the gradient of such a read is a float16 tensor: if the sum over
         the batch overflows it is infinite, and a `LossScaleOptimizer` skips the step.
         Sums over the rows of a replica are smaller. So each read has a separate
         gradient, which is summed over replicas in float32 and rounded to float16.
         """
-        if autocast_dtype(variable) != "float16":
-            return None
         cast = self._cast(value, "float16")
         if cast is not None:
             self.reads[id(variable), len(self.reads)] = (variable, cast)
