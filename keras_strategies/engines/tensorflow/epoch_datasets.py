@@ -62,6 +62,7 @@ class Epochs:
 
     def __init__(self, dataset: tf.data.Dataset):
         self.dataset = dataset
+        self.element_spec = dataset.element_spec
 
     def __iter__(self) -> tf.data.Iterator:
         return compat.LazyIterator(self.dataset)
