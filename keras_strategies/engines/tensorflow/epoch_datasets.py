@@ -54,7 +54,7 @@ class EpochDatasets:
 
 
 class Epochs:
-    """A dataset whose iterators are created when they are read.
+    """A dataset with iterators that are created when they are read.
 
     At the end of an epoch Keras requests an iterator that it discards in most cases;
     the creation of one takes 2 ms for each function of the dataset.

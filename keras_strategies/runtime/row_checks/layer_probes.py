@@ -105,7 +105,7 @@ class LayerCall:
         given = (*args, *map(kwargs.__getitem__, names))
         if len(given) != len(leaves) or any(map(operator.is_not, given, self.leaves)):
             return keras.tree.pack_sequence_as(self.structure, leaves)
-        # Arguments without containers: `keras.tree` takes 50 microseconds on Torch.
+        # Arguments without containers: `keras.tree` takes 20 microseconds on Torch.
         named = dict(zip(names, leaves[len(args) :], strict=True))
         return tuple(leaves[: len(args)]), {name: named[name] for name in kwargs}
 
