@@ -60,8 +60,9 @@ BOUNDS = {
     # Longer names, such as those of connections: 13. Frozen variables: 2.
     # Layer calls of Torch as recorded operations: 447. Datasets of epochs: 19.
     # Iterators of TensorFlow that are created when they are read: 26.
-    # Arguments of layer calls without containers: 12.
-    "lines of code": 32_938,
+    # Arguments of layer calls without containers: 12. Pushes of parameter servers that
+    # are sent before the reply to the former one: 5.
+    "lines of code": 32_943,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

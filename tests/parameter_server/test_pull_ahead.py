@@ -83,6 +83,33 @@ def test_another_step_than_was_expected_begins_anew():
     assert len(confirmed) == 2
 
 
+def test_a_push_does_not_wait_for_the_reply_to_the_one_before():
+    servers, confirmed = ServerConnections(), []
+    pipeline, task = PullAheadQueue(servers), ScheduledTask(0, 0, [])
+    first = [ahead(task, 1, 0), ahead(task, 2, 0)]
+    pipeline.send({0: push(0)}, first, lambda found: confirmed.append(0))
+    # Both requests are of the last push.
+    pipeline.await_replies(of_last=False)
+    assert pipeline.is_waiting and not confirmed
+    pipeline.await_replies()
+    for i in (1, 2, 3):
+        assert pipeline.take(task, i) is not None
+        pipeline.send(
+            {0: push(i)},
+            [ahead(task, i + 2, 0)],
+            lambda found, i=i: confirmed.append(i),
+        )
+        pipeline.await_replies(of_last=False)
+        # The next step has its values, which came with the push before.
+        assert not pipeline.is_waiting
+        assert confirmed == list(range(i))
+    pipeline.send({0: push(4)}, [], lambda found: confirmed.append(4))
+    pipeline.await_replies(of_last=False)
+    assert confirmed == [0, 1, 2, 3]
+    pipeline.await_replies()
+    assert confirmed == [0, 1, 2, 3, 4]
+
+
 def test_an_error_does_not_lose_the_answers_after_it():
     servers, confirmed = ServerConnections(), []
     pipeline = PullAheadQueue(servers)

@@ -48,15 +48,18 @@ def test_arrays_arrive_and_begin_where_frameworks_like_it() -> None:
     writer.close()
 
 
-def test_regions_take_turns_once_the_peer_has_answered() -> None:
-    writer, reader = SharedBufferWriter(), SharedBufferReader()
-    serials = []
-    for number in range(6):
-        reference = writer.write([memory(number)], number)
-        serials.append(reference.serial)
-        assert first(reader, reference) == number
-        writer.answered(number)
-    assert len(set(serials)) == 2
+@pytest.mark.parametrize("unanswered", [0, 1])
+def test_regions_take_turns_once_the_peer_has_answered(unanswered: int) -> None:
+    writer, reader = SharedBufferWriter(2 + unanswered), SharedBufferReader()
+    references = []
+    for number in range(9):
+        references.append(writer.write([memory(number)], number))
+        for each in range(max(0, number - unanswered), number + 1):
+            assert first(reader, references[each]) == each
+        writer.answered(number - unanswered)
+    assert len({each.serial for each in references}) == 2 + unanswered
+    # Each is mapped once.
+    assert len(reader._mapped) == 2 + unanswered
     writer.close()
 
 

@@ -24,7 +24,7 @@ ONCE = (
     "tests/model_parallel/test_layouts.py",
     # Sockets, and policies of Linux for threads.
     "tests/backends/test_engine_sockets.py",
-    "tests/backends/test_gloo_threads.py",
+    "tests/backends/test_thread_scheduling.py",
     "tests/packaging",
     "tests/tools",
     "tests/test_errors.py",

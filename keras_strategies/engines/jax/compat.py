@@ -11,7 +11,7 @@ import contextlib
 from typing import Any
 
 from keras_strategies.keras_compat.private_names import Private
-from keras_strategies.runtime.gloo_threads import gloo_threads
+from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
 PRIVATE_NAMES = (
     Private(
@@ -197,7 +197,7 @@ def use_host_for_collectives(host: str) -> None:
 
     def make() -> Any:
         client = distributed.global_state.client
-        with gloo_threads():
+        with scheduled_as_batch():
             collectives = _jax.make_gloo_tcp_collectives(client, hostname=host)
             return xla_bridge.make_cpu_client(collectives)
 

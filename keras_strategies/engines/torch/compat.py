@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from keras_strategies.keras_compat.private_names import Private
-from keras_strategies.runtime.gloo_threads import gloo_threads
+from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
 __all__ = [
     "PRIVATE_NAMES",
@@ -156,7 +156,7 @@ def create_gloo_group(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     set_timeout(options, timeout)
     options._threads = 2
-    with gloo_threads():
+    with scheduled_as_batch():
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         return dist.ProcessGroupGloo(store, index, count, options)
 

@@ -82,7 +82,7 @@ class Connection:
         self.sent_bytes = 0
         first = address() if callable(address) else address
         can_share = first.startswith("ipc://") and IS_AVAILABLE
-        self._shared_buffers = SharedBuffers() if can_share else None
+        self._shared_buffers = SharedBuffers(regions=3) if can_share else None
         self._turns = itertools.count(1)
         self._connect(first)
 

@@ -139,7 +139,7 @@ class Service:
                 n for n, buffers in self._peers.items() if not buffers.is_alive
             ]:
                 self._peers.pop(gone).close()
-            self._peers[peer] = SharedBuffers()
+            self._peers[peer] = SharedBuffers(regions=2)
         return self._peers[peer]
 
     def begin(self, receiver: bytes, turn: int | None) -> Empty:

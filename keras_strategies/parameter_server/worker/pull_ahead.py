@@ -2,7 +2,8 @@
 
 A message pushes the result of a step and pulls the values of a later one. With
 unbounded staleness the later one is the step after the next: its values are in transit,
-and the servers update, while the next step is computed.
+and the servers update, while the next step is computed. The message is sent before the
+reply to the previous one has arrived, so that the servers need not wait for a worker.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class PullAheadQueue:
         self._servers = servers
         self._ahead: collections.deque[PrefetchedStep] = collections.deque()
         self._sent: collections.deque[_Sent] = collections.deque()
+        # Number of requests of the last `send`.
+        self._last = 0
 
     def __len__(self) -> int:
         """Number of prefetched steps."""
@@ -95,7 +98,8 @@ class PullAheadQueue:
     ) -> None:
         """Pushes the result of a step and pulls the values of later ones.
 
-        All earlier requests have been answered, so that shared memory alternates.
+        All requests before the previous call have been answered, so that shared memory
+        can be reused.
 
         Args:
             pushes: updates by server.
@@ -113,11 +117,16 @@ class PullAheadQueue:
         for ahead in steps[1:]:
             numbers = self._servers.send_steps(ahead.plan.pulls, shares_memory=False)
             self._sent.append(_Sent(numbers, ahead, None, ()))
+        self._last = max(1, len(steps))
         self._ahead.extend(steps)
 
-    def await_replies(self) -> None:
-        """Waits for the replies to all requests."""
-        while self._sent:
+    def await_replies(self, *, of_last: bool = True) -> None:
+        """Waits for the replies to the requests.
+
+        Args:
+            of_last: bool, whether to those of the last `send` too.
+        """
+        while len(self._sent) > (0 if of_last else self._last):
             sent = self._sent.popleft()
             found = self._servers.receive_steps(sent.numbers)
             if sent.ahead is not None:

@@ -288,8 +288,6 @@ class Worker:
                 for n in {*running_task.local, *local}
             }
         )
-        # Replies to the steps before this one.
-        self._await_replies()
         depth = PULL_AHEAD_STEPS if running_task.task.pulls_ahead else 1
         following = self._upcoming_steps(running_task.task, i, depth)[
             len(self._pipeline) :
@@ -305,6 +303,7 @@ class Worker:
         self._pipeline.send(
             pushes, steps, lambda found: running_task.record_staleness(pulled, found)
         )
+        self._await_replies(of_last=False)
 
     def _upcoming_steps(
         self, task: ScheduledTask, i: int, count: int
@@ -320,15 +319,18 @@ class Worker:
             found += [(following, index) for index in range(len(following.arguments))]
         return found[:count]
 
-    def _await_replies(self) -> None:
+    def _await_replies(self, *, of_last: bool = True) -> None:
         """Waits for the servers' replies and reports the tasks that they complete.
+
+        Args:
+            of_last: bool, whether for those to the last push too.
 
         Raises:
             Exception: a server's, for an update of the running task.
         """
         error = None
         try:
-            self._pipeline.await_replies()
+            self._pipeline.await_replies(of_last=of_last)
         except Exception as found:  # A server's; raised on the coordinator.
             self._pipeline.drop()
             error = found

@@ -23,6 +23,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
 from keras_strategies.parameter_server.worker.worker_loop import Worker
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
+from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.types import RunOptions
 
@@ -77,6 +78,8 @@ def _default_device(device: Device) -> contextlib.AbstractContextManager[Any]:
     return get_engine().on_device(device)
 
 
+# Outermost, as threads of the engine and of connections inherit the policy.
+@scheduled_as_batch()
 def run_worker(
     index: int,
     incarnation: int,

@@ -5,7 +5,8 @@ sender that the receiver maps. They are copied once, instead of four times throu
 socket: 2 MB take a tenth of the time. Regions have no name in the file system and end
 with the last process that maps them.
 
-Only requests and replies that alternate may use it: see `SharedBufferWriter`.
+Only requests of which at most two are unanswered, and their replies, may use it: see
+`SharedBufferWriter`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ IS_AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 #: Total bytes of arrays below which a socket is faster.
 LEAST_BYTES = 65536
 _FIRST_BYTES = 1 << 20
+#: Regions of a writer.
+MOST_REGIONS = 3
 #: Last frame of a message with arrays in shared memory; all other frames have bytes.
 _SHARED = b""
 
@@ -97,14 +100,19 @@ class _Region:
 class SharedBufferWriter:
     """Writes arrays to shared memory that one peer reads.
 
-    Two regions alternate. A region is reused once the peer has answered a later message
+    Regions take turns. A region is reused once the peer has answered a later message
     than the one that refers to it; otherwise a new region replaces it.
 
     Between `begin` and `write`, `empty` allocates arrays in the region of the message,
     which `write` does not copy.
+
+    Args:
+        regions: int, 2 if each message has been answered when the next one is written,
+            3 if one may be unanswered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, regions: int = 2) -> None:
+        self._count = regions
         self._regions: list[_Region] = []
         self._answered = -1
         # The region of the started message.
@@ -165,13 +173,13 @@ class SharedBufferWriter:
         )
 
     def _free(self, size: int) -> _Region:
-        if len(self._regions) == 2:
+        if len(self._regions) == self._count:
             region = self._regions.pop(0)
             if region.number < self._answered and region.size >= size:
                 self._regions.append(region)
                 return region
             region.close()
-        while len(self._regions) < 2:
+        while len(self._regions) < self._count:
             self._regions.append(_Region(_region_size(size)))
         return self._regions[-1]
 
@@ -210,8 +218,8 @@ class SharedBufferReader:
         """
         key = (reference.pid, reference.serial)
         if key not in self._mapped:
-            # Of more than two regions, the oldest has been replaced.
-            for old in list(self._mapped)[:-1]:
+            # Of more regions than these, the oldest has been replaced.
+            for old in list(self._mapped)[: 1 - MOST_REGIONS]:
                 del self._mapped[old]
             descriptor = os.open(
                 f"/proc/{reference.pid}/fd/{reference.descriptor}", os.O_RDWR
@@ -235,10 +243,14 @@ class SharedBufferReader:
 
 
 class SharedBuffers:
-    """Shared memory of two processes of one machine, on one side."""
+    """Shared memory of two processes of one machine, on one side.
 
-    def __init__(self) -> None:
-        self.writer = SharedBufferWriter()
+    Args:
+        regions: int, as for `SharedBufferWriter`.
+    """
+
+    def __init__(self, regions: int) -> None:
+        self.writer = SharedBufferWriter(regions)
         self.reader = SharedBufferReader()
         self._pid: int | None = None
 

@@ -1,4 +1,9 @@
-"""Scheduling of Gloo's communication threads.
+"""Threads that do not preempt the thread that wakes them.
+
+A thread with the policy `SCHED_BATCH` does not preempt the running thread when it is
+woken (sched(7)).
+
+# Threads of Gloo
 
 Gloo, which Torch and XLA use between CPUs, has one thread for all of its connections.
 Incoming data wake it, often while another thread of the process is sending and holds
@@ -6,12 +11,15 @@ the connection's lock. Then it does not block, but polls the lock in a busy loop
 (`Pair::handleEvents` in Gloo's `transport/tcp/pair.cc`, which gives up "until the next
 tick"). On separate cores that is short. If both threads share a core, as in a container
 with one, the sender cannot continue until the scheduler preempts the polling thread:
-4 ms where Linux ticks 250 times a second, for a message that takes 0.2 ms.
+4 ms where Linux ticks 250 times a second, for a message that takes 0.2 ms. With this
+policy the sender finishes first. Threads that wait for messages have it as well:
+otherwise a woken thread would preempt the one that woke it, and then wait for a lock
+that it holds.
 
-A thread with the policy `SCHED_BATCH` does not preempt the running thread when it is
-woken (sched(7)), so the sender finishes first. Threads that wait for messages have this
-policy as well: otherwise a woken thread would preempt the one that woke it, and then
-wait for a lock that it holds.
+# Workers of parameter servers
+
+On one machine, a server that answers a worker wakes it. If the worker preempted it, the
+other workers would wait for the server.
 """
 
 from __future__ import annotations
@@ -22,16 +30,16 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def gloo_threads() -> Iterator[None]:
-    """Context manager around the start of Gloo's threads, which inherit `SCHED_BATCH`.
+def scheduled_as_batch() -> Iterator[None]:
+    """Context manager in which the calling thread has the policy `SCHED_BATCH`.
 
-    The calling thread has this policy inside, if it had the default one; outside of
-    Linux nothing changes.
+    Threads that it starts inherit the policy. A policy other than the default one is
+    not changed; outside of Linux nothing changes.
 
     Example:
 
     ```python
-    with gloo_threads():
+    with scheduled_as_batch():
         device = torch.distributed.ProcessGroupGloo.create_device(hostname=host)
     ```
     """

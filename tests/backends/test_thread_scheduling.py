@@ -1,4 +1,4 @@
-"""Gloo's threads do not take the core from the thread that wakes them."""
+"""Threads that do not take the core from the thread that wakes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from keras_strategies.runtime.gloo_threads import gloo_threads
+from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
 linux_only = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="scheduling policies are Linux's"
@@ -26,7 +26,7 @@ def policy_of_new_thread() -> int:
 
 @linux_only
 def test_threads_started_inside_are_batch() -> None:
-    with gloo_threads():
+    with scheduled_as_batch():
         assert policy_of_new_thread() == os.SCHED_BATCH
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     assert policy_of_new_thread() == os.SCHED_OTHER
@@ -34,7 +34,7 @@ def test_threads_started_inside_are_batch() -> None:
 
 @linux_only
 def test_an_error_inside_leaves_the_caller_as_it_was() -> None:
-    with pytest.raises(ZeroDivisionError), gloo_threads():
+    with pytest.raises(ZeroDivisionError), scheduled_as_batch():
         1 / 0  # noqa: B018
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
@@ -43,7 +43,7 @@ def test_an_error_inside_leaves_the_caller_as_it_was() -> None:
 def test_what_a_user_has_chosen_stays() -> None:
     def choose() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        with gloo_threads():
+        with scheduled_as_batch():
             found.append(policy_of_new_thread())
         found.append(os.sched_getscheduler(0))
 
@@ -59,5 +59,5 @@ def test_a_sandbox_that_forbids_it_is_no_error(monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setscheduler", forbidden, raising=False)
-    with gloo_threads():
+    with scheduled_as_batch():
         pass
