@@ -55,6 +55,29 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster):
     assert "worker 2 was lost at step 3 of fit" in text
 
 
+either = pytest.mark.parametrize(
+    "index", [0, pytest.param(1, marks=pytest.mark.nightly)]
+)
+
+
+@either
+def test_a_worker_that_did_not_finish_a_step_takes_its_result(cluster, index):
+    elastic = cluster(kills=[Kill(2, 3, "end")], unfinished=[(index, 3)], epochs=2)
+    elastic.await_kill(2)
+    found = assert_like_one_device(elastic)
+    assert [found[i]["trained"] for i in (0, 1)] == [2 * STEPS_PER_EPOCH] * 2
+
+
+@either
+def test_a_worker_that_is_slow_in_validation_is_one_step_behind_at_most(cluster, index):
+    # Batches of 25 and 16 rows are not split over three devices of JAX.
+    elastic = cluster(
+        kills=[Kill(2, STEPS_PER_EPOCH, "epoch end")], lags=index, epochs=2
+    )
+    elastic.await_kill(2)
+    assert_like_one_device(elastic)
+
+
 def test_too_few_workers_are_an_error_after_a_wait(cluster):
     elastic = cluster(workers=2, kills=[Kill(1, 2)], min_workers=2, fails=1.0)
     elastic.await_kill(1)

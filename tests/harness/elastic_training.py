@@ -28,6 +28,8 @@ BATCH_SIZE = 25
 #: The last batch has 11 rows.
 ROWS = 86
 STEPS_PER_EPOCH = -(-ROWS // BATCH_SIZE)
+#: Seconds that are enough for other workers to validate and end the epoch.
+LAG = 3.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Settings:
         every_steps: int, steps between two snapshots of `Resume`; 0 without.
         per_execution: int, `steps_per_execution` of the workers.
         fits: int, the calls of `fit`; the last one is that of the kills.
+        unfinished: pairs of a worker and a step, whose result the worker has when it
+            notices that another worker is lost; so it does not finish the step.
+        lags: int, a worker that waits for a loss, for `LAG` seconds, before it
+            validates for the first time; None for none.
     """
 
     folder: str
@@ -75,6 +81,8 @@ class Settings:
     every_steps: int = 0
     per_execution: int = 1
     fits: int = 1
+    unfinished: list[tuple[int, int]] = field(default_factory=list)
+    lags: int | None = None
     addresses: list[str] = field(default_factory=list)
 
 
@@ -190,6 +198,30 @@ def await_newcomer(strategy: Any, folder: Path, step: int) -> None:
     wait_until(waiting.exists, "a worker joins")
 
 
+def notice_loss_after_steps(actions: Any, is_meant: Any) -> None:
+    """Makes a worker notice the loss of another one with the result of a step.
+
+    Args:
+        actions: `ElasticActions`.
+        is_meant: callable that returns whether the current step is such a step.
+    """
+    step = actions.step
+
+    def step_with_loss(model: Any, kind: str, take: Any) -> Any:
+        group = actions.membership.group
+
+        def take_and_notice() -> Any:
+            result = take()
+            if kind == "train" and actions.membership.group is group and is_meant():
+                wait_until(lambda: group.loss() is not None, "a worker is lost")
+                group.check()
+            return result
+
+        return step(model, kind, take_and_notice)
+
+    actions.step = step_with_loss
+
+
 def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:
     """The kills of one worker, as far as its steps are eager."""
     kills = [Kill(**each) for each in settings.kills if each["index"] == index]
@@ -226,6 +258,12 @@ def main() -> None:
     def die(place: str) -> None:
         if any(kill.step == step and kill.place == place for kill in mine):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    if strategy is not None and not is_new:
+        elastic_actions = strategy.workers.elastic
+        notice_loss_after_steps(
+            elastic_actions, lambda: [index, step] in settings.unfinished
+        )
 
     class Gate(keras.layers.Layer):
         def call(self, x: Any, training: bool = False) -> Any:
@@ -265,6 +303,13 @@ def main() -> None:
             die("begin")
             if str(step) in settings.waits and index >= 0 and not is_new:
                 await_newcomer(strategy, folder, step)
+
+        def on_test_begin(self, logs: Any = None) -> None:
+            if index == settings.lags and step == STEPS_PER_EPOCH:
+                group = strategy.workers.group
+                until = time.monotonic() + LAG
+                while group.loss() is None and time.monotonic() < until:
+                    time.sleep(0.02)
 
         def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
             if not is_eager:

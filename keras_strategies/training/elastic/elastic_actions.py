@@ -62,6 +62,11 @@ class ElasticActions(ElasticLoop):
         #: The number of finished actions.
         self._done = 0
         self._result: Any = None
+        # Random numbers after the last finished action. Later ones, such as those that
+        # shuffle an epoch, are drawn by each worker itself.
+        self._random: dict[str, Any] | None = None
+        # The model of the last finished action that had one.
+        self._model: weakref.ref[Any] | None = None
         # Whether this worker has the state after its last finished action.
         self._is_clean = True
         self._is_inside = False
@@ -151,6 +156,8 @@ class ElasticActions(ElasticLoop):
                 )
                 if change is not None and self.loop.is_active:
                     raise self.loop.changed(change)
+            if model is not None:
+                self._model = weakref.ref(model)
             return self._result
 
     def loop_call(
@@ -209,6 +216,7 @@ class ElasticActions(ElasticLoop):
     def _finish(self, result: Any) -> None:
         self._done += 1
         self._result = result
+        self._random = random_state()
         self._is_new = False
 
     # Generations
@@ -315,11 +323,15 @@ class ElasticActions(ElasticLoop):
                 "Restart all workers."
             )
         own = b""
+        # In all actions: a worker may be behind by a step of the model.
+        finished = None if self.loop.is_active or not self._model else self._model()
         if generation.rank == source:
-            own = packed(self._state(model))
+            own = packed(self._state(model if finished is None else finished))
         found = self._membership.group.gather("the state of training", own)[source]
         if generation.rank in generation.behind:
-            self._receive(model, parsed(found))
+            state = parsed(found)
+            state["random"] = state["finished"]
+            self._receive(finished if model is None else model, state)
 
     def _state(self, model: Any) -> dict[str, Any]:
         return {
@@ -327,6 +339,7 @@ class ElasticActions(ElasticLoop):
             "result": self._result,
             "steps": [workers.steps.count for workers in self._workers],
             "random": random_state(),
+            "finished": self._random or random_state(),
             "model": None if model is None else _driver_of(model).values(model),
             "synced": None if model is None else are_synced(strategy_of(model), model),
             "fit": None if self._fit is None else self._fit.capture(),
@@ -341,6 +354,7 @@ class ElasticActions(ElasticLoop):
         if state["loop"] is not None:
             self.loop.receive(state["loop"])
         set_random_state(state["random"])
+        self._random = state["random"]
         for workers, count in zip(self._workers, state["steps"], strict=True):
             workers.steps.count = count
         self._done, self._result = state["done"], state["result"]

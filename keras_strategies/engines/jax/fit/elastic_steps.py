@@ -109,7 +109,12 @@ class _Program:
         outputs = []
         with self._workers.exchange():
             for batch in batches:
-                found, state = step(state, self._trainer.placer.place(batch))
+                placed = self._trainer.placer.place(batch)
+                if not _is_split(placed):
+                    # Without a collective, workers would be several steps apart, and
+                    # those that are behind could not take the state of another one.
+                    self._workers.group.barrier("a step")
+                found, state = step(state, placed)
                 outputs.append(found)
             # Programs run asynchronously, and errors appear where results are read.
             jax.block_until_ready((outputs, state))
@@ -123,3 +128,9 @@ class _Program:
             self._group = self._workers.group
             self._step = self._trainer.step(self._model, self._kind)
         return self._step
+
+
+def _is_split(batch: Any) -> bool:
+    """Whether rows are on several devices, so that their step has a collective."""
+    leaves = jax.tree.leaves(batch)
+    return not all(leaf.sharding.is_fully_replicated for leaf in leaves)
