@@ -183,14 +183,15 @@ def _generator(arrays: Any) -> Any:
 
 
 def await_newcomer(strategy: Any, folder: Path, step: int) -> None:
-    """Waits until a new worker waits at the chief, or has joined."""
+    """Waits until a new worker waits at the chief, has joined, or was refused."""
     waiting, workers = folder / f"waiting{step}", strategy.workers
 
     def is_there() -> bool:
         membership = workers.elastic.membership
         members = {member.index for member in membership.generation.members}
         new = {int(path.name[3:].split("-")[0]) for path in folder.glob("new*")}
-        return membership._listener.joining > 0 or bool(new & members)
+        is_refused = any(folder.glob("failed*"))
+        return membership._listener.joining > 0 or bool(new & members) or is_refused
 
     if workers.is_chief:
         wait_until(is_there, "a worker joins")
@@ -235,6 +236,15 @@ def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:
 
 
 def main() -> None:
+    try:
+        train()
+    except Exception:
+        folder = Path(json.loads(Path(sys.argv[1]).read_text())["folder"])
+        (folder / f"failed{sys.argv[2]}").touch()
+        raise
+
+
+def train() -> None:
     import keras
 
     import keras_strategies as ks
