@@ -55,12 +55,12 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster):
     assert "worker 2 was lost at step 3 of fit" in text
 
 
-either = pytest.mark.parametrize(
+for_each_survivor = pytest.mark.parametrize(
     "index", [0, pytest.param(1, marks=pytest.mark.nightly)]
 )
 
 
-@either
+@for_each_survivor
 def test_a_worker_that_did_not_finish_a_step_takes_its_result(cluster, index):
     elastic = cluster(kills=[Kill(2, 3, "end")], unfinished=[(index, 3)], epochs=2)
     elastic.await_kill(2)
@@ -68,7 +68,7 @@ def test_a_worker_that_did_not_finish_a_step_takes_its_result(cluster, index):
     assert [found[i]["trained"] for i in (0, 1)] == [2 * STEPS_PER_EPOCH] * 2
 
 
-@either
+@for_each_survivor
 def test_a_worker_that_is_slow_in_validation_is_one_step_behind_at_most(cluster, index):
     # Batches of 25 and 16 rows are not split over three devices of JAX.
     elastic = cluster(
