@@ -62,8 +62,8 @@ BOUNDS = {
     # Iterators of TensorFlow that are created when they are read: 26.
     # Arguments of layer calls without containers: 12. Pushes of parameter servers that
     # are sent before the reply to the former one: 5.
-    # Elastic workers that are behind: 16.
-    "lines of code": 32_959,
+    # Elastic workers that are behind: 16, or have no collective: 25.
+    "lines of code": 32_984,
     "folders of more than 12 files": 0,
     "files of the largest folder": 12,
     "import cycles": 0,

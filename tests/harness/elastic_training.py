@@ -67,7 +67,8 @@ class Settings:
         unfinished: pairs of a worker and a step, whose result the worker has when it
             notices that another worker is lost; so it does not finish the step.
         lags: int, a worker that waits for a loss, for `LAG` seconds, before it
-            validates for the first time; None for none.
+            validates for the second time; None for none.
+        mixes_rows: bool, whether a layer computes from all rows, and is not split.
     """
 
     folder: str
@@ -83,6 +84,7 @@ class Settings:
     fits: int = 1
     unfinished: list[tuple[int, int]] = field(default_factory=list)
     lags: int | None = None
+    mixes_rows: bool = False
     addresses: list[str] = field(default_factory=list)
 
 
@@ -279,7 +281,7 @@ def train() -> None:
         def call(self, x: Any, training: bool = False) -> Any:
             if is_eager and not isinstance(x, keras.KerasTensor):
                 die("layer" if training else "validation")
-            return x
+            return x + keras.ops.mean(x, 0) if settings.mixes_rows else x
 
     keras.utils.set_random_seed(11)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
@@ -315,7 +317,7 @@ def train() -> None:
                 await_newcomer(strategy, folder, step)
 
         def on_test_begin(self, logs: Any = None) -> None:
-            if index == settings.lags and step == STEPS_PER_EPOCH:
+            if index == settings.lags and step == 2 * STEPS_PER_EPOCH:
                 group = strategy.workers.group
                 until = time.monotonic() + LAG
                 while group.loss() is None and time.monotonic() < until:

@@ -31,12 +31,23 @@ class TorchElasticSteps(ElasticDriver):
 
     def __init__(self, call: DataParallelCall | None, workers: TorchWorkers):
         self._call = call
+        self._workers = workers
+        self._has_exchanged = True
         self._current: _SavedTensors | None = None
         workers.on_exchange = self._exchanging
         self._saved: weakref.WeakKeyDictionary[Any, _SavedTensors] = (
             weakref.WeakKeyDictionary()
         )
         self._saved_in_loop = _SavedTensors()
+
+    def take(self, step: Callable[[Any], Any], batches: Any) -> Any:
+        """Takes steps on batches, at most one such action ahead of other workers."""
+        if not self._has_exchanged:
+            # Without a collective, workers would be several actions apart, and those
+            # that are behind could not take the state of another one.
+            self._workers.group.barrier("a step")
+        self._has_exchanged = False
+        return step(batches)
 
     def save_state(self, model: Any, kind: str) -> Callable[[], bool]:
         saved = self._saved.get(model)
@@ -53,6 +64,7 @@ class TorchElasticSteps(ElasticDriver):
         return _with_random_numbers(saved.save(variables, set()))
 
     def _exchanging(self) -> None:
+        self._has_exchanged = True
         if self._current is not None:
             self._current.exchanging()
 
@@ -63,6 +75,7 @@ class TorchElasticSteps(ElasticDriver):
         restore_model(model, values)
 
     def reformed(self, model: Any, has_new: bool) -> None:
+        self._has_exchanged = True
         if self._call is not None:
             self._call.workers_changed()
 

@@ -88,10 +88,11 @@ class TorchTrainer(FitDriver):
         elastic = None if workers is None else workers.elastic
         if elastic is None:
             return step
-        owner = weakref.ref(model)
+        owner, steps = weakref.ref(model), self.elastic
+        assert steps is not None
 
         def repeated(data: Any) -> Any:
-            return elastic.step(owner(), kind, lambda: step(data))
+            return elastic.step(owner(), kind, lambda: steps.take(step, data))
 
         return repeated
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
+    TensorFlowWorkers,
     joined_workers,
 )
 from keras_strategies.keras_compat.models.building import all_variables
@@ -34,10 +35,16 @@ class TensorFlowElasticSteps(ElasticDriver):
 
     Args:
         row_checks: the checks of layers, which workers make together.
+        workers: the communicator between workers.
     """
 
-    def __init__(self, row_checks: RowChecks):
+    def __init__(self, row_checks: RowChecks, workers: TensorFlowWorkers):
         self._row_checks = row_checks
+        self._workers = workers
+        self._has_exchanged = True
+        self._exchanges: weakref.WeakKeyDictionary[Any, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         self._safe: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._model: Any = None
         self._saved: dict[int, tuple[Any, Any]] = {}
@@ -67,6 +74,14 @@ class TensorFlowElasticSteps(ElasticDriver):
 
         return restore
 
+    def begin_step(self) -> None:
+        """Begins a step, or several, at most one such action ahead of other workers."""
+        if not self._has_exchanged:
+            # Without a collective, workers would be several actions apart, and those
+            # that are behind could not take the state of another one.
+            self._workers.group.barrier("a step")
+        self._has_exchanged = False
+
     def begin_program(self, program: Any) -> None:
         """Saves weights and slots if a program of the step needs it.
 
@@ -79,6 +94,8 @@ class TensorFlowElasticSteps(ElasticDriver):
         self._programs += 1
         if program is not None and program not in self._safe:
             self._safe[program] = _updates_at_last(program.graph, _late(self._model))
+            self._exchanges[program] = _last_collective(program.graph) is not None
+        self._has_exchanged |= program is not None and self._exchanges[program]
         if self._programs > 1 or program is None or not self._safe[program]:
             self._add(all_variables(self._model))
 
@@ -98,7 +115,7 @@ class TensorFlowElasticSteps(ElasticDriver):
         restore_model(model, values)
 
     def reformed(self, model: Any, has_new: bool) -> None:
-        self._saved = {}
+        self._saved, self._has_exchanged = {}, True
         if has_new:
             self._row_checks.clear()
 
@@ -131,10 +148,7 @@ def _updates_at_last(graph: Any, late: dict[int, Any]) -> bool:
         if any(outer is raw_value(variable).handle for variable in late.values())
     }
     operations = graph.get_operations()
-    last = max(
-        (i for i, op in enumerate(operations) if op.type.startswith("Collective")),
-        default=None,
-    )
+    last = _last_collective(graph)
     if last is None:
         return True
     after = {operations[last]}
@@ -147,6 +161,12 @@ def _updates_at_last(graph: Any, late: dict[int, Any]) -> bool:
         ):
             return False
     return True
+
+
+def _last_collective(graph: Any) -> int | None:
+    """The position of the last collective that is always executed; None without."""
+    found = enumerate(graph.get_operations())
+    return max((i for i, op in found if op.type.startswith("Collective")), default=None)
 
 
 def after_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         self.elastic: TensorFlowElasticSteps | None = None
         workers = workers_of(self.placement)
         if workers is not None and workers.elastic is not None:
-            self.elastic = TensorFlowElasticSteps(self._row_checks)
+            self.elastic = TensorFlowElasticSteps(self._row_checks, workers)
 
     def __call__(
         self,

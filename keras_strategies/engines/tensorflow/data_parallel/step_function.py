@@ -124,8 +124,13 @@ class StepFunction:
         if not read:
             raise StopIteration
         return elastic.step(
-            self._model, self._kind, lambda: to_numpy(self._take(read, spec))
+            self._model, self._kind, lambda: self._take_together(read, spec)
         )
+
+    def _take_together(self, batches: list[Any], spec: Any) -> Any:
+        assert self._call.elastic is not None
+        self._call.elastic.begin_step()
+        return to_numpy(self._take(batches, spec))
 
     def _take(self, batches: Iterable[Any], spec: Any) -> Any:
         if self._kind == "predict":
