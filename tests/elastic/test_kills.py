@@ -74,7 +74,7 @@ def test_a_worker_that_is_slow_in_validation_is_one_step_behind_at_most(
     cluster, index, mixes_rows
 ):
     # Batches of 25 and 16 rows are not split over three devices of JAX. On Torch and
-    # TensorFlow, a layer that mixes rows is not split; it is checked in the first epoch.
+    # TensorFlow, a layer that mixes rows is not split; epoch 1 checks it.
     elastic = cluster(
         kills=[Kill(2, 2 * STEPS_PER_EPOCH, "epoch end")],
         lags=index,
