@@ -11,7 +11,7 @@ process of its own that is pinned to one core:
 - where the peer moves data with Gloo, the same two processes as `SCHED_BATCH`, as by
   `chrt --batch 0 python ...`: what our workers do for Gloo's threads only, which on a
   core that is shared with them costs a scheduler's tick for most messages
-  (`keras_strategies/runtime/gloo_threads.py`).
+  (`keras_strategies/runtime/thread_scheduling.py`).
 
 Every number is the median over rounds of the milliseconds per step of worker 0, after
 one epoch that warms up; ratios have the range of the rounds. Above 1 ours is faster.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import keras
@@ -160,6 +161,10 @@ def test_a_step_has_one_all_reduce(mirrored, monkeypatch):
         assert float(step(batch)) == pytest.approx(expected, rel=1e-6)
     sent = [sent_bytes(text) for text in texts]
     assert [count for found in sent for count, _ in found.values()] == [1]
+    lines = "".join(texts).splitlines()
+    [reduced] = [line for line in lines if " all-reduce(" in line]
+    # The gradients of kernels of shapes (3, 4) and (4, 2), before they are transposed.
+    assert set(re.findall(r"f32\[\d+,\d+\]", reduced)) == {"f32[4,3]", "f32[2,4]"}
 
 
 def test_a_batch_of_a_dataset_is_one_array_in_a_program(mirrored, monkeypatch):

@@ -48,6 +48,16 @@ PRIVATE_NAMES = (
         ("dce_jaxpr",),
         "The values that a result depends on.",
     ),
+    Private(
+        "jax._src.interpreters.partial_eval.DynamicJaxprTracer",
+        ("parent",),
+        "Gradients that are transpositions.",
+    ),
+    Private(
+        "jax._src.interpreters.partial_eval.TracingEqn",
+        ("in_tracers", "params", "primitive"),
+        "Gradients that are transpositions.",
+    ),
 )
 
 
@@ -89,6 +99,18 @@ def with_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
 
     context: contextlib.AbstractContextManager[Any] = core.set_current_trace(trace)
     return context
+
+
+def transposed(traced: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """The argument and the permutation of the transposition that a value results from.
+
+    JAX 0.10: `DynamicJaxprTracer.parent`. None for the result of something else.
+    """
+    equation = getattr(traced, "parent", None)
+    if equation is None or equation.primitive.name != "transpose":
+        return None
+    (argument,) = equation.in_tracers
+    return argument, equation.params["permutation"]
 
 
 # A day: the group's hub detects lost workers, in seconds.
