@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,11 +49,17 @@ class RowsOfTables(SparseGradients):
         own = tf.shape(gradient.indices)[:1]
         count = workers.group.count
         counts = tf.unstack(workers.gather_rows(own, [1] * count), count)
-        return tf.IndexedSlices(
-            workers.gather_rows(gradient.values, counts),
-            workers.gather_rows(gradient.indices, counts),
-            gradient.dense_shape,
-        )
+        # In one collective: the bits of an index are further columns of its row.
+        values, indices = gradient.values, tf.cast(gradient.indices, tf.int64)
+        shape, dtype = values.shape[1:], values.dtype
+        width, more = math.prod(shape), tf.int64.size // dtype.size
+        bits = tf.reshape(tf.bitcast(indices, dtype), [-1, more])
+        rows = tf.concat([tf.reshape(values, [-1, width]), bits], 1)
+        rows = workers.gather_rows(rows, counts)
+        bits = rows[:, width:] if more > 1 else rows[:, width]
+        indices = tf.cast(tf.bitcast(bits, tf.int64), gradient.indices.dtype)
+        values = tf.reshape(rows[:, :width], [-1, *shape])
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _joined(slices: Sequence[Any]) -> tuple[Any, Any]:
