@@ -137,6 +137,10 @@ class ReplicaContext:
             size = call_options(options, self._strategy.workers).bytes_per_pack
             if size:
                 return all_reduce_in_packs(self._all_reduce, op, value, size)
+        if op is ReduceOp.SUM and type(value) in (int, float):
+            total = self._collectives.total(self._local_id, value)
+            if total is not None:
+                return keras.ops.convert_to_tensor(total)
         return self._on_tensors(lambda tensors: self._all_reduce(op, tensors), value)
 
     def _all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> Sequence[Any]:

@@ -149,6 +149,14 @@ def test_replicas_that_disagree_on_merge_calls_are_an_error(mirrored):
 
 
 @pytest.mark.filterwarnings("ignore:The Python of")
+@pytest.mark.parametrize("number", [3, 0.5])
+def test_a_python_number_is_summed_over_replicas(mirrored, number):
+    total = mirrored.run(lambda: ks.get_replica_context().all_reduce("SUM", number))
+    assert numbers(total) == [2 * number] * 2
+    expected = ops.convert_to_tensor(number).dtype
+    assert [part.dtype for part in total.values] == [expected] * 2
+
+
 def test_python_may_branch_on_the_replica(mirrored):
     found = mirrored.run(lambda: ops.ones((replica_id() + 1,)))
     assert numbers(found) == [[1], [1, 1]]

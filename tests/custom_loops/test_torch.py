@@ -73,6 +73,16 @@ def test_arguments_on_the_device_of_a_replica_are_not_moved(mirrored):
     assert [tuple(each.shape) for each in found] == [(4, 3), (3, 3), (4, 3)]
 
 
+def test_a_number_and_a_tensor_are_not_one_sum(mirrored):
+    def fn(value: Any) -> Any:
+        context = ks.get_replica_context()
+        is_first = context.replica_id_in_sync_group == 0
+        return context.all_reduce("SUM", 1.0 if is_first else value)
+
+    with pytest.raises(ks.errors.ReplicaMismatchError, match="all_reduce of a number"):
+        mirrored.run(fn, args=(torch.ones(()),))
+
+
 def test_the_name_of_a_device_equals_the_device():
     name = DeviceName(torch.device("cpu"))
     device = torch.zeros(1).device

@@ -28,6 +28,10 @@ class ReplicaCollectives(abc.ABC):
     ) -> Sequence[Any]:
         """Reduces each tensor over replicas; its gradient is the same reduction."""
 
+    def total(self, replica: int, number: int | float) -> int | float | None:
+        """The sum of a Python number over replicas; None to sum it as a tensor."""
+        return None
+
     @abc.abstractmethod
     def all_gather(
         self, replica: int, tensors: Sequence[Any], axis: int

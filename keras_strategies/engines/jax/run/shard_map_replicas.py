@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import keras
 from jax import lax
 from jax import numpy as jnp
 
@@ -41,7 +40,7 @@ from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
 )
 from keras_strategies.runtime.state import run_state
-from keras_strategies.types import CommunicationOptions, ReduceOp
+from keras_strategies.types import ReduceOp
 from keras_strategies.values import PerReplica, map_structure
 
 
@@ -56,17 +55,6 @@ class _ShardedContext(context.ReplicaContext):
     def devices(self) -> tuple[str, ...]:
         """Raises: the names differ between replicas, and one trace serves all."""
         raise _NotUniformError("`ReplicaContext.devices` differs between replicas")
-
-    def all_reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        if type(value) in (int, float) and ReduceOp.parse(reduce_op) is ReduceOp.SUM:
-            # A constant of the trace: no collective.
-            return keras.ops.convert_to_tensor(value * self.num_replicas_in_sync)
-        return super().all_reduce(reduce_op, value, options)
 
     def __repr__(self) -> str:
         return f"<ReplicaContext of each replica of {self._strategy!r}>"
@@ -248,6 +236,10 @@ class ShardMapReplicas(TracedReplicas):
         return [gathered[i] for i in range(self._mesh.count)]
 
     # Collectives.
+
+    def total(self, replica: int, number: int | float) -> int | float:
+        # A constant of the trace: no collective.
+        return number * self._mesh.count
 
     def all_reduce(
         self, replica: int, op: ReduceOp, tensors: Sequence[Any]
