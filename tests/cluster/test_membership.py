@@ -326,6 +326,17 @@ def test_one_worker_ends_the_generation_of_busy_ones(joined):
         assert joined[0].reform(3).members == second.result(TIMEOUT).members
 
 
+def test_a_member_waits_for_the_end_of_the_chiefs_step(joined):
+    timeout = 0.5
+    joined += join_all(free_addresses(2), [0, 1], timeout=timeout)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(joined[1].reform, 3)
+        # A compilation, which does not notice that the generation has ended.
+        time.sleep(4 * timeout)
+        assert not second.done(), second.exception()
+        assert joined[0].reform(3).members == second.result(TIMEOUT).members
+
+
 class Network:
     """Connections between rendezvous of this process, some of which are cut."""
 

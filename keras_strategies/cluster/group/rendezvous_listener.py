@@ -268,7 +268,9 @@ class RendezvousListener:
                     candidate.connection.send(state)
             for candidate in waiting:
                 waited = time.monotonic() - candidate.since
-                if candidate.index in members and waited > 2 * self.limits.timeout:
+                # A member itself waits as well, until this worker notices its loss.
+                is_second = members.get(candidate.index, candidate.uid) != candidate.uid
+                if is_second and waited > 2 * self.limits.timeout:
                     self.refuse(candidate, duplicate(candidate.index), is_late=False)
 
     def _forget(self, candidate: Candidate) -> None:
