@@ -139,6 +139,27 @@ def test_a_stopped_worker_is_excluded_and_rejoins(cluster, victim):
     three.check(lost=1, joined=1)
 
 
+def test_a_stopped_worker_rejoins_workers_outside_of_its_last_generation(cluster):
+    """When it continues, all workers that it trained with are stopped themselves."""
+    three = cluster(3, timeout=2.0)
+    os.kill(three.pid(1), signal.SIGSTOP)
+    three.await_members({0, 2})
+    os.kill(three.pid(2), signal.SIGSTOP)
+    three.await_members({0})
+    os.kill(three.pid(1), signal.SIGCONT)
+    three.await_members({0, 1})
+    os.kill(three.pid(0), signal.SIGSTOP)
+    three.await_members({1})
+    os.kill(three.pid(2), signal.SIGCONT)
+    three.await_members({1, 2})
+    os.kill(three.pid(0), signal.SIGCONT)
+    three.await_members({0, 1, 2})
+    found = three.results()
+    assert {result["state"] for result in found.values()} == {
+        elastic_worker.expected(found[1]["steps"])
+    }
+
+
 def test_all_but_one_are_killed_at_once(cluster):
     three = cluster(3)
     for index in (0, 1):

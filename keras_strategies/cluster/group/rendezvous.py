@@ -16,6 +16,9 @@ have not voted:
   answers: the other partition may have continued with it before it ended;
 - an answer: the worker is busy with a step; the probe ends its generation.
 
+A leader that was stopped itself probes all workers of the cluster: those of its
+generation may have continued with others, and be lost by now. It then joins these.
+
 Then the leader, now the chief, makes the votes' connections those of the new group (see
 `Hub.over`). New workers use the same message: a running worker redirects them to the
 chief, where they wait for the next generation.
@@ -32,6 +35,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,9 +255,10 @@ class Rendezvous:
         connection = self._probes.connect(self._own.index)
         try:
             connection.send(self._hello("vote"))
-            for index in self._others():
+            outsiders = self._outsiders()
+            for index in (*self._others(), *outsiders):
                 self._own.start(self._probes.repeat, index, findings, ended)
-            formed, chief = self._collect(connection, findings)
+            formed, chief = self._collect(connection, findings, outsiders)
         except BaseException:
             connection.abort()
             raise
@@ -267,7 +272,10 @@ class Rendezvous:
         return formed, chief
 
     def _collect(
-        self, connection: MessageConnection, findings: dict[int, ProbeResult]
+        self,
+        connection: MessageConnection,
+        findings: dict[int, ProbeResult],
+        outsiders: Sequence[int],
     ) -> tuple[Formed | None, int | None]:
         begin, target = time.monotonic(), self._own.target
         while self._own.target == target:
@@ -277,7 +285,10 @@ class Rendezvous:
             chief = self._other_chief(found)
             if chief is not None:
                 return None, chief if chief >= 0 else None
-            hub = self._commit(found, time.monotonic() - begin)
+            waited = time.monotonic() - begin
+            if waited < self._own.limits.patience and {*outsiders} - found.keys():
+                continue
+            hub = self._commit(found, waited)
             if hub is not None:
                 return Formed(connection, hub, self._own_welcome(connection)), None
         return None, None
@@ -290,6 +301,18 @@ class Rendezvous:
 
     def _others(self) -> list[int]:
         return [index for index in self._order() if index != self._own.index]
+
+    def _outsiders(self) -> list[int]:
+        """Workers that may train in a generation after that of this process.
+
+        While it was stopped, the others of its generation may have continued with these
+        workers, and be lost by now.
+        """
+        with self._own.changed:
+            if not self._own.was_stopped() or not self._own.previous:
+                return []
+            every = range(len(self._own.addresses))
+            return [index for index in every if index not in self._own.previous]
 
     def _other_chief(self, findings: dict[int, ProbeResult]) -> int | None:
         """A worker to follow: its index, or -1 for the first that is alive."""
@@ -313,6 +336,9 @@ class Rendezvous:
                 return index
             elif answer["target"] == 0 < self._own.target:
                 continue
+            elif index not in order:
+                if answer["target"] > self._own.target:
+                    return -1
             elif answer["phase"] == FORMING and order.index(index) < own:
                 return -1
         return None

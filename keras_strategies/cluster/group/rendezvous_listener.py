@@ -98,6 +98,8 @@ class RendezvousListener:
         # The worker to which others are redirected.
         self.chief: int | None = None
         self.candidates: dict[str, Candidate] = {}
+        self._was_stopped = False
+        self._counted = time.monotonic()
         self.closed = threading.Event()
         self._server = self._listen()
         self.start(self._accept)
@@ -120,6 +122,17 @@ class RendezvousListener:
                 "address of the cluster; check that it is an address of this machine "
                 "and that no other program uses the port."
             ) from error
+
+    def was_stopped(self) -> bool:
+        """Whether this process was stopped in its current generation.
+
+        The others may have formed several generations without it. Called every `BEAT`
+        seconds, with the lock held.
+        """
+        now = time.monotonic()
+        self._was_stopped |= now - self._counted > self.limits.timeout
+        self._counted = now
+        return self._was_stopped
 
     @property
     def host(self) -> str:
@@ -261,6 +274,7 @@ class RendezvousListener:
         while not self.closed.wait(BEAT):
             # With the lock, so that none follows the welcome.
             with self.changed:
+                self.was_stopped()
                 waiting = list(self.candidates.values())
                 members = self.previous if self.phase == RUNNING else {}
                 state = self.state("wait")
@@ -321,7 +335,7 @@ class RendezvousListener:
                 self.addresses[each["index"]] = each["address"]
             self.previous = {each["index"]: each["uid"] for each in members}
             self.chief = members[0]["index"]
-            self.leads = False
+            self.leads = self._was_stopped = False
             is_chief = self.chief == self.index
         if not is_chief:
             self.drop_candidates()
