@@ -286,6 +286,7 @@ class Rendezvous:
             if chief is not None:
                 return None, chief if chief >= 0 else None
             waited = time.monotonic() - begin
+            # Not before it is clear whether they train.
             if waited < self._own.limits.patience and {*outsiders} - found.keys():
                 continue
             hub = self._commit(found, waited)
