@@ -29,13 +29,15 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     regularized_scope,
     writable,
 )
+from keras_strategies.parameter_server.wire.arrays.row_arrays import (
+    ALIGNMENT,
+    empty_aligned,
+)
 
 # Dtypes that NumPy lacks.
 _WITHOUT_BUFFER = (tf.bfloat16, tf.string)
 # Kinds of NumPy dtypes that TensorFlow has.
 _WITH_BUFFER = "biuf"
-# Alignment of arrays in bytes that TensorFlow requires.
-_ALIGNMENT = 64
 # Attribute of a `tf.Variable`: the value that the next program assigns.
 _PENDING_VALUE = "_keras_strategies_given"
 # XLA halves the time to sum the gradients of lookups, but compiles for each shape. It
@@ -369,14 +371,17 @@ def _key(batch: Any) -> Any:
 def _tensor(array: Any) -> Any:
     """An eager tensor on the memory of an array, where TensorFlow supports it."""
     array = np.asarray(array)
-    address = array.__array_interface__["data"][0]
     if (
         array.dtype.kind not in _WITH_BUFFER
-        or address % _ALIGNMENT
         or not array.size
         or not array.flags.c_contiguous
     ):
         return tf.convert_to_tensor(array)
+    if array.__array_interface__["data"][0] % ALIGNMENT:
+        # With an aligned copy it takes a third of the time of `convert_to_tensor`.
+        aligned = empty_aligned(array.shape, array.dtype)
+        aligned[...] = array
+        return tf.experimental.dlpack.from_dlpack(aligned.__dlpack__())
     return tf.experimental.dlpack.from_dlpack(writable(array).__dlpack__())
 
 

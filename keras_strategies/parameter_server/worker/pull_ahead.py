@@ -94,7 +94,7 @@ class PullAheadQueue:
         self,
         pushes: Mapping[int, StepRequest],
         steps: Sequence[PrefetchedStep],
-        confirm: Callable[[dict[int, StepReply]], None],
+        confirm: Callable[[dict[int, StepReply]], None] | None = None,
     ) -> None:
         """Pushes the result of a step and pulls the values of later ones.
 
@@ -104,7 +104,8 @@ class PullAheadQueue:
         Args:
             pushes: updates by server.
             steps: later steps in their order; the first is sent with the pushes.
-            confirm: called by `await_replies` with the replies to the pushes.
+            confirm: called by `await_replies` with the replies to the pushes; None if
+                there are none.
         """
         first = steps[0] if steps else None
         pulls = first.plan.pulls if first is not None else {}
@@ -115,7 +116,7 @@ class PullAheadQueue:
         numbers = self._servers.send_steps(merged)
         self._sent.append(_Sent(numbers, first, confirm, tuple(pushes)))
         for ahead in steps[1:]:
-            numbers = self._servers.send_steps(ahead.plan.pulls, shares_memory=False)
+            numbers = self._servers.send_steps(ahead.plan.pulls)
             self._sent.append(_Sent(numbers, ahead, None, ()))
         self._last = max(1, len(steps))
         self._ahead.extend(steps)

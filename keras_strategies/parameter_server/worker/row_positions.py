@@ -9,11 +9,13 @@ import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
 
+_MOST_INT32 = np.iinfo(np.int32).max
+
 
 class RowPositions:
     """Unique rows of lookups, and the position of each lookup among them."""
 
-    #: Rows of a table per id up to which a mask of all rows is faster than sorting.
+    #: Rows of a table per id up to which a position of each row is worth its memory.
     _ROWS_PER_ID = 64
 
     def __init__(self) -> None:
@@ -39,9 +41,13 @@ class RowPositions:
         if rows > self._ROWS_PER_ID * len(joined):
             found, where = np.unique(joined, return_inverse=True)
             return found, np.split(where.astype(np.int32), ends)
-        is_wanted = np.zeros(rows, bool)
-        is_wanted[joined] = True
-        found = np.flatnonzero(is_wanted)
+        # Sorting int32 takes half the time of int64.
+        small = joined.astype(np.int32) if rows <= _MOST_INT32 else joined
+        ordered = np.sort(small)
+        is_first = np.empty(len(ordered), bool)
+        is_first[:1] = True
+        np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+        found = ordered[is_first].astype(np.int64)
         if len(self._positions) < rows:
             self._positions = np.empty(rows, np.int32)
         self._positions[found] = np.arange(len(found), dtype=np.int32)

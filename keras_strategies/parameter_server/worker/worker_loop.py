@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
 )
 from keras_strategies.parameter_server.wire.heartbeat import coordinator_lost_message
 from keras_strategies.parameter_server.wire.request_connection import Connection
+from keras_strategies.parameter_server.wire.step_messages import StepReply
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
     ReleasedNumbers,
@@ -247,11 +248,8 @@ class Worker:
                 self._await_replies()
             ready = self._pipeline.take(running_task.task, i)
             if ready is None:
-                plan = self._execution.plan(program, batch)
-                servers = self._execution.servers
-                pulled = servers.receive_steps(servers.send_steps(plan.pulls))
-            else:
-                plan, pulled = ready
+                ready = self._pull(program, running_task.task, i)
+            plan, pulled = ready
             running_task.steps += 1
             result = self.programs.compute(program, plan, pulled, batch)
             outputs.append(result.outputs)
@@ -261,6 +259,18 @@ class Worker:
         if definition.kind == "predict":
             return outputs
         return outputs[-1]
+
+    def _pull(
+        self, program: StepProgram, task: ScheduledTask, i: int
+    ) -> tuple[PullPlan, dict[int, StepReply]]:
+        """Pulls the values of a step, and begins to pull those of the next one."""
+        plan = self._execution.plan(program, task.arguments[i])
+        numbers = self._execution.servers.send_steps(plan.pulls)
+        if task.pulls_ahead:
+            following = self._planned(self._upcoming_steps(task, i, 1))
+            if following:
+                self._pipeline.send({}, following)
+        return plan, self._execution.servers.receive_steps(numbers)
 
     def _advance_local(self, running_task: RunningTask) -> None:
         """Applies the last step's changes to metrics."""
@@ -292,18 +302,26 @@ class Worker:
         following = self._upcoming_steps(running_task.task, i, depth)[
             len(self._pipeline) :
         ]
+        self._pipeline.send(
+            pushes,
+            self._planned(following),
+            lambda found: running_task.record_staleness(pulled, found),
+        )
+        self._await_replies(of_last=False)
+
+    def _planned(
+        self, following: Sequence[tuple[ScheduledTask, int]]
+    ) -> list[PrefetchedStep]:
+        """Later steps with their pull plans."""
         steps = []
         for task, index in following:
             try:
                 program = self._model_program(self._functions.definition(task))
-                plan_ahead = self._execution.plan(program, task.arguments[index])
+                plan = self._execution.plan(program, task.arguments[index])
             except Exception:  # Raised again when that step runs.
                 break
-            steps.append(PrefetchedStep(task, index, plan_ahead))
-        self._pipeline.send(
-            pushes, steps, lambda found: running_task.record_staleness(pulled, found)
-        )
-        self._await_replies(of_last=False)
+            steps.append(PrefetchedStep(task, index, plan))
+        return steps
 
     def _upcoming_steps(
         self, task: ScheduledTask, i: int, count: int
