@@ -76,14 +76,15 @@ class TorchParameterServerEngine(ParameterServerEngine):
         return made
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
-        dtype = stored_dtype(variable)
-        tensor = keras.ops.convert_to_tensor(as_tensor(value), dtype=dtype)
-        trains = variable.trainable and tensor.is_floating_point()
-        raw = raw_value(variable)
+        raw, tensor = raw_value(variable), as_tensor(value)
+        if raw is None or raw.device != tensor.device or raw.dtype != tensor.dtype:
+            dtype = stored_dtype(variable)
+            tensor = keras.ops.convert_to_tensor(tensor, dtype=dtype)
         # Autograd stores the shape of a parameter with a gradient.
         if raw is not None and raw.dtype == tensor.dtype and raw.shape == tensor.shape:
             raw.data = tensor
         else:
+            trains = variable.trainable and tensor.is_floating_point()
             raw = torch.nn.Parameter(tensor, requires_grad=trains)
             set_raw_value(variable, raw)
         if tensor.device.type != "cpu":

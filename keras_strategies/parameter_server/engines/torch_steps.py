@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from keras_strategies.engines.torch.compat import tree_flatten
 from keras_strategies.keras_compat.optimizers.applying import applying_through
 from keras_strategies.keras_compat.thread_state import values_scope
 from keras_strategies.keras_compat.variables.lookups import lookups_through
@@ -124,15 +125,17 @@ class TorchStepProgram(StepProgram):
         self, batch: Any, positions: Sequence[np.ndarray]
     ) -> StepResult | None:
         """Runs the step's graph, if there is one for this batch."""
-        present = [leaf is not None for leaf in keras.tree.flatten(batch)]
-        structure = keras.tree.map_structure(lambda leaf: leaf is not None, batch)
-        key = (len(positions), str(structure))
+        # Only for the key: `keras.tree` makes no structure that can be compared.
+        _, structure = tree_flatten(batch)
+        leaves = keras.tree.flatten(batch)
+        present = [leaf is not None for leaf in leaves]
+        key = (len(positions), structure, tuple(present))
         if key not in self._recorders:
             self._recorders[key] = self._recorder(batch, present, len(positions))
         variables = [*self.variables.tables, *self.variables.others]
         inputs = [
             *(on_device(where) for where in positions),
-            *(leaf for leaf in keras.tree.flatten(_tensors(batch)) if leaf is not None),
+            *(keras.ops.convert_to_tensor(leaf) for leaf in leaves if leaf is not None),
             *(raw_value(variable) for variable in variables),
         ]
         graph = self._recorders[key].graph(inputs)

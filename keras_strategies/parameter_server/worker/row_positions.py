@@ -42,10 +42,8 @@ class RowPositions:
             found, where = np.unique(joined, return_inverse=True)
             return found, np.split(where.astype(np.int32), ends)
         # Sorting int32 takes half the time of int64.
-        small = joined.astype(np.int32) if rows <= _MOST_INT32 else joined
-        ordered = np.sort(small)
-        is_first = np.empty(len(ordered), bool)
-        is_first[:1] = True
+        ordered = np.sort(joined.astype(np.int32) if rows <= _MOST_INT32 else joined)
+        is_first = np.ones(len(ordered), bool)
         np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
         found = ordered[is_first].astype(np.int64)
         if len(self._positions) < rows:
