@@ -183,6 +183,25 @@ def test_a_step_misses_the_update_before_it_and_no_other(pull_ahead, missed):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("steps_per_execution", [1, 5])
+def test_steps_read_their_own_values_from_shared_memory(steps_per_execution):
+    x, _ = data()
+    reference = build()
+    with clusters.start(workers=1, ps=2) as strategy:
+        with strategy.scope():
+            model = build(steps_per_execution=steps_per_execution)
+        model.set_weights(reference.get_weights())
+        # Without updates the outputs do not depend on when the values were read.
+        for _ in range(EPOCHS):
+            np.testing.assert_allclose(
+                model.predict(x, batch_size=BATCH, verbose=0),
+                reference.predict(x, batch_size=BATCH, verbose=0),
+                rtol=1e-5,
+                atol=1e-6,
+            )
+
+
+@pytest.mark.multiprocess
 def test_what_is_wrong_with_a_later_step_costs_no_update_before_it():
     x, y = data()
     x[2 * BATCH] = ROWS  # In the third batch.

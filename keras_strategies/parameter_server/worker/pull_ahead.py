@@ -98,8 +98,9 @@ class PullAheadQueue:
     ) -> None:
         """Pushes the result of a step and pulls the values of later ones.
 
-        All requests before the previous call have been answered, so that shared memory
-        can be reused.
+        Shared memory can be reused: all requests before the previous call have been
+        answered, and at most one request to a server comes between the pull of a step's
+        values and their use.
 
         Args:
             pushes: updates by server.

@@ -267,9 +267,7 @@ class Worker:
         plan = self._execution.plan(program, task.arguments[i])
         numbers = self._execution.servers.send_steps(plan.pulls)
         if task.pulls_ahead:
-            following = self._planned(self._upcoming_steps(task, i, 1))
-            if following:
-                self._pipeline.send({}, following)
+            self._pipeline.send({}, self._planned(self._upcoming_steps(task, i, 1)))
         return plan, self._execution.servers.receive_steps(numbers)
 
     def _advance_local(self, running_task: RunningTask) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 
 
-#: Alignment of arrays in bytes that XLA requires.
+#: Alignment of arrays in bytes that XLA and TensorFlow require.
 ALIGNMENT = 64
 
 

@@ -5,7 +5,7 @@ sender that the receiver maps. They are copied once, instead of four times throu
 socket: 2 MB take a tenth of the time. Regions have no name in the file system and end
 with the last process that maps them.
 
-Only requests of which at most two are unanswered, and their replies, may use it: see
+Only requests of which at most three are unanswered, and their replies, may use it: see
 `SharedBufferWriter`.
 """
 
@@ -108,7 +108,7 @@ class SharedBufferWriter:
 
     Args:
         regions: int, 2 if each message has been answered when the next one is written,
-            3 if one may be unanswered.
+            3 if one or two may be unanswered.
     """
 
     def __init__(self, regions: int = 2) -> None:
