@@ -1,0 +1,75 @@
+"""Row placements: how a value of the global batch follows from those of replicas."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class RowKind(enum.Enum):
+    """How replicas' values of one tensor become its value for the global batch.
+
+    The values on replicas are those of the same computation on each replica's rows.
+    """
+
+    #: Axis 0 has the rows: concatenated in replica order.
+    ROWS = "rows"
+    #: Equal on all replicas and to the value of the global batch.
+    SAME = "same"
+    #: A sum over rows: added.
+    SUM = "sum"
+    #: A mean over rows: averaged with the replicas' numbers of rows as weights.
+    MEAN = "mean"
+    #: A row depends on others, or a value on the number of rows in another way.
+    MIXED = "mixed"
+    #: An operation without a rule, or a value that operations do not show.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """The placement of one tensor.
+
+    Args:
+        kind: RowKind.
+        multiple: int, entries of axis 0 for each row of the call; for `ROWS` only.
+        reason: str, the operation that mixes rows or has no rule, with its place where
+            it is known; for `MIXED` and `UNKNOWN` only.
+    """
+
+    kind: RowKind
+    multiple: int = 1
+    reason: str = ""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the value for the global batch follows from those of replicas."""
+        return self.kind not in (RowKind.MIXED, RowKind.UNKNOWN)
+
+
+ROWS = RowPlacement(RowKind.ROWS)
+SAME = RowPlacement(RowKind.SAME)
+SUM = RowPlacement(RowKind.SUM)
+MEAN = RowPlacement(RowKind.MEAN)
+
+
+@dataclass(frozen=True)
+class RowProof:
+    """Placements of the results of one layer call, its backward pass included.
+
+    Args:
+        outputs: placements of the leaves of the outputs, in the order of `keras.tree`;
+            None for a leaf that is no tensor and equal for any number of rows.
+        losses: placements of the losses that the layer adds, in their order.
+        updates: placements of the values that the call assigns, by `id(variable)`.
+        problem: str, why the call cannot be split by rows exactly, as the end of the
+            sentence "Layer 'x' cannot be split by rows: ..."; None if it can be.
+        draws: bool, whether random numbers of the rows are drawn.
+    """
+
+    outputs: Sequence[RowPlacement | None] = ()
+    losses: Sequence[RowPlacement] = ()
+    updates: Mapping[int, RowPlacement] = field(default_factory=dict)
+    problem: str | None = None
+    draws: bool = False

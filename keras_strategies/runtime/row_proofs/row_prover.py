@@ -1,0 +1,44 @@
+"""The interface of a framework's propagation of row placements."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.row_placements import RowProof
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
+
+
+class RowProver(abc.ABC):
+    """Propagates row placements through a layer call and its backward pass.
+
+    No arithmetic of the call is done, and no result depends on values of tensors.
+
+    Args:
+        strategy: the strategy.
+    """
+
+    def __init__(self, strategy: StrategyCore):
+        self.strategy = strategy
+
+    @abc.abstractmethod
+    def prove(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        """The placements of a call's results where each replica gets its rows.
+
+        Calls the layer's Python, in a `StatelessScope` that drops what it assigns. A
+        failure of the call itself (an error of the user's code) is a proof with a
+        problem: the unsplit call that follows raises the error again.
+
+        Args:
+            call: the call, with tensors of the global batch.
+            with_rows: for each leaf of the call, whether replicas get slices of its
+                rows; others get it as it is.
+            sizes: the numbers of rows of all replicas, in their order; empty in a
+                program for any number of rows. Their sum is `call.rows`.
+        """
