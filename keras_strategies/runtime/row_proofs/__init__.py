@@ -1,1 +1,1 @@
-"""Proofs that a layer call can be split by rows, by its operations and not by values."""
+"""Proofs, from its operations, that a layer call can be split by rows."""
