@@ -1,0 +1,84 @@
+"""Proofs of layer calls by the prover of the backend under test."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
+from keras_strategies.runtime.row_proofs.row_placements import RowPlacement, RowProof
+from keras_strategies.runtime.row_proofs.row_prover import RowProver
+from row_proofs.cases import BATCH, SIZES, RowCase
+
+# On JAX a step is one program, and nothing is split.
+PROVERS: dict[str, str] = {}
+_PACKAGE = "keras_strategies.engines"
+needs_prover = pytest.mark.skipif(
+    keras.backend.backend() not in PROVERS, reason="this backend has no prover"
+)
+
+
+def prover() -> RowProver:
+    module, name = PROVERS[keras.backend.backend()].split(":")
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(strategy)
+    assert isinstance(found, RowProver)
+    return found
+
+
+def built(case: RowCase, rows: int = BATCH) -> tuple[Any, list[Any]]:
+    """The layer of a case, built, and the values of its arguments."""
+    layer = case.make()
+    random = np.random.default_rng(7)
+    values = [argument.value(rows, random) for argument in case.arguments]
+    with warnings.catch_warnings():
+        # Of Keras, for masks that a layer drops.
+        warnings.simplefilter("ignore")
+        layer(*map(keras.ops.convert_to_tensor, values), training=True)
+    return layer, values
+
+
+def proof_of(
+    layer: Any,
+    values: Sequence[Any],
+    has_rows: Sequence[bool],
+    sizes: Sequence[int] = SIZES,
+) -> RowProof:
+    """The proof of `layer(*values, training=True)`.
+
+    Args:
+        layer: a built layer.
+        values: arrays.
+        has_rows: for each array, whether replicas get slices of it.
+        sizes: the rows of each replica.
+    """
+    tensors = tuple(map(keras.ops.convert_to_tensor, values))
+    kwargs = {"training": True}
+    leaves = argument_leaves(tensors, kwargs)
+    call = LayerCall(layer, layer.__call__, (tensors, kwargs), leaves, sum(sizes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return prover().prove(call, [*has_rows, False], sizes)
+
+
+def proof_of_case(case: RowCase) -> tuple[Any, RowProof]:
+    """The layer of a case, and the proof of its call."""
+    layer, values = built(case)
+    has_rows = [argument.has_rows for argument in case.arguments]
+    return layer, proof_of(layer, values, has_rows)
+
+
+def placed_updates(layer: Any, proof: RowProof) -> list[RowPlacement]:
+    """Placements of the assigned values in the order of variables, without seeds."""
+    return [
+        proof.updates[id(variable)]
+        for variable in layer.variables
+        if id(variable) in proof.updates and "seed" not in variable.path
+    ]
