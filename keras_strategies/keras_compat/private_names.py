@@ -138,6 +138,21 @@ PRIVATE = (
         ("_clear_losses", "_flatten_layers", "_losses", "_remat_mode", "_trainable"),
         "The sublayers of a model, its switches, and the losses of its last call.",
     ),
+    Private(
+        "keras.src.ops.operation.Operation",
+        ("_inbound_nodes",),
+        "The inputs of the operations of a functional model.",
+    ),
+    Private(
+        "keras.src.models.sequential.Sequential",
+        ("_functional",),
+        "The functional model that a sequential model runs.",
+    ),
+    Private(
+        "keras.src.layers.MultiHeadAttention",
+        ("_attention_axes",),
+        "The axes that attention mixes.",
+    ),
     Private(f"{_OPTIMIZER}", ("BaseOptimizer",), "Optimizers of every backend."),
     Private(
         f"{_OPTIMIZER}.BaseOptimizer",

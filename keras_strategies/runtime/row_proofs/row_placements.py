@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class RowKind(enum.Enum):
@@ -66,6 +67,8 @@ class RowProof:
         problem: str, why the call cannot be split by rows exactly, as the end of the
             sentence "Layer 'x' cannot be split by rows: ..."; None if it can be.
         draws: bool, whether random numbers of the rows are drawn.
+        every_output, every_loss, every_update: the placement of all outputs, losses and
+            updates, of a call that is known by type; None where they are listed.
     """
 
     outputs: Sequence[RowPlacement | None] = ()
@@ -73,3 +76,24 @@ class RowProof:
     updates: Mapping[int, RowPlacement] = field(default_factory=dict)
     problem: str | None = None
     draws: bool = False
+    every_output: RowPlacement | None = None
+    every_loss: RowPlacement | None = None
+    every_update: RowPlacement | None = None
+
+    def of_outputs(self, count: int) -> list[RowPlacement | None]:
+        """The placements of a number of outputs."""
+        if self.every_output is not None:
+            return [self.every_output] * count
+        return list(self.outputs)
+
+    def of_losses(self, count: int) -> list[RowPlacement]:
+        """The placements of a number of losses."""
+        if self.every_loss is not None:
+            return [self.every_loss] * count
+        return list(self.losses)
+
+    def of_update(self, variable: Any) -> RowPlacement | None:
+        """The placement of the value that the call assigns; None if it is unknown."""
+        if self.every_update is not None:
+            return self.every_update
+        return self.updates.get(id(variable))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import RowProof
@@ -41,4 +41,19 @@ class RowProver(abc.ABC):
                 rows; others get it as it is.
             sizes: the numbers of rows of all replicas, in their order; empty in a
                 program for any number of rows. Their sum is `call.rows`.
+        """
+
+    @abc.abstractmethod
+    def has_hooks(self, layer: Any) -> str:
+        """Hooks of the framework that a call of a layer runs, as the begin of an error.
+
+        Returns:
+            str, such as "it has forward hooks of torch"; empty without hooks.
+        """
+
+    @abc.abstractmethod
+    def surroundings(self) -> Any:
+        """Hashable: the framework's state that changes what a call computes.
+
+        Such as `torch.autocast`. Proofs hold for one value of it.
         """

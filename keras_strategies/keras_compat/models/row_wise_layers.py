@@ -1,0 +1,337 @@
+"""Keras's own layers that compute each row of their outputs from that row of inputs.
+
+A layer is in a table by its type and arguments. Its call is then Keras's code, which
+these tables were written from (Keras 3.15 and 3.16); `tests/row_proofs` proves each of
+them by its operations. Everything else is proved by its operations: layers and
+functions of users, operations in functional models, layers with an axis of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
+
+#: Layers without an argument that could mix rows.
+_ROW_WISE = frozenset(
+    [
+        "Activation",
+        "AdaptiveAveragePooling1D",
+        "AdaptiveAveragePooling2D",
+        "AdaptiveAveragePooling3D",
+        "AdaptiveMaxPooling1D",
+        "AdaptiveMaxPooling2D",
+        "AdaptiveMaxPooling3D",
+        "Add",
+        "AdditiveAttention",
+        "AlphaDropout",
+        "Attention",
+        "Average",
+        "AveragePooling1D",
+        "AveragePooling2D",
+        "AveragePooling3D",
+        "Conv1D",
+        "Conv1DTranspose",
+        "Conv2D",
+        "Conv2DTranspose",
+        "Conv3D",
+        "Conv3DTranspose",
+        "Cropping1D",
+        "Cropping2D",
+        "Cropping3D",
+        "Dense",
+        "DepthwiseConv1D",
+        "DepthwiseConv2D",
+        "ELU",
+        "Embedding",
+        "Flatten",
+        "GRUCell",
+        "GaussianDropout",
+        "GaussianNoise",
+        "GlobalAveragePooling1D",
+        "GlobalAveragePooling2D",
+        "GlobalAveragePooling3D",
+        "GlobalMaxPooling1D",
+        "GlobalMaxPooling2D",
+        "GlobalMaxPooling3D",
+        "GroupedQueryAttention",
+        "Identity",
+        "InputLayer",
+        "LSTMCell",
+        "LeakyReLU",
+        "Masking",
+        "MaxPooling1D",
+        "MaxPooling2D",
+        "MaxPooling3D",
+        "Maximum",
+        "Minimum",
+        "Multiply",
+        "PReLU",
+        "Permute",
+        "ReLU",
+        "RepeatVector",
+        "Rescaling",
+        "Reshape",
+        "SeparableConv1D",
+        "SeparableConv2D",
+        "SimpleRNNCell",
+        "SpatialDropout1D",
+        "SpatialDropout2D",
+        "SpatialDropout3D",
+        "StackedRNNCells",
+        "Subtract",
+        "UpSampling1D",
+        "UpSampling2D",
+        "UpSampling3D",
+        "ZeroPadding1D",
+        "ZeroPadding2D",
+        "ZeroPadding3D",
+        "Bidirectional",
+    ]
+)
+#: Names of classes that Keras exports by another one.
+_EXPORTED = {"GroupedQueryAttention": "GroupQueryAttention"}
+_RNN = ("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "GRU", "LSTM", "RNN", "SimpleRNN")
+#: Regularizers that are sums over all entries, which Keras divides by the rows.
+_SUMS = ("L1", "L2", "L1L2")
+#: Attributes with functions that a call does not use.
+_NOT_CALLED = ("initializer", "constraint")
+_NOT_CALLED_NAMES = frozenset(
+    [
+        "bias_regularizer",
+        "beta_regularizer",
+        "depthwise_regularizer",
+        "embeddings_regularizer",
+        "gamma_regularizer",
+        "alpha_regularizer",
+        "kernel_regularizer",
+        "pointwise_regularizer",
+        "recurrent_regularizer",
+    ]
+)
+#: Names that a user's subclass of a model may define without changing its call.
+_OF_TRAINING = frozenset(
+    [
+        "__init__",
+        "__module__",
+        "__qualname__",
+        "__doc__",
+        "__dict__",
+        "__weakref__",
+        "__annotations__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "build",
+        "compile",
+        "compile_from_config",
+        "compute_loss",
+        "compute_metrics",
+        "evaluate",
+        "fit",
+        "from_config",
+        "get_compile_config",
+        "get_config",
+        "loss",
+        "make_predict_function",
+        "make_test_function",
+        "make_train_function",
+        "metrics",
+        "name",
+        "optimizer",
+        "predict",
+        "predict_on_batch",
+        "predict_step",
+        "summary",
+        "test_on_batch",
+        "test_step",
+        "train_on_batch",
+        "train_step",
+    ]
+)
+
+
+def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
+    """Whether a layer is known to compute each row from that row of its inputs.
+
+    True also says: its outputs have one row for each row of its inputs, losses that it
+    adds are means over rows, and its updates are functions of variables and of
+    statistics of `BatchNormalization`.
+
+    Args:
+        layer: a built `keras.layers.Layer` with a batch axis in all of its inputs.
+        ranks: the numbers of axes of its inputs.
+    """
+    if not isinstance(layer, keras.layers.Layer):
+        return False  # An operation of a functional model, or a cell.
+    if "call" in vars(layer) or not _has_known_functions(layer):
+        return False
+    if layer.quantization_mode not in (None, "int8", "int4"):
+        return False  # Scales of float8 are statistics of the batch.
+    if _is_container(layer):
+        return _is_known_class(layer) and all(
+            is_row_wise(operation, ranks) for operation, ranks in _operations(layer)
+        )
+    kind = type(layer)
+    name = kind.__name__
+    if getattr(keras.layers, _EXPORTED.get(name, name), None) is not kind:
+        return False
+    if name not in _ROW_WISE:
+        check = _CHECKED.get(name)
+        if check is None or not check(layer, ranks):
+            return False
+    inner, fewer = _inner_layers(layer)
+    below = [rank - fewer for rank in ranks]
+    return all(is_row_wise(each, below) for each in inner)
+
+
+def _is_container(layer: Any) -> bool:
+    from keras.src.models.functional import Functional
+
+    return isinstance(layer, (Functional, keras.Sequential))
+
+
+def _operations(model: Any) -> Iterator[tuple[Any, list[int]]]:
+    """The operations of a model, each with the numbers of axes of all its inputs."""
+    if isinstance(model, keras.Sequential):
+        model = model._functional
+    for operation in model.operations:
+        nodes = operation._inbound_nodes
+        tensors = [tensor for node in nodes for tensor in node.input_tensors]
+        yield operation, [len(tensor.shape) for tensor in tensors]
+
+
+def _inner_layers(layer: Any) -> tuple[Sequence[Any], int]:
+    """Layers of the user's choice in a layer of Keras, and by how many axes less
+    their inputs have."""
+    name = type(layer).__name__
+    if name == "Bidirectional":
+        return (layer.forward_layer, layer.backward_layer), 0
+    if name == "TimeDistributed":
+        return (layer.layer,), 1
+    if name == "StackedRNNCells":
+        return layer.cells, 0
+    if name in _RNN:
+        # Cells are called with one step.
+        return (layer.cell,), 1
+    return (), 0
+
+
+def _is_known_class(model: Any) -> bool:
+    """Whether no class of the user's changes what the call of a model does."""
+    for kind in type(model).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if package in ("keras", "keras_strategies", "builtins", "abc"):
+            continue
+        if "_keras_strategies_kind" in vars(kind):
+            continue  # The subclass that records a strategy.
+        if package in ("torch", "tensorflow"):
+            continue  # Bases of Keras's own layers.
+        inherited = set(dir(keras.Model)) | set(dir(keras.Sequential))
+        inherited |= {"operations", "input_structure"}
+        own = set(vars(kind)) - _OF_TRAINING
+        if own & inherited:
+            return False
+    return True
+
+
+def _has_known_functions(layer: Any) -> bool:
+    """Whether all functions that a layer holds for its call are Keras's."""
+    for name, value in vars(layer).items():
+        if name == "activity_regularizer":
+            if value is None:
+                continue
+            own = getattr(keras.regularizers, type(value).__name__, None)
+            if type(value) is not own or type(value).__name__ not in _SUMS:
+                return False
+        elif (
+            callable(value)
+            and not isinstance(value, (keras.layers.Layer, keras.Variable))
+            and name not in _NOT_CALLED_NAMES
+            and not name.endswith(_NOT_CALLED)
+            and name not in (STRATEGY_ATTRIBUTE, "optimizer")
+        ):
+            module = getattr(value, "__module__", None) or type(value).__module__
+            if module.partition(".")[0] != "keras" and not isinstance(value, type):
+                # In models, what their training calls: losses and metrics.
+                if _is_container(layer) and name != "call":
+                    continue
+                return False
+    return True
+
+
+# Layers with an axis.
+
+
+def _is_other_axis(axis: Any, ranks: Sequence[int]) -> bool:
+    """Whether no axis is that of the rows; negative ones need the number of axes."""
+    axes = axis if isinstance(axis, (list, tuple)) else [axis]
+    if not ranks or min(ranks) < 2:
+        return False
+    return all(int(each) % rank != 0 for each in axes for rank in set(ranks))
+
+
+def _with_axis(layer: Any, ranks: Sequence[int]) -> bool:
+    return _is_other_axis(layer.axis, ranks)
+
+
+def _with_axes_of_build(layer: Any, ranks: Sequence[int]) -> bool:
+    return layer.axis is None or _is_other_axis(layer.axis, ranks)
+
+
+def _einsum(layer: Any, ranks: Sequence[int]) -> bool:
+    """Whether the first axis of the input is that of the output, and no weight's."""
+    inputs, _, output = layer.equation.replace(" ", "").partition("->")
+    rows, _, kernel = inputs.partition(",")
+    if rows.startswith("...") or output.startswith("..."):
+        return rows.startswith("...") and output.startswith("...")
+    first = rows[:1]
+    return bool(first) and output[:1] == first and first not in kernel + rows[1:]
+
+
+def _attention(layer: Any, ranks: Sequence[int]) -> bool:
+    axes = layer._attention_axes
+    return axes is None or all(axis > 0 for axis in axes)
+
+
+def _recurrent(layer: Any, ranks: Sequence[int]) -> bool:
+    return not layer.stateful  # A state for each row of the former batch.
+
+
+def _dropout(layer: Any, ranks: Sequence[int]) -> bool:
+    # The same numbers for all rows are drawn once for a batch.
+    shape = layer.noise_shape
+    return shape is None or shape[0] is None
+
+
+def _time_distributed(layer: Any, ranks: Sequence[int]) -> bool:
+    # The inner layer's input has an axis less; with two axes, an axis of the inner
+    # layer could be the rows.
+    return min(ranks, default=0) >= 3
+
+
+_CHECKED: dict[str, Callable[[Any, Sequence[int]], bool]] = {
+    "ActivityRegularization": lambda layer, ranks: True,
+    "BatchNormalization": _with_axis,
+    "ConvLSTM1D": _recurrent,
+    "ConvLSTM2D": _recurrent,
+    "ConvLSTM3D": _recurrent,
+    "Concatenate": _with_axis,
+    "Dot": lambda layer, ranks: _is_other_axis(layer.axes, ranks),
+    "Dropout": _dropout,
+    "EinsumDense": _einsum,
+    "GRU": _recurrent,
+    "GroupNormalization": _with_axis,
+    "LSTM": _recurrent,
+    "LayerNormalization": _with_axis,
+    "MultiHeadAttention": _attention,
+    "Normalization": _with_axes_of_build,
+    "RNN": _recurrent,
+    "RMSNormalization": _with_axis,
+    "SimpleRNN": _recurrent,
+    "Softmax": _with_axis,
+    "TimeDistributed": _time_distributed,
+    "UnitNormalization": _with_axis,
+}

@@ -1,0 +1,215 @@
+"""What the Python code of a layer holds: changes by a call, and their restoration.
+
+A proof calls the layer once more, and replicas of a process call it once each. Code
+that counts its calls, collects tensors in a list or keeps them in an attribute would
+see both. So the objects that code of users in a layer can reach are compared before and
+after the call of a proof, and are restored.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.keras_compat.models.layers import sublayers
+
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+#: Packages with objects that calls do not change, or that restore themselves.
+_FOREIGN = ("builtins", "keras", "keras_strategies", "numpy", "torch", "tensorflow")
+#: Arrays larger than this are not compared.
+_LARGEST_ARRAY = 1 << 16
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """One change by a call.
+
+    Args:
+        where: str, the attribute, name or container, with its owner.
+        has_tensors: bool, whether it holds tensors of the call now.
+    """
+
+    where: str
+    has_tensors: bool
+
+
+class PythonState:
+    """The Python state that the code of a layer can reach.
+
+    That are attributes of the layer, of layers in it, and of other objects of the
+    user's classes in these attributes; names and cells that their functions refer to;
+    and the contents of lists, dicts, sets and small arrays among them.
+
+    Args:
+        layer: the layer.
+    """
+
+    def __init__(self, layer: Any):
+        self._spaces: list[tuple[str, Any, dict[str, Any]]] = []
+        self._contents: list[tuple[str, Any, Any]] = []
+        self._cells: list[tuple[str, Any, Any]] = []
+        self._seen: set[int] = set()
+        for each in sublayers(layer):
+            if _is_of_user(type(each)):
+                name = f"layer {each.name!r} ({type(each).__name__})"
+                self._add_object(name, each)
+            else:
+                # Functions of the user's, such as an activation or that of a `Lambda`.
+                for value in vars(each).values():
+                    if isinstance(value, types.FunctionType):
+                        self._add_function(value)
+
+    def _add_object(self, name: str, value: Any, depth: int = 0) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        space = vars(value)
+        self._spaces.append((name, space, dict(space)))
+        for key, attribute in list(space.items()):
+            self._add_value(f"{key!r} of {name}", attribute, depth)
+        for kind in type(value).__mro__:
+            if _is_of_user(kind):
+                for function in list(vars(kind).values()):
+                    function = getattr(function, "__func__", function)
+                    if isinstance(function, types.FunctionType):
+                        self._add_function(function)
+
+    def _add_value(self, where: str, value: Any, depth: int) -> None:
+        if isinstance(value, (*_PLAIN, keras.layers.Layer)):
+            return
+        if isinstance(value, _CONTAINERS):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._contents.append((where, value, _copy_of(value)))
+        elif isinstance(value, np.ndarray):
+            if value.size <= _LARGEST_ARRAY:
+                self._contents.append((where, value, value.copy()))
+        elif isinstance(value, types.FunctionType):
+            self._add_function(value)
+        elif depth < 1 and _is_of_user(type(value)) and hasattr(value, "__dict__"):
+            self._add_object(where, value, depth + 1)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._seen or not _is_of_user(function):
+            return
+        self._seen.add(id(function))
+        where = f"function {function.__qualname__!r}"
+        names = function.__code__.co_names
+        found = {n: function.__globals__[n] for n in names if n in function.__globals__}
+        changed = {
+            name: value
+            for name, value in found.items()
+            if isinstance(value, (*_PLAIN, *_CONTAINERS, np.ndarray))
+        }
+        if changed:
+            self._spaces.append((where, _Names(function.__globals__, changed), changed))
+        for name, value in changed.items():
+            self._add_value(f"{name!r} of {where}", value, 1)
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=False
+        ):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue  # Not assigned yet.
+            if isinstance(value, _PLAIN):
+                self._cells.append((f"{name!r} of {where}", cell, value))
+            else:
+                self._add_value(f"{name!r} of {where}", value, 0)
+
+    def changes(self) -> list[StateChange]:
+        """What has changed since, restored."""
+        found = list(self._attribute_changes())
+        for where, cell, before in self._cells:
+            if cell.cell_contents is not before:
+                found.append(StateChange(where, _has_tensors(cell.cell_contents)))
+                cell.cell_contents = before
+        for where, value, before in self._contents:
+            if not _is_same_content(value, before):
+                found.append(StateChange(where, _has_tensors(value)))
+                _restore(value, before)
+        return found
+
+    def _attribute_changes(self) -> Iterator[StateChange]:
+        for name, space, before in self._spaces:
+            for key in [key for key in space if key not in before]:
+                yield StateChange(f"{key!r} of {name}", _has_tensors(space[key]))
+                del space[key]
+            for key, value in before.items():
+                if key not in space or space[key] is not value:
+                    now = space.get(key)
+                    space[key] = value
+                    if not _is_equal(now, value):
+                        yield StateChange(f"{key!r} of {name}", _has_tensors(now))
+
+
+class _Names(dict):
+    """Some names of a module: reads and assignments are those of the module."""
+
+    def __init__(self, module: dict[str, Any], names: dict[str, Any]):
+        super().__init__(names)
+        self._module = module
+
+    def __getitem__(self, name: str) -> Any:
+        return self._module[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._module and super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._module.get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._module[name] = value
+
+
+def _is_of_user(value: Any) -> bool:
+    package = (getattr(value, "__module__", None) or "").partition(".")[0]
+    return package not in _FOREIGN
+
+
+def _is_equal(now: Any, before: Any) -> bool:
+    is_plain = isinstance(now, _PLAIN) and isinstance(before, _PLAIN)
+    return is_plain and type(now) is type(before) and now == before
+
+
+def _has_tensors(value: Any) -> bool:
+    try:
+        leaves = keras.tree.flatten(value)
+    except (TypeError, ValueError):
+        return False
+    return any(keras.ops.is_tensor(leaf) for leaf in leaves)
+
+
+def _copy_of(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def _is_same_content(value: Any, before: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(np.array_equal(value, before))
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        return all(key in value and value[key] is before[key] for key in before)
+    if isinstance(value, set):
+        return value == set(before)
+    return all(now is then for now, then in zip(value, before, strict=True))
+
+
+def _restore(value: Any, before: Any) -> None:
+    if isinstance(value, np.ndarray):
+        value[...] = before
+        return
+    value.clear()
+    if isinstance(value, (dict, set)):
+        value.update(before)
+    else:
+        value.extend(before)

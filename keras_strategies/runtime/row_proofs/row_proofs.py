@@ -1,0 +1,205 @@
+"""Whether layer calls can be split by rows, known by type or proved by operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.layer_settings import LayerSettings
+from keras_strategies.runtime.row_proofs.python_state import PythonState
+from keras_strategies.runtime.row_proofs.row_placements import (
+    MEAN,
+    ROWS,
+    SAME,
+    RowPlacement,
+    RowProof,
+)
+from keras_strategies.runtime.row_proofs.row_prover import RowProver
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.workers import Workers
+
+# Proofs of a layer for different attributes. A proof takes longer than a step.
+_MOST_SETTINGS = 16
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+@dataclass
+class _LayerProofs:
+    """The proofs of one layer."""
+
+    settings: LayerSettings
+    found: dict[Any, RowProof] = field(default_factory=dict)
+    row_wise: dict[Any, bool] = field(default_factory=dict)
+
+
+class RowProofs:
+    """The proofs for all layers that a strategy calls.
+
+    A proof holds for calls with equal flags, shapes, numbers of rows on replicas,
+    attributes of layers, `trainable` flags and dtype policies.
+
+    Args:
+        prover: the framework's propagation of placements.
+        synchronizes_batch_norm: bool, whether batch statistics are those of all rows.
+        workers: the workers, which make the same calls; None without a cluster. A layer
+            is split on all of them or on none.
+    """
+
+    def __init__(
+        self,
+        prover: RowProver,
+        synchronizes_batch_norm: bool,
+        workers: Workers | None = None,
+    ):
+        self._prover = prover
+        self._workers = workers
+        # Of a call that is known by the types of its layers.
+        self._by_type = RowProof(
+            every_output=ROWS,
+            every_loss=MEAN,
+            every_update=SAME if synchronizes_batch_norm else MEAN,
+        )
+        self._layers: weakref.WeakKeyDictionary[Any, _LayerProofs] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        local: int,
+    ) -> tuple[RowProof, bool]:
+        """The proof of a call, and whether it is new.
+
+        Args:
+            call: the call.
+            with_rows: for each leaf, whether replicas get slices of its rows.
+            sizes: the rows of all replicas; empty in a program for any number.
+            local: int, how many replicas call the layer in this process.
+        """
+        layer = call.layer
+        proofs = self._layers.get(layer)
+        if proofs is None:
+            proofs = self._layers[layer] = _LayerProofs(LayerSettings(layer))
+        settings = proofs.settings.number()
+        if _is_plain(call, with_rows):
+            ranks = tuple(len(leaf.shape) for leaf in call.leaves if _is_tensor(leaf))
+            key = settings, ranks
+            known = proofs.row_wise.get(key)
+            if known is None:
+                known = proofs.row_wise[key] = is_row_wise(layer, ranks)
+            if known and not self._prover.has_hooks(layer):
+                return self._by_type, False
+        arguments = (
+            *_kinds(call, with_rows),
+            frozenset(sizes),
+            call.rows if isinstance(call.rows, int) else None,
+            local > 1,
+            self._prover.surroundings(),
+        )
+        found = proofs.found.get((settings, arguments))
+        if found is not None:
+            return found, False
+        if proofs.settings.count > _MOST_SETTINGS:
+            # The former result for these arguments was told already.
+            found = proofs.found.get(arguments)
+            if found is None:
+                found = proofs.found[arguments] = RowProof(problem=_OFTEN)
+                return found, True
+            return found, False
+        found = self._agreed(call, self._proved(call, with_rows, sizes, local))
+        proofs.found[settings, arguments] = found
+        return found, True
+
+    def _proved(
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        local: int,
+    ) -> RowProof:
+        hooks = self._prover.has_hooks(call.layer)
+        if hooks:
+            return RowProof(problem=f"{hooks}, which would see the rows of one replica")
+        state = PythonState(call.layer)
+        try:
+            found = self._prover.prove(call, with_rows, sizes)
+        finally:
+            changes = state.changes()
+        if found.problem is not None:
+            return found
+        for change in changes:
+            if change.has_tensors:
+                return replace(
+                    found,
+                    problem=f"its code keeps a tensor of the call in {change.where}, "
+                    "which would have the rows of one replica",
+                )
+        if changes and local > 1:
+            return replace(
+                found,
+                problem=f"its code changes {changes[0].where}, which the replicas of "
+                "one process would change once each",
+            )
+        return found
+
+    def _agreed(self, call: LayerCall, own: RowProof) -> RowProof:
+        """The result for all workers: a problem if any worker has found one."""
+        if self._workers is None:
+            return own
+        every = self._workers.group.gather_values(
+            f"the row proof of layer {call.layer.name!r}", own.problem
+        )
+        for problem in every:
+            if problem is not None:
+                return RowProof(problem=problem)
+        return own
+
+    def clear(self) -> None:
+        """Drops all results: workers that have joined lack them."""
+        self._layers.clear()
+
+
+_OFTEN = (
+    "attributes of its layers change from call to call, and each of them would need "
+    "another proof; hold what changes in a `keras.Variable`"
+)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return bool(keras.ops.is_tensor(leaf))
+
+
+def _is_plain(call: LayerCall, with_rows: Sequence[bool]) -> bool:
+    """Whether all arguments are tensors with rows or flags."""
+    return all(
+        has_rows or leaf is None or isinstance(leaf, bool)
+        for leaf, has_rows in zip(call.leaves, with_rows, strict=True)
+    )
+
+
+def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
+    """What a call's arguments are, besides the values of tensors."""
+    args, kwargs = call.structure
+    found: list[Any] = [len(args), tuple(sorted(kwargs))]
+    for leaf, has_rows in zip(call.leaves, with_rows, strict=True):
+        if _is_tensor(leaf):
+            shape = tuple(leaf.shape)[1:] if has_rows else tuple(leaf.shape)
+            found.append((has_rows, shape, leaf.dtype))
+        elif isinstance(leaf, _PLAIN):
+            found.append((type(leaf), leaf))
+        else:
+            found.append(id(leaf))
+    return tuple(found)
+
+
+__all__ = ["RowPlacement", "RowProof", "RowProofs"]
