@@ -151,7 +151,9 @@ def _gather_over_workers(workers: Workers, own: Any, axis: int) -> Any:
             f"axis. The workers' values have the shapes {shapes}."
         )
     rows = [shape[axis] for shape in shapes]
-    return ops.moveaxis(workers.gather_rows(ops.moveaxis(own, axis, 0), rows), 0, axis)
+    gathered = workers.gather_rows(ops.moveaxis(own, axis, 0), rows)
+    workers.confirm()
+    return ops.moveaxis(gathered, 0, axis)
 
 
 def _alike(shapes: list[tuple[Any, ...]], axis: int) -> bool:
@@ -201,6 +203,7 @@ def reduce_components(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) 
     mean = op is ReduceOp.MEAN
     own = ReduceOp.SUM if mean else op
     [total] = workers.all_reduce(own, [_reduce_local(strategy, own, tensors)])
+    workers.confirm()
     return total / strategy.num_replicas_in_sync if mean else total
 
 
@@ -209,9 +212,12 @@ def sum_counts(strategy: StrategyCore, counts: list[Any]) -> Any:
     home = strategy.placement.variables
     moved = [strategy.engine.to_device(count, home) for count in counts]
     own = stack_reduce(strategy.engine, ReduceOp.SUM, moved)
-    if strategy.other_workers is None:
+    workers = strategy.other_workers
+    if workers is None:
         return own
-    return strategy.other_workers.all_reduce(ReduceOp.SUM, [own])[0]
+    [total] = workers.all_reduce(ReduceOp.SUM, [own])
+    workers.confirm()
+    return total
 
 
 def reduce_onto(
@@ -232,6 +238,7 @@ def reduce_onto(
     own = ReduceOp.SUM if mean else op
     onto = [(value, strategy.placement.variables) for value, _ in pairs]
     totals = workers.all_reduce(own, ops_.batch_reduce(own, onto, **given))
+    workers.confirm()
     if mean:
         totals = [total / strategy.num_replicas_in_sync for total in totals]
     return [

@@ -79,11 +79,14 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
-        """Reduces each tensor over the workers, in packs; all have equal shapes."""
+        """Reduces each tensor over the workers, in packs; all have equal shapes.
+
+        See `confirm`.
+        """
 
     @abc.abstractmethod
     def gather_rows(self, tensor: Any, rows: Sequence[int]) -> Any:
-        """Concatenates the workers' tensors along axis 0.
+        """Concatenates the workers' tensors along axis 0; see `confirm`.
 
         Args:
             tensor: this worker's; of shape `(rows[index], ...)`.
@@ -93,6 +96,16 @@ class Workers(abc.ABC):
     @abc.abstractmethod
     def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
         """The chief's tensors; all workers pass tensors of these shapes and dtypes."""
+
+    def confirm(self) -> None:  # noqa: B027
+        """Checks that the collectives before have succeeded; may wait for them.
+
+        Engines that make results available before a collective has ended raise the
+        error here. Called before gradients are returned and at the end of a step.
+
+        Raises:
+            WorkerError: if a worker is lost; the results must not be used.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

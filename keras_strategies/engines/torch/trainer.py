@@ -117,6 +117,8 @@ class TorchTrainer(FitDriver):
             check_steps(data, workers)
             with call.step(was_small) as is_small:
                 outputs = function(data)
+            if workers is not None:
+                workers.confirm()
             was_small = is_small()
             return outputs
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
-from keras_strategies.engines.torch.compat import create_gloo_group, set_timeout
+from keras_strategies.engines.torch.compat import create_gloo_group
+from keras_strategies.engines.torch.nccl_works import NcclWorks, create_nccl_group
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.runtime.engine_sockets import EngineSockets
 from keras_strategies.runtime.workers import Workers, lost_worker
@@ -54,6 +55,7 @@ class TorchWorkers(Workers):
         group.clock.sees_waits = True
         self._timeout = datetime.timedelta(seconds=group.patience)
         self._groups: dict[str, Any] = {}
+        self._works = NcclWorks()
         self._sockets = EngineSockets()
         self._store = _store(group, self._timeout, self._sockets)
         #: Called before each collective of an elastic group.
@@ -67,10 +69,7 @@ class TorchWorkers(Workers):
         """The process group for tensors of a device, created on demand."""
         if self.on_exchange is not None:
             self.on_exchange()
-        wanted = self.options.implementation
-        use_nccl = device.type == "cuda" and (
-            wanted is not CommunicationImplementation.RING
-        )
+        use_nccl = self._uses_nccl(device)
         kind = "nccl" if use_nccl else "gloo"
         if kind not in self._groups:
             if use_nccl:
@@ -79,11 +78,15 @@ class TorchWorkers(Workers):
             store = dist.PrefixStore(kind, self._store)
             index, count = self.group.index, self.group.count
             self._groups[kind] = (
-                _nccl(store, index, count, self._timeout)
+                create_nccl_group(store, index, count, self._timeout)
                 if use_nccl
                 else self._gloo(store)
             )
         return self._groups[kind]
+
+    def _uses_nccl(self, device: torch.device) -> bool:
+        is_ring = self.options.implementation is CommunicationImplementation.RING
+        return device.type == "cuda" and not is_ring
 
     def _gloo(self, store: Any) -> Any:
         group = self.group
@@ -114,6 +117,7 @@ class TorchWorkers(Workers):
             # Copies of this object, for other strategies, share the dict.
             self._groups.clear()
             self._groups, self._sockets = {}, EngineSockets()
+            self._works = NcclWorks()
         try:
             self._store = _store(group, self._timeout, self._sockets)
         except RuntimeError as error:
@@ -183,10 +187,21 @@ class TorchWorkers(Workers):
                 return WorkerError(self.group.describe(loss))
         return error
 
-    def _wait(self, begin: Callable[[], Any]) -> None:
+    def _wait(self, device: torch.device, begin: Callable[[], Any]) -> None:
         try:
             with self.group.clock.waiting():
-                begin().wait()
+                work = begin()
+                work.wait()
+        except RuntimeError as error:
+            raise lost_worker(self.group, error) from error
+        if self._uses_nccl(device):
+            self._works.add(work)
+
+    def confirm(self) -> None:
+        try:
+            self._works.confirm(self.group)
+        except WorkerError:
+            raise
         except RuntimeError as error:
             raise lost_worker(self.group, error) from error
 
@@ -214,7 +229,8 @@ class TorchWorkers(Workers):
         """Begins to reduce a tensor in place.
 
         Returns:
-            A callable that waits until it is done.
+            A callable that waits until it is done; the result is valid after
+            `confirm`.
         """
         options = dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS.get(op, dist.ReduceOp.SUM)
@@ -224,7 +240,7 @@ class TorchWorkers(Workers):
             raise lost_worker(self.group, error) from error
 
         def finish() -> None:
-            self._wait(lambda: work)
+            self._wait(flat.device, lambda: work)
             if op is ReduceOp.MEAN:
                 flat.div_(self.group.count)
 
@@ -240,7 +256,9 @@ class TorchWorkers(Workers):
             own = torch.cat([own, missing])
         joined = own.new_empty((most * len(rows), *own.shape[1:]))
         parts = list(joined.split(most)) if most else [own for _ in rows]
-        self._wait(lambda: self._engine(own.device).allgather([parts], [own]))
+        self._wait(
+            own.device, lambda: self._engine(own.device).allgather([parts], [own])
+        )
         if any(count < most for count in rows):
             pairs = zip(parts, rows, strict=True)
             joined = torch.cat([part[:count] for part, count in pairs])
@@ -253,9 +271,11 @@ class TorchWorkers(Workers):
             options = dist.BroadcastOptions()
             options.rootRank = 0
             engine = self._engine(pack.flat.device)
-            self._wait(functools.partial(engine.broadcast, [pack.flat], options))
+            begin = functools.partial(engine.broadcast, [pack.flat], options)
+            self._wait(pack.flat.device, begin)
             for i, result in zip(indices, pack.tensors(), strict=True):
                 results[i] = result
+        self.confirm()
         return results
 
 
@@ -322,9 +342,3 @@ def _store(
         store.set_timeout(timeout)
     sockets.add(host, found)
     return store
-
-
-def _nccl(store: Any, index: int, count: int, timeout: datetime.timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    set_timeout(options, timeout)
-    return dist.ProcessGroupNCCL(store, index, count, options)

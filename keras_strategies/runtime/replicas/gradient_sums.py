@@ -83,6 +83,7 @@ def sums_over_workers(
     for i in sorted(set(present) - set(dense)):
         assert ops.sparse is not None
         results[i] = ops.sparse.gather(gradients[i], workers)
+    workers.confirm()
     return results
 
 

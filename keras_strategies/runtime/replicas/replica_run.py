@@ -128,13 +128,15 @@ class ReplicaRun(RunDriver):
 
     def commit(self, states: Sequence[RunState]) -> None:
         """Assigns the replicas' values to variables."""
+        workers = self.replica_set.workers
         updated = {k: v for state in states for k, (v, _) in state.updates.items()}
-        if not updated:
-            return
         variables = list(updated.values())
         with self.updating():
             columns = [self._assigned(states, variable) for variable in variables]
             everywhere = self._on_all_workers(variables, columns)
+            if workers is not None:
+                # Also the collectives of the run, before any value is assigned.
+                workers.confirm()
             for variable, own, every in zip(
                 variables, columns, everywhere, strict=True
             ):

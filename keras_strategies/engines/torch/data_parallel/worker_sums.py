@@ -141,6 +141,14 @@ class WorkerSums:
             finish()
             totals += packed.tensors()
         results: list[torch.Tensor | None] = [None] * len(self._targets)
+        for i, target in enumerate(self._targets):
+            if target.by_rows:
+                own = target.joined_rows(self._ops, columns[i])
+                if own is None:
+                    own = torch.zeros_like(self._row_split.own(target.tensor))
+                results[i] = self._row_split.joined(own)
+        # Before anything depends on a value: sums of an aborted collective are partial.
+        self._workers.confirm()
         if totals:
             *totals, flags = totals
             counts = flags.tolist()
@@ -148,10 +156,4 @@ class WorkerSums:
                 results[i] = (
                     self._targets[i].rounded(self._ops, total) if count else None
                 )
-        for i, target in enumerate(self._targets):
-            if target.by_rows:
-                own = target.joined_rows(self._ops, columns[i])
-                if own is None:
-                    own = torch.zeros_like(self._row_split.own(target.tensor))
-                results[i] = self._row_split.joined(own)
         return results

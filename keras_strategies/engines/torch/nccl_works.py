@@ -1,0 +1,90 @@
+"""NCCL's collectives: creation of their group, and whether they have succeeded.
+
+`wait` of a collective of NCCL orders streams only: it returns at once and raises
+nothing. When a worker is lost, the collective is aborted, and what follows it on the
+stream reads partial sums. So the host waits for collectives and looks at their status
+before it uses their results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.engines.torch.compat import set_timeout
+
+# `ProcessGroupNCCL` reads these when it is created.
+_ENVIRONMENT = {
+    # A failed collective is aborted, and `wait` raises. By default, and under torchrun,
+    # Torch's watchdog ends the process, with a text that names no worker.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # The signal for a dump makes Torch's monitor end the processes of all ranks.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # The watchdog sleeps four times as long before it aborts, and the destructor of the
+    # group waits for it.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+# Seconds between two looks at a collective that is under way.
+_INTERVAL = 5e-5
+
+
+class NcclWorks:
+    """Collectives whose results the host has not yet confirmed."""
+
+    def __init__(self) -> None:
+        self._works: list[Any] = []
+
+    def add(self, work: Any) -> None:
+        """Adds a collective whose `wait` was called."""
+        self._works.append(work)
+
+    def confirm(self, group: WorkerGroup) -> None:
+        """Waits until all collectives have succeeded.
+
+        Raises:
+            RuntimeError: if one has failed.
+            WorkerError: if a worker is lost.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            while not work.is_completed():
+                group.check()
+                time.sleep(_INTERVAL)
+        if works:
+            # An aborted collective is complete too, with partial results. It is aborted
+            # after the loss is known.
+            group.check()
+        for work in works:
+            # Does not wait any more, and raises the error of a failed collective.
+            work.wait()
+
+
+def create_nccl_group(
+    store: Any, index: int, count: int, timeout: datetime.timedelta
+) -> Any:
+    """An NCCL process group that leaves the handling of errors to its caller."""
+    options = dist.ProcessGroupNCCL.Options()
+    set_timeout(options, timeout)
+    with _set_environment():
+        return dist.ProcessGroupNCCL(store, index, count, options)
+
+
+@contextlib.contextmanager
+def _set_environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,176 @@
+"""Torch: no partial sum of a collective that NCCL has aborted is used.
+
+The collectives are those of `harness/nccl_double.py`, on CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "torch":
+    pytest.skip("tests of the Torch backend", allow_module_level=True)
+
+from harness import nccl_training
+from harness.forker import Forked, Forker
+from harness.nccl_training import STEPS, VICTIM_STEP
+
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.engines.torch import nccl_works
+from keras_strategies.engines.torch.nccl_works import NcclWorks
+from keras_strategies.errors import WorkerError
+
+SECONDS = 120.0
+
+
+def start(forker: Forker, folder: Path, index: int, *options: str) -> Forked:
+    environment = {"OMP_NUM_THREADS": "1"}
+    if index >= 0:
+        cluster = {"worker": json.loads((folder / "addresses").read_text())}
+        task = {"type": "worker", "index": index}
+        environment["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    return forker.start(
+        folder / f"log{index}",
+        str(nccl_training.__file__),
+        *(str(folder), str(index), *options),
+        **environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    with Forker() as forker:
+        yield forker
+
+
+def trained(
+    forker: Forker, folder: Path, *options: str
+) -> tuple[int, str, dict[int, Any]]:
+    """The exit code and the output of worker 0, and the weights by worker."""
+    (folder / "addresses").write_text(json.dumps(free_addresses(2)))
+    processes = [start(forker, folder, index, *options) for index in (0, 1, -1)]
+    codes = [process.wait(SECONDS)[0] for process in processes]
+    text = processes[0].text()
+    assert codes[1] in (-signal.SIGKILL, 128 + signal.SIGKILL), processes[1].text()
+    assert codes[2] == 0, processes[2].text()
+    return (
+        codes[0],
+        text,
+        {index: dict(np.load(folder / f"weights{index}.npz")) for index in (0, -1)},
+    )
+
+
+@pytest.mark.multiprocess
+def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path):
+    code, text, weights = trained(forker, tmp_path)
+    assert code == 1
+    assert "Worker 1 (127.0.0.1, process" in text
+    assert f"This is worker 0, at step {VICTIM_STEP} of fit." in text
+    own, alone = weights[0], weights[-1]
+    assert max(map(int, own.keys() - {"end"})) == VICTIM_STEP - 1
+    last = str(VICTIM_STEP - 1)
+    np.testing.assert_allclose(own[last], alone[last], 1e-5, 1e-6)
+    # All variables but the moving statistics, which precede the gradients.
+    size = 4 * 5 + 5 + 5
+    np.testing.assert_array_equal(own["end"][:size], own[last][:size])
+    np.testing.assert_array_equal(own["end"][-6:], own[last][-6:])
+
+
+@pytest.mark.multiprocess
+def test_an_elastic_group_repeats_the_step(forker, tmp_path):
+    code, text, weights = trained(forker, tmp_path, "elastic")
+    assert code == 0, text
+    for step in (*range(1, STEPS + 1), "end"):
+        np.testing.assert_allclose(
+            weights[0][str(step)], weights[-1][str(step)], 1e-5, 1e-6
+        )
+
+
+class Group:
+    """Stands in for a `WorkerGroup`."""
+
+    def __init__(self, error: Exception | None = None):
+        self.error = error
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Work:
+    """A collective that ends after some looks at it."""
+
+    def __init__(self, looks: int = 0, error: Exception | None = None):
+        self.looks, self.error = looks, error
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def confirm(group: Group, *works: Work) -> NcclWorks:
+    found = NcclWorks()
+    for work in works:
+        found.add(work)
+    found.confirm(group)  # type: ignore[arg-type]
+    return found
+
+
+def test_the_host_waits_for_collectives():
+    works = [Work(3), Work(0), Work(5)]
+    confirm(Group(), *works)
+    assert max(work.looks for work in works) < 0
+
+
+def test_the_error_of_a_collective_is_raised_once():
+    error = RuntimeError("NCCL communicator was aborted")
+    works = NcclWorks()
+    for work in (Work(), Work(error=error)):
+        works.add(work)
+    with pytest.raises(RuntimeError, match="was aborted"):
+        works.confirm(Group())  # type: ignore[arg-type]
+    works.confirm(Group())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("looks", [0, 10**9], ids=["aborted", "under way"])
+def test_a_lost_worker_is_an_error_whatever_the_collective_says(looks):
+    lost = WorkerError("Worker 1 was lost.")
+    with pytest.raises(WorkerError, match="Worker 1"):
+        confirm(Group(lost), Work(looks))
+
+
+def test_without_collectives_a_lost_worker_is_no_error_here():
+    confirm(Group(WorkerError("Worker 1 was lost.")))
+
+
+def test_torch_leaves_errors_to_this_package(monkeypatch):
+    """Under torchrun, Torch's watchdog would end the process."""
+    found: dict[str, str | None] = {}
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *given: Any):
+            found.update({name: os.environ.get(name) for name in names})
+
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    monkeypatch.setattr(nccl_works.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setenv(names[0], "1")
+    monkeypatch.delenv(names[1], raising=False)
+    nccl_works.create_nccl_group(None, 0, 2, None)  # type: ignore[arg-type]
+    assert found == dict.fromkeys(names, "2") | {names[1]: "0"}
+    assert os.environ[names[0]] == "1"
+    assert names[1] not in os.environ
