@@ -36,40 +36,6 @@ BOUNDS = {
     # `process_group`: programs and forks, those of the tests too.
     "modules that start processes": 1,
     "duplicate public class names": 0,
-    # Elastic groups of workers: 2,100.
-    # Snapshots of `fit`: 880.
-    # Times of steps, slow workers and their status: 260.
-    # Parameter servers, timeout of steps: 60; release of variables: 150.
-    # Optimizers of the tables of keras_rs: 60.
-    # Ray as an engine for clusters: 900. Clusters of its trainers: 10.
-    # Elastic custom loops: 420. Steps that run unsplit on JAX: 270.
-    # Parameter servers that join and leave: 750.
-    # Resolvers of Keras and MPI, Kubernetes, and checks of ports: 230.
-    # Copies of TensorFlow replicas that exchange statistics: 130.
-    # Connections of JAX devices that exist before their mesh: 5.
-    # Connections of TensorFlow that end with their generation: 9.
-    # Forks of local clusters of parameter servers: 265.
-    # What `torch.compile` leaves out on replicas is named: 15.
-    # Results of JAX's programs on parameter servers as buffers: 10.
-    # Parameter servers, devices of workers and the GPUs of one machine: 60.
-    # Sums of the gradients of lookups on Torch and TensorFlow: 25.
-    # Parameter servers, programs of rows and other variables: 17.
-    # Batches of JAX replicas as shards of one array: 105.
-    # Names of Torch devices that equal the device, one replica: 14.
-    # Clocks of steps that read the processor time only if they need it: 4.
-    # Keys of all Python state that functions of `run` read on JAX: 254.
-    # Parameter servers, values of two steps that are pulled at once: 16.
-    # Longer names, such as those of connections: 13. Frozen variables: 2.
-    # Layer calls of Torch as recorded operations: 447. Datasets of epochs: 19.
-    # Iterators of TensorFlow that are created when they are read: 26.
-    # Arguments of layer calls without containers: 12. Pushes of parameter servers that
-    # are sent before the reply to the former one: 5.
-    # Elastic workers that are behind: 16, or have no collective: 25.
-    # Sums of gradients before they are transposed: 23, of numbers: 5. Rows of gradients
-    # with their indices: 3. Elastic workers that were stopped: 25.
-    "lines of code": 33_056,
-    "folders of more than 12 files": 0,
-    "files of the largest folder": 12,
     "import cycles": 0,
     "modules in import cycles": 0,
     "private names outside of compat files": 0,
