@@ -49,7 +49,8 @@ def test_rows_are_split_div(rows, parts, sizes) -> None:
         # Rows of 16 bytes.
         (MinSizePartitioner(64, max_shards=10), (24, 4), "float32", (6, 1)),
         (MinSizePartitioner(64, max_shards=3), (24, 4), "float32", (3, 1)),
-        (MinSizePartitioner(65, max_shards=10), (24, 4), "float32", (4, 1)),
+        (MinSizePartitioner(65, max_shards=10), (24, 4), "float32", (6, 1)),
+        (MinSizePartitioner(10, max_shards=10), (6, 1), "float32", (3, 1)),
         (MinSizePartitioner(10**6, max_shards=10), (24, 4), "float32", (1, 1)),
         (MinSizePartitioner(), (10**6, 8), "float32", (1, 1)),
         (MinSizePartitioner(32, 10, bytes_per_string=8), (16,), "string", (4,)),
@@ -123,11 +124,12 @@ def test_subclasses_define_parts_or_the_call() -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 24, 100])
 @pytest.mark.parametrize("limit", [1, 16, 40, 64, 100, 10_000])
-def test_no_part_is_smaller_or_larger_than_its_limit(rows, limit) -> None:
+def test_parts_have_the_sizes_of_their_limits(rows, limit) -> None:
     shape, row = (rows, 4), 16
-    (least, _) = MinSizePartitioner(limit, max_shards=50)(shape, "float32")
-    sizes = [(stop - start) * row for start, stop in split_rows(rows, least)]
-    assert least == 1 or min(sizes) >= limit
+    (parts, _) = MinSizePartitioner(limit, max_shards=50)(shape, "float32")
+    # One part fewer would have more than the minimum on average.
+    assert parts == 1 or rows * row / (parts - 1) > limit
+    assert parts in (rows, 50) or rows * row / parts <= limit
     (most, _) = MaxSizePartitioner(limit)(shape, "float32")
     sizes = [(stop - start) * row for start, stop in split_rows(rows, most)]
     assert max(sizes) <= max(limit, row)
