@@ -7,10 +7,12 @@ runs once on each). An empty stack means the default strategy.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ from keras_strategies.errors import (
     InvalidArgumentError,
     MixedStrategyError,
 )
+from keras_strategies.keras_compat.thread_state import kept_scope_state
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -46,6 +49,25 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+# Open scopes, with their threads: frameworks close a scope in its own thread only.
+_open: weakref.WeakKeyDictionary[contextlib.ExitStack, threading.Thread] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _close_open_scopes() -> None:
+    """Closes scopes that are open at exit, the innermost first.
+
+    Those of `set_strategy`, and of `scope().__enter__()`, would be closed by Python's
+    garbage collector when modules are empty.
+    """
+    for stack, thread in reversed(list(_open.items())):
+        if thread is threading.current_thread():
+            stack.close()
+
+
+atexit.register(_close_open_scopes)
 
 
 class ReplicaContext:
@@ -318,8 +340,21 @@ def cross_replica(strategy: StrategyCore) -> Iterator[StrategyCore]:
 @contextlib.contextmanager
 def entered(strategy: StrategyCore) -> Iterator[StrategyCore]:
     """`strategy.scope()` without the check of models created outside of it."""
-    with cross_replica(strategy), strategy.drivers.fit.scope():
+    with cross_replica(strategy), strategy.drivers.fit.scope(), kept_scope_state():
         yield strategy
+
+
+@contextlib.contextmanager
+def opened(
+    strategy: StrategyCore, *contexts: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    """`strategy.scope()`: `entered`, with other contexts, until the process ends."""
+    with contextlib.ExitStack() as stack:
+        _open[stack] = threading.current_thread()
+        stack.enter_context(entered(strategy))
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 @contextlib.contextmanager
@@ -340,12 +375,13 @@ def on_replica(replica: ReplicaContext) -> Iterator[ReplicaContext]:
 def _pushed(frame: _Frame) -> Iterator[None]:
     # Restored by depth, so that a generator that exits out of order cannot remove
     # another frame.
-    depth = len(_thread.frames)
-    _thread.frames.append(frame)
+    frames = _thread.frames
+    depth = len(frames)
+    frames.append(frame)
     try:
         yield
     finally:
-        del _thread.frames[depth:]
+        del frames[depth:]
 
 
 def set_strategy(strategy: StrategyCore | None) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
+import keras
+import numpy as np
 import pytest
+from harness.processes import TIMEOUT
 
 import keras_strategies as ks
 
@@ -90,3 +95,67 @@ def test_set_strategy_inside_a_scope_is_an_error(mirrored) -> None:
     with mirrored.scope(), pytest.raises(RuntimeError, match="inside the scope"):
         ks.experimental_set_strategy(mirrored)
     assert not ks.has_strategy()
+
+
+def test_scopes_that_are_open_at_exit_are_closed() -> None:
+    script = (
+        "import keras_strategies as ks; ks.set_virtual_cpu_devices(2)\n"
+        "strategy = ks.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
+        "ks.experimental_set_strategy(strategy)\n"
+        "held = strategy.scope()\n"
+        "held.__enter__()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Exception ignored" not in ended.stderr
+    assert "Error" not in ended.stderr
+
+
+def built_model() -> keras.Model:
+    layers = [keras.Input((2,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+def trained(model: keras.Model, weights: list[np.ndarray]) -> list[np.ndarray]:
+    rows = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
+    model.set_weights(weights)
+    model.fit(
+        rows[:, :2], rows[:, 2:], batch_size=4, epochs=2, shuffle=False, verbose=0
+    )
+    return list(model.get_weights())
+
+
+WEIGHTS = [
+    np.linspace(-1, 1, 6).reshape(2, 3).astype("float32"),
+    np.zeros(3, "float32"),
+    np.linspace(-2, 1, 3).reshape(3, 1).astype("float32"),
+    np.ones(1, "float32"),
+]
+
+
+def test_a_scope_outlasts_clear_session(strategy) -> None:
+    expected = trained(built_model(), WEIGHTS)
+    with strategy.scope():
+        keras.utils.clear_session()
+        model = built_model()
+    for found, value in zip(trained(model, WEIGHTS), expected, strict=True):
+        np.testing.assert_allclose(found, value, atol=1e-6)
+    assert keras.distribution.distribution() is None
+
+
+def test_a_set_strategy_outlasts_clear_session(mirrored) -> None:
+    expected = trained(built_model(), WEIGHTS)
+    ks.experimental_set_strategy(mirrored)
+    try:
+        # A trial of a tuner after another one.
+        for _ in range(2):
+            keras.utils.clear_session()
+            found = trained(built_model(), WEIGHTS)
+            np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
+    finally:
+        ks.experimental_set_strategy(None)
+    assert keras.distribution.distribution() is None

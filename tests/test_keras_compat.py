@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import pytest
 
 from keras_strategies.keras_compat import hooks, patching
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import is_in_optimizer
@@ -19,6 +20,7 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import (
 from keras_strategies.keras_compat.optimizers.used_variables import used_by_update
 from keras_strategies.keras_compat.thread_state import (
     current_stateless_scope,
+    kept_scope_state,
     thread_state,
     with_thread_state,
 )
@@ -154,3 +156,14 @@ def test_a_rate_is_that_of_the_inner_optimizer_and_none_of_a_schedule() -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     assert variable_rate(keras.optimizers.SGD(schedule)) is None
     assert variable_rate(None) is None
+
+
+def test_the_device_of_a_scope_outlasts_clear_session(mirrored) -> None:
+    if keras.backend.backend() != "torch":
+        pytest.skip("only Keras on Torch has its device in the state of a thread")
+    # `meta`, as another device than the default one, which is the CPU here.
+    with keras.device("meta"), kept_scope_state():
+        keras.utils.clear_session()
+        variable = keras.Variable([1.0])
+    assert variable.value.device.type == "meta"
+    assert keras.Variable([1.0]).value.device.type == "cpu"

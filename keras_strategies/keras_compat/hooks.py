@@ -11,7 +11,10 @@ from typing import Any, Protocol
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.optimizers.applying import applying
 from keras_strategies.keras_compat.saving.streaming import streamed_files
-from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.keras_compat.thread_state import (
+    current_stateless_scope,
+    restore_scope_state,
+)
 
 
 class MethodRestart(BaseException):
@@ -121,6 +124,7 @@ def installed_hooks() -> ModelHooks:
 
 def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     # `Model.__init__` calls it first.
+    restore_scope_state()
     original(self, *args, **kwargs)
     _Installed.hooks.created(self)
 
@@ -135,6 +139,7 @@ def variable_init(
     **kwargs: Any,
 ) -> None:
     hooks = _Installed.hooks
+    restore_scope_state()
     hooks.making(self)
     with hooks.creating():
         if not callable(initializer) and not isinstance(initializer, str):

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
+
+#: What scopes of strategies set in Keras's state: its distribution on JAX, its device
+#: on Torch.
+_OF_SCOPES = ("distribution", "torch_device")
 
 
 def current_stateless_scope() -> Any:
@@ -57,6 +63,57 @@ def with_thread_state(state: dict[str, Any]) -> Iterator[None]:
     finally:
         own.clear()
         own.update(saved)
+
+
+@dataclass
+class _ScopeState:
+    tracker: Any
+    values: dict[str, Any]
+
+
+class _Scopes(threading.local):
+    def __init__(self) -> None:
+        self.states: list[_ScopeState] = []
+
+
+_scopes = _Scopes()
+
+
+@contextlib.contextmanager
+def kept_scope_state() -> Iterator[None]:
+    """A context in which `restore_scope_state` restores Keras's state of its beginning.
+
+    Entered by the scope of a strategy, after it has set that state.
+    """
+    from keras.src.backend.common import global_state
+
+    tracker = global_state.GLOBAL_STATE_TRACKER
+    found = {name: getattr(tracker, name, None) for name in _OF_SCOPES}
+    states = _scopes.states
+    depth = len(states)
+    states.append(_ScopeState(tracker, found))
+    try:
+        yield
+    finally:
+        del states[depth:]
+
+
+def restore_scope_state() -> None:
+    """Restores the state of this thread's scope after `keras.utils.clear_session`.
+
+    `clear_session` replaces `GLOBAL_STATE_TRACKER`, and may be called under any name
+    that it was imported by: the scope finds another tracker.
+    """
+    if not _scopes.states:
+        return
+    from keras.src.backend.common import global_state
+
+    state, tracker = _scopes.states[-1], global_state.GLOBAL_STATE_TRACKER
+    if state.tracker is not tracker:
+        state.tracker = tracker
+        for name, value in state.values.items():
+            if value is not None:
+                setattr(tracker, name, value)
 
 
 def values_scope(mapping: Iterable[tuple[Any, Any]]) -> Any:

@@ -122,7 +122,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         ...     model = keras.Sequential([keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
         """
-        with context.entered(self), patching.installed_while("scope"):
+        with context.opened(self, patching.installed_while("scope")):
             yield self
 
     def run(
