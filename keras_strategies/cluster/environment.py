@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.environment import (
     keras_distribution,
+    local_number,
     mpi,
     sagemaker,
     slurm,
@@ -49,7 +50,11 @@ PROCESS_NUMBERS = (
     *keras_distribution.ALL,
     torchrun.RANK,
     torchrun.WORLD_SIZE,
+    torchrun.LOCAL_RANK,
+    torchrun.LOCAL_WORLD_SIZE,
     *mpi.NUMBERS,
+    *mpi.LOCAL_NUMBERS,
+    slurm.PLACE,
 )
 
 
@@ -97,6 +102,24 @@ def find_cluster() -> ClusterResolver | None:
     return None
 
 
+def find_local_number() -> local_number.LocalNumber | None:
+    """The number of this process among those that its launcher runs on this machine.
+
+    It is that of torchrun, MPI or SLURM, in the order of `find_cluster`, also if
+    `TF_CONFIG` or Keras's variables describe the cluster.
+
+    Returns:
+        A `LocalNumber`; None if no launcher has set it.
+
+    Raises:
+        ValueError: if a variable is invalid.
+    """
+    for kind in _KINDS:
+        if kind.is_set() and (found := kind.local()) is not None:
+            return found
+    return None
+
+
 def cluster_variables() -> dict[str, str]:
     """The variables of `find_cluster` that are set."""
     exact = {
@@ -119,6 +142,7 @@ class _Kind:
         is_set: callable, whether they describe one of several processes.
         resolver: callable that reads them.
         number: callable, this process's number in them.
+        local: callable, this process's number among those of its machine.
         name: str, their name in errors if users set them; empty for variables of
             launchers and schedulers.
     """
@@ -126,6 +150,7 @@ class _Kind:
     is_set: Callable[[], bool]
     resolver: Callable[[], ClusterResolver]
     number: Callable[[], ProcessNumber | None] = lambda: None
+    local: Callable[[], local_number.LocalNumber | None] = lambda: None
     name: str = ""
 
 
@@ -168,15 +193,25 @@ _KINDS = (
         _has(*keras_distribution.ALL),
         keras_distribution.KerasDistributionClusterResolver,
         _number_of_keras,
-        keras_distribution.ADDRESSES,
+        name=keras_distribution.ADDRESSES,
     ),
     _Kind(
         _has(torchrun.RANK, torchrun.WORLD_SIZE),
         torchrun.TorchrunClusterResolver,
         _number_of_torchrun,
+        local_number.of_torchrun,
     ),
-    _Kind(_is_started_by_mpi, mpi.MPIClusterResolver, mpi.process_number),
-    _Kind(_is_in_a_slurm_step, slurm.SlurmClusterResolver),
+    _Kind(
+        _is_started_by_mpi,
+        mpi.MPIClusterResolver,
+        mpi.process_number,
+        local_number.of_mpi,
+    ),
+    _Kind(
+        _is_in_a_slurm_step,
+        slurm.SlurmClusterResolver,
+        local=local_number.of_slurm,
+    ),
     _Kind(
         _has(sagemaker.HOSTS, sagemaker.CURRENT_HOST),
         sagemaker.SageMakerClusterResolver,

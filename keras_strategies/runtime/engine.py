@@ -90,6 +90,20 @@ class Engine(abc.ABC):
         """Number of CPU devices; does not initialize the devices, if possible."""
         return sum(device.kind == "cpu" for device in self.local_devices())
 
+    def keep_accelerator(
+        self, choose: Callable[[Sequence[Device]], Device | None]
+    ) -> Device | None:
+        """Chooses one accelerator of this machine; the others are for other processes.
+
+        Args:
+            choose: callable of the accelerators, before the framework allocates memory
+                on them; returns None if this process may use all.
+
+        Returns:
+            The device, by the name that it has from now on; None if there is none.
+        """
+        return choose([each for each in self.local_devices() if each.kind != "cpu"])
+
     @abc.abstractmethod
     def to_device(self, value: Any, device: Device) -> Any:
         """A tensor with this value on that device."""

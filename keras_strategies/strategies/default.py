@@ -15,7 +15,7 @@ from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.strategies.base.strategy import Strategy
-from keras_strategies.strategies.device_selection import default_devices
+from keras_strategies.strategies.device_selection import all_devices
 from keras_strategies.types import InputContext, InputOptions, RunOptions
 
 
@@ -39,7 +39,7 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         if hasattr(self, "_drivers"):
             return
-        device = default_devices(get_engine())[0]
+        device = all_devices(get_engine())[0]
         super().__init__(Placement((device,), device, mirrored=False))
 
     @functools.cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,11 @@ from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base.strategy import Strategy
-from keras_strategies.strategies.device_selection import choose_devices, default_devices
+from keras_strategies.strategies.device_selection import (
+    choose_devices,
+    default_devices,
+    keep_own_accelerator,
+)
 from keras_strategies.strategies.multi_worker import find_workers
 from keras_strategies.training.random_sync import sync_random_numbers
 from keras_strategies.types import CommunicationOptions, Elastic, check_flag
@@ -136,6 +139,8 @@ class ModelParallelStrategy(Strategy):
         if devices is not None:
             # Before workers connect, so that none waits for this one.
             check_implementation(options, engine.name, as_devices(devices))
+        else:
+            keep_own_accelerator(engine)
         # Before devices are listed: connecting engines adds those of other workers.
         resolver, workers = find_workers(
             engine, cluster_resolver, communication_options
@@ -144,7 +149,7 @@ class ModelParallelStrategy(Strategy):
         given = getattr(layout_map, "device_mesh", None)
         own = _devices(engine, devices, None if workers is not None else given)
         if engine.has_process_per_mesh_device:
-            own = _one_device(engine, own, is_chosen=devices is not None)
+            own = _one_device(engine, own)
         check_implementation(options, engine.name, own)
         every = [own] if workers is None else _of_all_workers(workers, own)
         found = tuple(device for each in every for device in each)
@@ -240,20 +245,8 @@ def _grid(
     return shape, tuple(given.axis_names)
 
 
-def _one_device(
-    engine: Engine, devices: tuple[Device, ...], is_chosen: bool
-) -> tuple[Device, ...]:
-    """The only device of this process in the mesh.
-
-    Args:
-        engine: the engine.
-        devices: the devices given by the user, or all devices of the process.
-        is_chosen: bool, whether the user gave them.
-    """
-    rank = os.environ.get("LOCAL_RANK", "")
-    if not is_chosen and devices[0].kind != "cpu" and rank.isdigit():
-        # Torchrun's number of this process on its machine.
-        devices = devices[int(rank) :][:1] or devices
+def _one_device(engine: Engine, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """The only device of this process in the mesh."""
     if len(devices) == 1:
         return devices
     raise BackendError(

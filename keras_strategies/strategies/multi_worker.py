@@ -39,7 +39,11 @@ from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base.strategy import Strategy
-from keras_strategies.strategies.device_selection import choose_devices, default_devices
+from keras_strategies.strategies.device_selection import (
+    choose_devices,
+    default_devices,
+    keep_own_accelerator,
+)
 from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.random_sync import sync_random_numbers
 from keras_strategies.types import CommunicationOptions, Elastic
@@ -71,7 +75,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             NCCL or RING (Gloo or gRPC) between GPUs; on JAX, where XLA chooses, NCCL is
             for GPUs and RING, which is Gloo, for CPUs.
         devices: sequence of str or device objects, this worker's devices; None for
-            all its accelerators, or all its CPU devices where there are none.
+            all its accelerators, or all its CPU devices where there are none. If
+            torchrun, MPI or SLURM runs several workers on a machine, it is the
+            accelerator of the worker's number there.
         cross_device_ops: `CrossDeviceOps`, reductions between the replicas of this
             worker, as for `MirroredStrategy`; results are reduced over workers by the
             engine of `communication_options`.
@@ -117,6 +123,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if devices is not None:
             # Before workers connect, so that none waits for this one.
             check_implementation(options, engine.name, as_devices(devices))
+        else:
+            keep_own_accelerator(engine)
         # Before devices are listed: connecting engines adds those of other workers.
         resolver, workers = find_workers(
             engine, cluster_resolver, communication_options, elastic

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
+from collections.abc import Callable, Sequence
 
 import jax
 
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax.compat import devices_are_fixed
 from keras_strategies.errors import BackendInUseError
+from keras_strategies.processes.local_cluster import visible_gpus
 
 # XLA_FLAGS="--xla_force_host_platform_device_count=4", older than jax_num_cpu_devices.
 _XLA_CPU_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -52,6 +55,28 @@ def default_device() -> jax.Device:
     """The device of arrays without a placement."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+
+
+def keep_gpu(choose: Callable[[Sequence[Device]], Device | None]) -> None:
+    """Configures JAX to use the chosen GPU only.
+
+    JAX allocates 75 % of the memory of each GPU when it lists them, so they are counted
+    without it.
+    """
+    if not _may_use_cuda():
+        return
+    gpus = visible_gpus(os.environ)
+    chosen = choose([Device("gpu", i) for i in range(len(gpus))])
+    if chosen is not None:
+        # Counted among those of CUDA_VISIBLE_DEVICES.
+        jax.config.update("jax_cuda_visible_devices", str(chosen.index))
+
+
+def _may_use_cuda() -> bool:
+    given = str(jax.config.jax_platforms or "")  # type: ignore[attr-defined]
+    is_named = not given or "cuda" in given or "gpu" in given
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return is_named and any("cuda" in plugin.name for plugin in plugins)
 
 
 def cpu_device_count() -> int:

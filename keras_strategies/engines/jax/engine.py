@@ -70,6 +70,14 @@ class JaxEngine(Engine):
     def cpu_device_count(self) -> int:
         return devices.cpu_device_count()
 
+    def keep_accelerator(
+        self, choose: Callable[[Sequence[Device]], Device | None]
+    ) -> Device | None:
+        if devices.devices_are_fixed():
+            return super().keep_accelerator(choose)
+        devices.keep_gpu(choose)
+        return None  # The only one when devices are listed.
+
     def to_device(self, value: Any, device: Device) -> jax.Array:
         if isinstance(value, jax.core.Tracer):
             return value  # The compiler places traced values.

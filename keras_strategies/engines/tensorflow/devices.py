@@ -47,6 +47,23 @@ def _logical_count(kind: str) -> int:
     )
 
 
+def hide_others(device: Device) -> Device:
+    """Hides the other accelerators of its kind from TensorFlow, if it is not in use.
+
+    Returns:
+        The device, by its name from now on.
+    """
+    kind = device.kind.upper()
+    visible = tf.config.get_visible_devices(kind)
+    if len(visible) <= device.index:
+        return device  # One of the logical devices of a configured one.
+    try:
+        tf.config.set_visible_devices(visible[device.index], kind)
+    except RuntimeError:  # TensorFlow has been used, with all devices.
+        return device
+    return Device(device.kind, 0)
+
+
 def set_virtual_cpus(count: int) -> None:
     """Divides the CPU into `count` devices; they share its cores and its memory."""
     if cpu_count() == count:

@@ -21,6 +21,7 @@ from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
 )
 from keras_strategies.engines.tensorflow.devices import (
     device_of,
+    hide_others,
     local_devices,
     set_virtual_cpus,
     tf_device,
@@ -88,6 +89,12 @@ class TensorFlowEngine(Engine):
 
     def set_virtual_cpu_devices(self, count: int) -> None:
         set_virtual_cpus(count)
+
+    def keep_accelerator(
+        self, choose: Callable[[Sequence[Device]], Device | None]
+    ) -> Device | None:
+        chosen = super().keep_accelerator(choose)
+        return None if chosen is None else hide_others(chosen)
 
     def to_device(self, value: Any, device: Device) -> Any:
         with tf.device(tf_device(device)):

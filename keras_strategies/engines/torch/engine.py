@@ -53,6 +53,15 @@ class TorchEngine(Engine):
         # Always possible: to torch, all virtual CPUs are one CPU device.
         self._virtual_cpus = count
 
+    def keep_accelerator(
+        self, choose: Callable[[Sequence[Device]], Device | None]
+    ) -> Device | None:
+        chosen = super().keep_accelerator(choose)
+        if chosen is not None and chosen.kind == "gpu":
+            # The device of "cuda", and of the context that pins memory.
+            torch.cuda.set_device(chosen.index)
+        return chosen
+
     def to_device(self, value: Any, device: Device) -> torch.Tensor:
         with keras.device(str(torch_device(device))):
             return keras.ops.convert_to_tensor(value)

@@ -1,11 +1,15 @@
 """Environment variables of MPI's launchers.
 
 Open MPI's `mpirun`:
-OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2
+OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4
+OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
 MPICH's and Intel MPI's `mpiexec`:
-PMI_RANK=3 PMI_SIZE=4 MPI_LOCALNRANKS=2
+PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2
+Cray's `aprun` and PALS:
+PMI_RANK=3 PMI_SIZE=4 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2
 MVAPICH2's `mpirun_rsh`:
-MV2_COMM_WORLD_RANK=3 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_SIZE=2
+MV2_COMM_WORLD_RANK=3 MV2_COMM_WORLD_SIZE=4
+MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2
 
 None of them has an address. By convention it is given as for torchrun:
 mpirun -n 4 -x MASTER_ADDR=10.0.0.1 -x MASTER_PORT=29500 python script.py
@@ -37,11 +41,17 @@ from keras_strategies.errors import ClusterError
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of one launcher; `local_size` counts processes of a machine."""
+    """The variables of one launcher.
+
+    Args:
+        rank: str, that with the number of the process.
+        size: str, that with the number of processes.
+        local: pairs of these for the processes of one machine.
+    """
 
     rank: str
     size: str
-    local_size: str
+    local: tuple[tuple[str, str], ...]
 
     @property
     def is_complete(self) -> bool:
@@ -50,16 +60,28 @@ class _Launcher:
 
 LAUNCHERS = (
     _Launcher(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),),
     ),
     _Launcher(
-        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        (("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),),
     ),
     # The last: those of Open MPI and MVAPICH2 may set them as well.
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    _Launcher(
+        "PMI_RANK",
+        "PMI_SIZE",
+        (
+            ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+            ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+        ),
+    ),
 )
 NUMBERS = tuple(name for each in LAUNCHERS for name in (each.rank, each.size))
-ALL = (*NUMBERS, *(each.local_size for each in LAUNCHERS))
+LOCAL_NUMBERS = tuple(n for each in LAUNCHERS for pair in each.local for n in pair)
+ALL = (*NUMBERS, *LOCAL_NUMBERS)
 
 
 def is_complete() -> bool:
@@ -123,7 +145,7 @@ class MPIClusterResolver(ClusterResolver):
 def _first_host(process: ProcessNumber) -> str:
     if os.environ.get(MASTER_ADDR):
         return os.environ[MASTER_ADDR]
-    local = (each.local_size for each in LAUNCHERS)
+    local = (size for each in LAUNCHERS for _, size in each.local)
     if any(os.environ.get(name) and number(name) == process.size for name in local):
         return LOOPBACK
     nodes = next((os.environ[name] for name in NODE_LIST if os.environ.get(name)), "")
