@@ -48,18 +48,6 @@ class DistributedValues:
             )
         raise AttributeError(text, name=name, obj=self)
 
-    # TensorFlow's protocol for composite values of `tf.function`.
-
-    def __tf_flatten__(self) -> tuple[tuple[()], tuple[Any, ...]]:
-        return (), self.values
-
-    @classmethod
-    def __tf_unflatten__(
-        cls, metadata: tuple[()], components: tuple[Any, ...]
-    ) -> DistributedValues:
-        del metadata
-        return cls(components)
-
     def __repr__(self) -> str:
         body = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))
         return f"{type(self).__name__}:{{\n{body}\n}}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
 
+import keras
 import pytest
 
 import keras_strategies as ks
@@ -117,3 +119,33 @@ def test_communication_options_are_frozen() -> None:
     assert options.implementation is ks.CommunicationImplementation.RING
     with pytest.raises(AttributeError):
         options.timeout_seconds = 4
+
+
+def trees() -> dict[str, Any]:
+    """`map_structure` of the backend's own structures, and of Keras."""
+    found: dict[str, Any] = {"keras": keras.tree.map_structure}
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        found["jax"] = jax.tree.map
+    elif backend == "torch":
+        from torch.utils import _pytree
+
+        found["torch"] = _pytree.tree_map
+    else:
+        import tensorflow as tf
+
+        found["tensorflow"] = tf.nest.map_structure
+    return found
+
+
+@pytest.mark.parametrize("name", trees())
+def test_structures_of_frameworks_keep_a_value_as_a_leaf(mirrored, name) -> None:
+    def by_replica() -> dict[str, Any]:
+        number = ks.get_replica_context().replica_id_in_sync_group
+        return {"loss": keras.ops.cast(number, "float32") + 1}
+
+    result = mirrored.run(by_replica)
+    reduced = trees()[name](lambda x: mirrored.reduce("SUM", x, axis=None), result)
+    assert float(reduced["loss"]) == 3.0  # `tf.distribute`: 3.

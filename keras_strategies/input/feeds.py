@@ -111,8 +111,16 @@ class PerReplicaFeed(Feed):
         if len(self._sources) == self._count == 1:
             return self._sources[0]
         return JoinedSource(
-            self._sources[0].given, self._global_batches, self.cardinality, self.spec
+            self._sources[0].given,
+            self._global_batches,
+            self.cardinality,
+            self.spec,
+            self._begin,
         )
+
+    def _begin(self) -> None:
+        for source in self._sources:
+            source.begin()
 
     def _global_batches(self) -> Iterator[Any]:
         for rounds in self._rounds():

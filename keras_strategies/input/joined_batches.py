@@ -52,6 +52,9 @@ class WorkersSource(Source):
                 return
             yield join_rows(found)
 
+    def begin(self) -> None:
+        self._own.begin()
+
     @property
     def cardinality(self) -> int | None:
         return self._cardinality
@@ -60,7 +63,7 @@ class WorkersSource(Source):
         return self._own.spec()
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        return batches_adapter(self.batches, self.cardinality, class_weight)
+        return batches_adapter(self.batches, self.cardinality, class_weight, self.begin)
 
 
 def over_workers(own: Any, group: WorkerGroup) -> WorkersSource:

@@ -48,6 +48,14 @@ class Source(abc.ABC):
     def read(self) -> Iterator[Any]:
         """A pass over the batches, without checks."""
 
+    def begin(self) -> None:  # noqa: B027 - most datasets need nothing.
+        """Makes the iterator that the next pass reads, in place of an unread one.
+
+        Keras on TensorFlow makes an iterator at the end of each epoch too, and another
+        one if it begins an epoch. Iterators of `tf.data` draw the seeds of their order
+        when they are made; those of other datasets are made when they are read.
+        """
+
     @property
     def cardinality(self) -> int | None:
         """The number of batches; None where it is unknown or without end."""
@@ -79,9 +87,14 @@ class TfDataSource(Source):
         super().__init__(given)
         # Checked by its specification, before anything is read.
         check_rows(given.element_spec, self.what)
+        self._begun: Iterator[Any] | None = None
 
     def read(self) -> Iterator[Any]:
-        return iter(self.given)
+        begun, self._begun = self._begun, None
+        return iter(self.given) if begun is None else begun
+
+    def begin(self) -> None:
+        self._begun = iter(self.given)
 
     @property
     def cardinality(self) -> int | None:
@@ -216,14 +229,19 @@ class JoinedSource(Source):
         read: Callable[[], Iterator[Any]],
         cardinality: int | None,
         spec: Callable[[], Any],
+        begin: Callable[[], None],
     ):
         super().__init__(given)
         self._read = read
         self._cardinality = cardinality
         self._spec = spec
+        self._begin = begin
 
     def read(self) -> Iterator[Any]:
         return self._read()
+
+    def begin(self) -> None:
+        self._begin()
 
     @property
     def cardinality(self) -> int | None:
@@ -233,7 +251,7 @@ class JoinedSource(Source):
         return self._spec()
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        return batches_adapter(self.batches, self.cardinality, class_weight)
+        return batches_adapter(self.batches, self.cardinality, class_weight, self.begin)
 
 
 class PlacedSource(Source):
@@ -265,6 +283,10 @@ class PlacedSource(Source):
             if batch is nothing:
                 return
             yield batch
+
+    def begin(self) -> None:
+        with self._on_device():
+            self._source.begin()
 
     @property
     def cardinality(self) -> int | None:

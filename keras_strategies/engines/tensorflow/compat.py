@@ -178,6 +178,16 @@ PRIVATE_NAMES = (
         ("_id",),
         "The identity of an argument in a trace.",
     ),
+    Private(
+        "tensorflow.__internal__.CompositeTensor",
+        ("_type_spec",),
+        "Per-replica values are composite tensors.",
+    ),
+    Private(
+        "tensorflow.TypeSpec",
+        ("_component_specs", "_from_components", "_serialize", "_to_components"),
+        "The type of per-replica values.",
+    ),
 )
 
 
@@ -615,19 +625,28 @@ class LazyIterator(tf.data.Iterator):  # type: ignore[misc]
     It may be passed to a `tf.function`, as others.
 
     Args:
-        dataset: `tf.data.Dataset`.
+        create: returns the iterator.
+        element_spec: structure of its specifications.
+        used: an object that exists as long as this iterator.
     """
 
-    def __init__(self, dataset: tf.data.Dataset):
-        self._dataset = dataset
+    def __init__(
+        self,
+        create: Callable[[], tf.data.Iterator],
+        element_spec: Any,
+        used: Any = None,
+    ):
+        self._create = create
+        self._element_spec = element_spec
+        self._used = used
 
     @functools.cached_property
     def _iterator(self) -> tf.data.Iterator:
-        return iter(self._dataset)
+        return self._create()
 
     @property
     def element_spec(self) -> Any:
-        return self._dataset.element_spec
+        return self._element_spec
 
     def get_next(self) -> Any:
         return self._iterator.get_next()
@@ -645,3 +664,38 @@ class LazyIterator(tf.data.Iterator):  # type: ignore[misc]
     @property
     def _iterator_resource(self) -> Any:
         return self._iterator._iterator_resource
+
+
+def handle_of(iterator: tf.data.Iterator) -> tf.Tensor:
+    """A string with which functions of a dataset read an iterator."""
+    resource = iterator._iterator_resource
+    return tf.raw_ops.IteratorToStringHandle(resource_handle=resource)
+
+
+def iterator_of(handle: tf.Tensor, dataset: tf.data.Dataset) -> tf.data.Iterator:
+    """The iterator of a handle, in a function of a dataset."""
+    types, shapes, classes = (
+        get(dataset)
+        for get in (
+            tf.compat.v1.data.get_output_types,
+            tf.compat.v1.data.get_output_shapes,
+            tf.compat.v1.data.get_output_classes,
+        )
+    )
+    return tf.compat.v1.data.Iterator.from_string_handle(handle, types, shapes, classes)
+
+
+def make_composite(kind: type, spec_of: Callable[[Any], tf.TypeSpec]) -> None:
+    """Makes the objects of a class composite tensors.
+
+    Args:
+        kind: the class.
+        spec_of: returns the specification of an object, which converts it to
+            components and back.
+    """
+    composite = tf.__internal__.CompositeTensor
+    for name, member in vars(composite).items():
+        if callable(member) and name not in vars(kind):
+            setattr(kind, name, member)
+    kind._type_spec = property(spec_of)  # type: ignore[attr-defined]
+    composite.register(kind)

@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 
+from keras_strategies.keras_compat.models.input_adapters import numpy_pass
+
 
 def epoch_iterator(**arguments: Any) -> Any:
     """`EpochIterator` of Keras 3.15: any input as epochs of batches.
@@ -18,7 +20,7 @@ def epoch_iterator(**arguments: Any) -> Any:
 
     class NumpyEpochIterator(EpochIterator):
         def _get_iterator(self) -> Any:
-            return self.data_adapter.get_numpy_iterator()
+            return numpy_pass(self.data_adapter)
 
     return NumpyEpochIterator(**arguments)
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import keras
+
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
 
@@ -32,6 +34,7 @@ def batches_adapter(
     batches: Callable[[], Iterator[Any]],
     num_batches: int | None,
     class_weight: dict[int, float] | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Any:
     """An `x` for `fit`, `evaluate` and `predict`, from a function of batches.
 
@@ -44,6 +47,8 @@ def batches_adapter(
             `(x, y, sample_weight)`.
         num_batches: int, their number; None if it is unknown.
         class_weight: dict, weights of samples by their class.
+        begin: makes the iterator that the next pass reads; None for batches that a pass
+            more does not change.
     """
     from keras.src.trainers.data_adapters import data_adapter_utils
     from keras.src.trainers.data_adapters.generator_data_adapter import (
@@ -69,21 +74,57 @@ def batches_adapter(
 
     class BatchesAdapter(GeneratorDataAdapter):
         def __init__(self) -> None:
-            self.generator = standard if class_weight is None else weighted
             self._output_signature = None
+            # A pass of which the first batches were read for their specification.
+            self._peeked: Iterator[Any] | None = None
+
+        def begin(self) -> None:
+            if begin is not None and self._peeked is None:
+                begin()
+
+        def generator(self) -> Iterator[Any]:
+            peeked, self._peeked = self._peeked, None
+            if peeked is not None:
+                return peeked
+            return standard() if class_weight is None else weighted()
 
         @property
         def _first_batches(self) -> list[Any]:
-            found = itertools.islice(
-                self.generator(), data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
-            )
-            return list(found)
+            batches = self.generator()
+            count = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+            found = list(itertools.islice(batches, count))
+            if begin is not None:
+                self._peeked = itertools.chain(found, batches)
+            return found
 
         @property
         def num_batches(self) -> int | None:
             return num_batches
 
     return BatchesAdapter()
+
+
+def numpy_pass(adapter: Any) -> Iterator[Any]:
+    """A pass over an adapter's batches as NumPy arrays, in the order of `fit`.
+
+    Keras 3.15: `get_numpy_iterator` of an adapter makes the iterator of a dataset when
+    the first batch is read. So do the other backends' iterators; on TensorFlow `fit`
+    iterates over the dataset, whose iterator is made at once.
+    """
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+    if keras.backend.backend() != "tensorflow":
+        return adapter.get_numpy_iterator()  # type: ignore[no-any-return]
+    if isinstance(adapter, TFDatasetAdapter):
+        to_numpy = keras.ops.convert_to_numpy
+        return (
+            keras.tree.map_structure(to_numpy, batch, none_is_leaf=False)
+            for batch in iter(adapter.get_tf_dataset())
+        )
+    begin = getattr(adapter, "begin", None)
+    if begin is not None:
+        begin()
+    return adapter.get_numpy_iterator()  # type: ignore[no-any-return]
 
 
 def is_adapter(value: Any) -> bool:
@@ -103,12 +144,15 @@ class BatchPlacer(Protocol):
 class DatasetPlacer(Protocol):
     """Prepares the datasets of training loops, on TensorFlow."""
 
-    def dataset(self, dataset: Any, by_user: bool) -> Any:
+    def dataset(
+        self, dataset: Any, by_user: bool, begin: Callable[[], None] | None
+    ) -> Any:
         """The dataset to iterate over.
 
         Args:
             dataset: as Keras would iterate over it.
             by_user: whether it is the user's own `tf.data.Dataset`.
+            begin: called when Keras makes an iterator; None for nothing.
         """
 
 
@@ -147,5 +191,7 @@ def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
     original(self, *args, **kwargs)
     if thread_input.placer is not None:
         self._distributed_dataset = thread_input.placer.dataset(
-            self._distributed_dataset, isinstance(self.data_adapter, TFDatasetAdapter)
+            self._distributed_dataset,
+            isinstance(self.data_adapter, TFDatasetAdapter),
+            getattr(self.data_adapter, "begin", None),
         )

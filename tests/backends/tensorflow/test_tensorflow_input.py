@@ -131,15 +131,16 @@ def test_only_datasets_of_keras_are_read_without_tuning(make, tuned, ours):
     placer = EpochDatasets(None)
 
     class Recording:
-        def dataset(self, dataset, by_user):
-            seen.append(placer.dataset(dataset, by_user))
+        def dataset(self, dataset, by_user, begin):
+            seen.append(placer.dataset(dataset, by_user, begin))
             return seen[-1]
 
     strategy = ours("cpu:0" if ours is ks.OneDeviceStrategy else None)
     assert isinstance(strategy.drivers.fit.placer, EpochDatasets)
     strategy.drivers.fit.placer = Recording()
     model_of(strategy).fit(**make(), shuffle=False, verbose=0)
-    found = [epochs.dataset.options().autotune.enabled for epochs in seen]
+    datasets = [getattr(epochs, "dataset", epochs) for epochs in seen]
+    found = [dataset.options().autotune.enabled for dataset in datasets]
     assert found == [tuned]
 
 
@@ -181,7 +182,7 @@ def test_each_epoch_creates_one_iterator_and_reads_the_rows_of_keras(
 
 def test_an_epoch_s_iterator_can_be_passed_to_programs_and_inspected():
     dataset = tf.data.Dataset.range(6)
-    iterator = iter(EpochDatasets(None).dataset(dataset, by_user=True))
+    iterator = iter(EpochDatasets(None).dataset(dataset, by_user=False))
     assert isinstance(iterator, tf.data.Iterator)
     assert iterator.element_spec == dataset.element_spec
 

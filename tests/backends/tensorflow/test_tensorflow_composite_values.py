@@ -1,0 +1,118 @@
+"""TensorFlow: per-replica values in `tf.nest`, `tf.function`, loops and conditions.
+
+What `tf.distribute` gives stands beside each, in TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+
+
+def by_replica(dtype="float32"):
+    context = ks.get_replica_context()
+    return tf.cast(context.replica_id_in_sync_group, dtype) + 1
+
+
+def numbers(value):
+    return [part.numpy().tolist() for part in value.values]
+
+
+def test_nest_keeps_a_value_as_a_leaf(mirrored):
+    result = mirrored.run(
+        lambda: {"loss": by_replica(), "rows": (by_replica("int32"),)}
+    )
+    reduced = tf.nest.map_structure(
+        lambda x: mirrored.reduce("SUM", x, axis=None), result
+    )
+    assert int(reduced["loss"]) == int(reduced["rows"][0]) == 3  # There: 3.
+    assert [type(leaf) for leaf in tf.nest.flatten(result)] == [ks.PerReplica] * 2
+    assert len(tf.nest.flatten(result, expand_composites=True)) == 4  # There: 4.
+    tf.nest.assert_same_structure(result, {"loss": 0, "rows": (0,)})
+
+
+def test_a_program_takes_and_returns_values(mirrored):
+    @tf.function
+    def doubled(values, factor=2):
+        assert isinstance(values["x"], ks.PerReplica)
+        return mirrored.run(lambda x: x * factor, (values["x"],)), values
+
+    for _ in range(2):
+        x = mirrored.run(by_replica)
+        found, same = doubled({"x": x})
+        assert isinstance(found, ks.PerReplica)
+        assert numbers(found) == [2.0, 4.0]
+        assert numbers(same["x"]) == [1.0, 2.0]
+    assert doubled.experimental_get_tracing_count() == 1  # There: 1.
+    doubled({"x": mirrored.run(lambda: by_replica("int32"))})
+    assert doubled.experimental_get_tracing_count() == 2  # There: 2.
+
+
+def test_a_specification_is_an_input_signature(mirrored):
+    rows = tf.data.Dataset.from_tensor_slices((np.arange(6.0), np.arange(6))).batch(4)
+    dataset = mirrored.experimental_distribute_dataset(rows)
+
+    @tf.function(input_signature=[dataset.element_spec])
+    def step(batch):
+        return mirrored.reduce("SUM", mirrored.run(lambda x, _: x, batch), axis=0)
+
+    assert [float(step(batch)) for batch in dataset] == [6.0, 9.0]  # There: 6, 9.
+    assert step.experimental_get_tracing_count() == 1
+
+
+def test_components_of_other_kinds(mirrored):
+    """Ragged rows, sparse ones, numbers, and results that one replica lacks."""
+    values = {
+        "ragged": ks.PerReplica([tf.ragged.constant([[1], [2, 3]])] * 2),
+        "sparse": ks.PerReplica([tf.sparse.from_dense([[0, 4]])] * 2),
+        "number": ks.PerReplica([3, 4]),
+        "array": ks.PerReplica([np.float32(1), np.float32(2)]),
+        "missing": ks.PerReplica([None, tf.constant(5)]),
+        "structure": ks.PerReplica([{"a": tf.constant(6)}, {"a": tf.constant(7)}]),
+        "mirrored": ks.Mirrored([tf.constant(8), tf.constant(8)]),
+    }
+
+    @tf.function
+    def same(values):
+        return values
+
+    found = same(values)
+    assert found["ragged"].values[1].to_list() == [[1], [2, 3]]
+    assert tf.sparse.to_dense(found["sparse"].values[0]).numpy().tolist() == [[0, 4]]
+    assert numbers(found["number"]) == [3, 4]
+    assert numbers(found["array"]) == [1.0, 2.0]
+    assert found["missing"].values[0] is None
+    assert int(found["missing"].values[1]) == 5
+    assert int(found["structure"].values[1]["a"]) == 7
+    assert isinstance(found["mirrored"], ks.Mirrored)
+
+
+def test_loops_and_conditions_of_a_program(mirrored):
+    @tf.function
+    def powers(x, count):
+        for _ in tf.range(count):
+            x = mirrored.run(lambda own: own * 2, (x,))
+        if count > 2:
+            x = mirrored.run(lambda own: -own, (x,))
+        return x
+
+    assert numbers(powers(mirrored.run(by_replica), 3)) == [-8.0, -16.0]
+    assert numbers(powers(mirrored.run(by_replica), tf.constant(1))) == [2.0, 4.0]
+
+    @tf.function
+    def by_while(x):
+        return tf.while_loop(
+            lambda i, x: i < 3,
+            lambda i, x: (i + 1, mirrored.run(lambda own: own + 1, (x,))),
+            (0, x),
+        )[1]
+
+    assert numbers(by_while(mirrored.run(by_replica))) == [4.0, 5.0]
