@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -54,7 +54,7 @@ def _reduce_leaf(
     dtype = keras.backend.standardize_dtype(tensors[0].dtype)
     if dtype in HALF and op in (ReduceOp.SUM, ReduceOp.MEAN):
         # As on one device: a mean in half precision is the sum of more than fits.
-        wide = [ops.cast(tensor, "float32") for tensor in tensors]
+        wide = [_on_own_device(strategy, ops.cast, t, "float32") for t in tensors]
         return ops.cast(_reduce_tensors(strategy, op, wide, axes), dtype)
     return _reduce_tensors(strategy, op, tensors, axes)
 
@@ -75,7 +75,9 @@ def _reduce_tensors(
         if strategy.other_workers is not None and not present:
             present = [_no_rows(op, tensors[0], axes)]
         tensors = present or tensors
-    along = [_ALONG_AXIS[op](tensor, axis=axes) for tensor in tensors]
+    along = [
+        _on_own_device(strategy, _ALONG_AXIS[op], tensor, axes) for tensor in tensors
+    ]
     if op is not ReduceOp.MEAN:
         return reduce_components(strategy, op, along)
     total = reduce_components(strategy, ReduceOp.SUM, along)
@@ -85,6 +87,14 @@ def _reduce_tensors(
         for tensor in tensors
     ]
     return total / sum_counts(strategy, counts)
+
+
+def _on_own_device(
+    strategy: StrategyCore, function: Callable[..., Any], tensor: Any, *args: Any
+) -> Any:
+    """The result of a function of Keras on a replica's tensor, on its device."""
+    with strategy.engine.on_device_of(tensor):
+        return function(tensor, *args)
 
 
 def _axes_of(tensor: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -171,7 +181,12 @@ def components(strategy: StrategyCore, leaf: Any) -> list[Any]:
         values = list(leaf.values)
     else:
         values = [leaf] * strategy.replicas_here
-    return [ops.convert_to_tensor(value) for value in values]
+    return [
+        _on_own_device(strategy, ops.convert_to_tensor, value)
+        if ops.is_tensor(value)
+        else ops.convert_to_tensor(value)
+        for value in values
+    ]
 
 
 def stack_reduce(engine: Engine, op: ReduceOp, tensors: list[Any]) -> Any:

@@ -116,7 +116,9 @@ class LocalReduction:
         """A tensor of each replica, zeros where one has none."""
         like = next(tensor for tensor in column if tensor is not None)
         given = [*column, *[None] * (len(self._replicas) - len(column))]
+        with self._strategy.engine.on_device_of(like):
+            zeros = keras.ops.zeros_like(like)
         return [
-            self._to(keras.ops.zeros_like(like), device) if tensor is None else tensor
+            self._to(zeros, device) if tensor is None else tensor
             for tensor, device in zip(given, self._replicas, strict=True)
         ]

@@ -146,6 +146,13 @@ class Engine(abc.ABC):
 
     # Input
 
+    def on_device_of(self, tensor: Any) -> contextlib.AbstractContextManager[Any]:
+        """Operations of Keras inside leave a tensor on its device.
+
+        Only for engines where Keras moves arguments to its current device.
+        """
+        return contextlib.nullcontext()
+
     def transfers(self, devices: Sequence[Device]) -> Transfer:
         """The transfer of batches, structures of arrays, to the devices of replicas.
 

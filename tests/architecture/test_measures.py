@@ -24,8 +24,8 @@ BOUNDS = {
     # share `ReplicaRun` and `GradientBoundary`. One for the gradient of
     # batch statistics, a third of TensorFlow's operations, one for components that are
     # one array on JAX. One for the status of collectives, one for accelerators that
-    # are left to other processes.
-    "members of engine interfaces": 105,
+    # are left to other processes, one for the device of operations.
+    "members of engine interfaces": 106,
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
     "attributes replaced for the process": 23,

@@ -75,6 +75,14 @@ class TorchEngine(Engine):
         )
         return context
 
+    def on_device_of(
+        self, tensor: torch.Tensor
+    ) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = keras.device(
+            str(tensor.device)
+        )
+        return context
+
     def all_reduce(
         self, op: ReduceOp, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
