@@ -18,7 +18,7 @@ from keras_strategies.runtime.row_proofs.row_prover import RowProver
 from row_proofs.cases import BATCH, SIZES, RowCase
 
 # On JAX a step is one program, and nothing is split.
-PROVERS: dict[str, str] = {}
+PROVERS = {"tensorflow": "tensorflow.row_proofs.prover:TensorFlowRowProver"}
 _PACKAGE = "keras_strategies.engines"
 needs_prover = pytest.mark.skipif(
     keras.backend.backend() not in PROVERS, reason="this backend has no prover"

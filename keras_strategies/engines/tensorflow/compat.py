@@ -20,10 +20,11 @@ from tensorflow.python.autograph.operators import control_flow
 from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import context as eager_context
-from tensorflow.python.eager import record
-from tensorflow.python.framework import ops
+from tensorflow.python.eager import execute, record
+from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import (
     control_flow_util,
+    control_flow_util_v2,
     gen_random_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
@@ -113,6 +114,26 @@ PRIVATE_NAMES = (
             "stop_recording",
         ),
         "Gradients between the global batch and the replicas.",
+    ),
+    Private(
+        f"{_PYTHON}.eager.execute",
+        ("execute",),
+        "Shapes in the graph of a layer call are computed for several batch sizes.",
+    ),
+    Private(
+        f"{_PYTHON}.framework.func_graph",
+        ("FuncGraph",),
+        "A layer call is traced in a graph of its own.",
+    ),
+    Private(
+        f"{_PYTHON}.framework.ops.Graph",
+        ("_get_function",),
+        "Graphs of the functions that operations of a graph call.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.control_flow_util_v2",
+        ("get_func_graph",),
+        "Graphs of the branches and bodies of control flow.",
     ),
     Private(
         f"{_PYTHON}.eager.backprop.GradientTape",
@@ -360,6 +381,100 @@ def with_gradient(
         outputs = tf.identity_n(tensors)
     record.record_operation("CustomGradient", outputs, tensors, gradient)
     return list(outputs)
+
+
+# Graphs of layer calls.
+
+
+def new_graph(name: str) -> Any:
+    """An empty graph that captures tensors from outside, as a `tf.function` traces."""
+    return func_graph.FuncGraph(name)
+
+
+def called_graph(operation: Any, attribute: str) -> Any:
+    """The graph of a function that an operation calls.
+
+    Args:
+        operation: the `tf.Operation`.
+        attribute: str, its attribute with the function.
+    """
+    name = operation.get_attr(attribute).name
+    function = operation.graph._get_function(name)
+    found = getattr(function, "graph", None)
+    if found is None:
+        found = control_flow_util_v2.get_func_graph(operation, None, name)
+    return found
+
+
+def constant_value(operation: Any) -> Any:
+    """The array of a `Const` operation."""
+    return tf.make_ndarray(operation.get_attr("value"))
+
+
+def computed(operation: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of an operation of a graph for other inputs; in eager mode.
+
+    Args:
+        operation: the `tf.Operation`.
+        arrays: arrays, one for each of its inputs.
+
+    Raises:
+        tf.errors.OpError: if it cannot be computed for them.
+    """
+    attributes: list[Any] = []
+    for name in operation.node_def.attr:
+        if not name.startswith("_"):
+            value = operation.get_attr(name)
+            is_dtype = isinstance(value, tf.DType)
+            attributes += [name, value.as_datatype_enum if is_dtype else value]
+    inputs = [
+        tf.constant(array, tensor.dtype)
+        for array, tensor in zip(arrays, operation.inputs, strict=True)
+    ]
+    results = execute.execute(
+        operation.type,
+        len(operation.outputs),
+        inputs,
+        tuple(attributes),
+        eager_context.context(),
+    )
+    return [result.numpy() for result in results]
+
+
+def inferred_shapes(
+    operation: Any, inputs: Sequence[tuple[Any, Sequence[int | None] | None]]
+) -> list[list[int | None] | None]:
+    """The shapes that an operation's results have for other inputs.
+
+    Args:
+        operation: the `tf.Operation`.
+        inputs: for each of its inputs its array or None, and its shape.
+
+    Returns:
+        list: for each result its shape, None for an unknown rank; empty if TensorFlow
+        cannot tell.
+    """
+    with tf.Graph().as_default() as graph:
+        tensors = [
+            tf.compat.v1.placeholder(tensor.dtype, shape)
+            if array is None
+            else tf.constant(array, tensor.dtype)
+            for tensor, (array, shape) in zip(operation.inputs, inputs, strict=True)
+        ]
+        attributes = {
+            name: value
+            for name, value in operation.node_def.attr.items()
+            if not name.startswith("_")
+        }
+        dtypes = [tensor.dtype for tensor in operation.outputs]
+        try:
+            made = graph.create_op(operation.type, tensors, dtypes, attrs=attributes)
+        except (ValueError, TypeError):
+            return []
+        return [
+            None if tensor.shape.rank is None else tensor.shape.as_list()
+            for tensor in made.outputs
+        ]
 
 
 # Random numbers.

@@ -1,0 +1,308 @@
+"""The prover of TensorFlow: rules for the operations of the traced call."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
+    HANDLE,
+    ROWS,
+    SAME,
+    GraphPlacement,
+    Kind,
+)
+from keras_strategies.engines.tensorflow.row_proofs.lockstep import GraphsDifferError
+from keras_strategies.engines.tensorflow.row_proofs.node import Facts
+from keras_strategies.engines.tensorflow.row_proofs.traced_call import (
+    TracedCall,
+    eager_arithmetic,
+    is_dense,
+    traced,
+)
+from keras_strategies.engines.tensorflow.row_proofs.walk import GraphWalk, SharedWork
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.row_placements import (
+    RowKind,
+    RowPlacement,
+    RowProof,
+)
+from keras_strategies.runtime.row_proofs.row_prover import RowProver
+
+#: Numbers of rows at which sizes are compared in a program for any number of rows.
+SAMPLED_COUNTS = (7, 2, 3, 97, 503)
+#: Operations with effects outside of the graph, or on variables that replicas lack.
+_EFFECTS = {
+    "PyFunc": "calls a Python function",
+    "PyFuncStateless": "calls a Python function",
+    "EagerPyFunc": "calls a Python function",
+    "AssignVariableOp": "assigns a `tf.Variable` that is no weight",
+    "AssignAddVariableOp": "assigns a `tf.Variable` that is no weight",
+    "AssignSubVariableOp": "assigns a `tf.Variable` that is no weight",
+    "ResourceScatterUpdate": "assigns a `tf.Variable` that is no weight",
+    "ResourceScatterAdd": "assigns a `tf.Variable` that is no weight",
+}
+_REMAINS = (
+    "the backward pass needs its rows together: the gradient of {name} is {placement}"
+)
+
+
+class NotProvedError(Exception):
+    """A call that cannot be split by rows, as far as its operations show."""
+
+
+class TensorFlowRowProver(RowProver):
+    """Traces a call at each number of rows that replicas have, and walks its graph."""
+
+    def prove(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        counts, traces = _counts(sizes), list[TracedCall]()
+        numbers = random.getstate(), np.random.get_state()
+        try:
+            for count in counts if sizes else (None,):
+                traces.append(traced(self.strategy, call, with_rows, count))
+            if sizes and len(traces) < 2:
+                raise AssertionError
+            is_drawn = not _are_equal(
+                numbers, (random.getstate(), np.random.get_state())
+            )
+            if is_drawn:
+                raise NotProvedError("it draws random numbers of Python or NumPy")
+        except NotProvedError as error:
+            return RowProof(problem=str(error))
+        except Exception as error:
+            # Of the user's code: the unsplit call that follows raises it again, or
+            # TensorFlow can run the code in eager mode only.
+            return RowProof(problem=_failure(error, counts, traces))
+        finally:
+            random.setstate(numbers[0])
+            np.random.set_state(numbers[1])
+        try:
+            return _Proof(traces, counts, bool(sizes)).result()
+        except GraphsDifferError:
+            problem = "its operations depend on the number of rows"
+            return RowProof(problem=problem)
+        except NotProvedError as error:
+            return RowProof(problem=str(error))
+
+
+def _counts(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of rows of the call and of its replicas, each once."""
+    if not sizes:
+        return SAMPLED_COUNTS
+    total = sum(sizes)
+    counts = tuple(dict.fromkeys((total, *(size for size in sizes if size))))
+    # With all rows on one replica, sizes are compared with those of another batch.
+    return counts if len(counts) > 1 else (total, 2 * total)
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    python, numpy = zip(first, second, strict=True)
+    return python[0] == python[1] and all(
+        np.array_equal(a, b) for a, b in zip(*numpy, strict=True)
+    )
+
+
+def _failure(
+    error: Exception, counts: Sequence[int], traces: Sequence[TracedCall]
+) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    if traces:
+        return f"its call fails with {counts[len(traces)]} rows ({text})"
+    return f"its call cannot be traced ({text})"
+
+
+class _Proof:
+    """The walk over the graphs of one call.
+
+    Args:
+        traces: the call at each number of rows, or for any.
+        counts: numbers of rows.
+        are_real: bool, whether the call runs with these only.
+    """
+
+    def __init__(
+        self, traces: Sequence[TracedCall], counts: tuple[int, ...], are_real: bool
+    ):
+        self._traces = traces
+        self._call = traces[0]
+        self._facts = Facts(counts, are_real)
+        _check_effects(self._call)
+        work = SharedWork(self._facts, self._call.place_of)
+        self._walk = GraphWalk([trace.graph for trace in traces], work)
+        for tensor in self._call.with_rows:
+            self._walk.place(tensor, ROWS)
+        for tensor in self._call.the_same:
+            self._walk.place(tensor, SAME)
+        self._place_captured()
+
+    def result(self) -> RowProof:
+        with eager_arithmetic():
+            outputs = list(self._outputs())
+            losses = [
+                self._joined(f"loss {i} that it adds", loss)
+                for i, loss in enumerate(self._call.losses)
+            ]
+            updates = dict(self._updates())
+            self._check_gradients([*outputs, *losses])
+        return RowProof(outputs, losses, updates, draws=self._facts.draws)
+
+    def _place_captured(self) -> None:
+        """Tensors from closures and attributes."""
+        columns = [trace.graph.captures for trace in self._traces]
+        if len({len(column) for column in columns}) > 1:
+            raise GraphsDifferError
+        for row in zip(*columns, strict=True):
+            outer, inner = row[0]
+            self._walk.place(inner, self._captured([each for each, _ in row], outer))
+
+    def _captured(self, tensors: Sequence[Any], first: Any) -> GraphPlacement:
+        if first.dtype in (tf.resource, tf.variant):
+            return HANDLE
+        if not hasattr(first, "numpy"):
+            cause = "it uses a tensor of the step that is no argument"
+            return GraphPlacement(Kind.UNKNOWN, cause=cause)
+        if all(tensor is first for tensor in tensors[1:]):
+            return SAME
+        # Made in the call, outside of its graph.
+        cause = "a constant that depends on the number of rows"
+        arrays = [tensor.numpy() for tensor in tensors]
+        is_equal = all(np.array_equal(arrays[0], array) for array in arrays[1:])
+        return SAME if is_equal else GraphPlacement(Kind.MIXED, cause=cause)
+
+    # Results.
+
+    def _outputs(self) -> Iterator[RowPlacement | None]:
+        every = [trace.outputs for trace in self._traces]
+        if len({len(outputs) for outputs in every}) > 1:
+            raise GraphsDifferError
+        for i, leaves in enumerate(zip(*every, strict=True)):
+            first = leaves[0]
+            if tf.is_tensor(first):
+                if not is_dense(first):
+                    kind = type(first).__name__
+                    raise NotProvedError(f"its output {i} is a {kind}")
+                yield self._joined(f"output {i}", first)
+                mask = self._call.masks[i]
+                if mask is not None:
+                    self._joined(f"the mask of output {i}", mask)
+            elif any(not _is_equal_leaf(first, other) for other in leaves[1:]):
+                raise NotProvedError(
+                    f"its output {i} is {first!r}, which depends on it"
+                )
+            else:
+                yield None
+
+    def _joined(self, name: str, tensor: Any) -> RowPlacement:
+        """How values of replicas become that of the global batch."""
+        placement = self._placement(tensor)
+        found = _row_placement(placement)
+        if found is None:
+            raise NotProvedError(_reason(name, placement))
+        return found
+
+    def _placement(self, tensor: Any) -> GraphPlacement:
+        if not hasattr(tensor, "graph") or tensor.graph is not self._call.graph:
+            return SAME
+        return self._walk.placements([tensor])[0]
+
+    def _updates(self) -> Iterator[tuple[int, RowPlacement]]:
+        for variable, value in self._call.updates:
+            if value.graph is not self._call.graph:
+                raise NotProvedError(f"it assigns {variable.path!r} in a loop")
+            found = self._joined(f"the value assigned to {variable.path!r}", value)
+            if found.kind not in (RowKind.SAME, RowKind.MEAN):
+                raise NotProvedError(
+                    f"the value assigned to {variable.path!r} is {found.kind.value}"
+                )
+            yield id(variable), found
+
+    # The backward pass.
+
+    def _check_gradients(self, results: Sequence[RowPlacement | None]) -> None:
+        by_tensor = {
+            id(tensor): placement
+            for tensor, placement in zip(
+                (*self._call.outputs, *self._call.losses), results, strict=True
+            )
+        }
+        for target in self._call.targets:
+            placement = by_tensor[id(target.tensor)]
+            assert placement is not None
+            self._walk.place(target.gradient, _given_gradient(placement))
+        for source in self._call.sources:
+            if source.gradient is not None:
+                self._check_gradient(source.name, source.has_rows, source.gradient)
+
+    def _check_gradient(self, name: str, has_rows: bool, gradient: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices):
+            values, indices = map(self._placement, (gradient.values, gradient.indices))
+            if has_rows:
+                raise NotProvedError(f"the gradient of {name} is chosen by row numbers")
+            is_sum = values.kind is Kind.PART and indices.is_plain
+            is_sum |= (
+                values.has_rows
+                and indices.has_rows
+                and not (values.axis or indices.axis or indices.power)
+                and values.multiple == indices.multiple
+            )
+            placement = indices if indices.is_lost else values
+            is_right = is_sum and not placement.is_lost and not placement.power
+        else:
+            placement = self._placement(gradient)
+            if has_rows:
+                is_right = placement == ROWS.but(is_zero=placement.is_zero)
+            else:
+                # Also a multiple of the number of rows adds up.
+                is_right = (placement.kind is Kind.PART and not placement.power) or (
+                    placement.kind is Kind.SAME and placement.power == 1
+                )
+            is_right |= placement.is_zero and not placement.is_lost
+        if not is_right:
+            raise NotProvedError(_reason(f"the gradient of {name}", placement))
+
+
+def _row_placement(placement: GraphPlacement) -> RowPlacement | None:
+    kind = placement.kind
+    if placement.has_rows and not (
+        placement.axis or placement.power or placement.offset or placement.outer > 1
+    ):
+        return RowPlacement(RowKind.ROWS, multiple=placement.multiple)
+    if placement.is_plain:
+        return RowPlacement(RowKind.SAME)
+    if kind is Kind.PART and placement.power in (0, -1):
+        return RowPlacement(RowKind.MEAN if placement.power else RowKind.SUM)
+    return None
+
+
+def _given_gradient(placement: RowPlacement) -> GraphPlacement:
+    """The placement of a gradient that replicas get of an output or loss."""
+    if placement.kind is RowKind.ROWS:
+        return ROWS.but(multiple=placement.multiple)
+    # Of a mean it is multiplied by the replica's rows, divided by those of the call.
+    return SAME if placement.kind is RowKind.SUM else SAME.but(power=1)
+
+
+def _reason(name: str, placement: GraphPlacement) -> str:
+    if placement.is_lost:
+        return f"{name} depends on {placement.cause}"
+    return f"{name} is {placement}"
+
+
+def _is_equal_leaf(first: Any, other: Any) -> bool:
+    return type(first) is type(other) and bool(np.array_equal(first, other))
+
+
+def _check_effects(call: TracedCall) -> None:
+    definition = call.graph.as_graph_def()
+    functions = (function.node_def for function in definition.library.function)
+    for node in itertools.chain(definition.node, *functions):
+        if node.op in _EFFECTS:
+            raise NotProvedError(f"it {_EFFECTS[node.op]}")

@@ -1,0 +1,259 @@
+"""The graph of a layer call and of its backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_strategies import context
+from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
+    custom_gradient,
+)
+from keras_strategies.engines.tensorflow.row_proofs.control_flow import SAME_ON_REPLICAS
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.proof_replica import (
+    MarkedCollectives,
+    ProofReplica,
+)
+from keras_strategies.runtime.state.replica_state import ReplicaState
+
+
+@dataclass
+class Source:
+    """A tensor that gradients are computed of.
+
+    Args:
+        name: str, for messages.
+        tensor: the tensor of the graph.
+        has_rows: bool, whether it has the rows of the call.
+        gradient: its gradient; None if no result depends on it.
+    """
+
+    name: str
+    tensor: Any
+    has_rows: bool
+    gradient: Any = None
+
+
+@dataclass
+class Target:
+    """An output or a loss, and its gradient, which is an input of the backward pass."""
+
+    tensor: Any
+    gradient: Any
+
+
+@dataclass
+class TracedCall:
+    """A layer call in a graph of its own.
+
+    Args:
+        graph: the graph.
+        with_rows: placeholders of arguments, and of their masks, that have rows.
+        the_same: placeholders of other arguments and of variables.
+        sources: tensors that gradients are computed of.
+        targets: float outputs and losses, in that order.
+        outputs: the leaves of the outputs.
+        masks: the mask of each output, or None.
+        losses: the added losses.
+        updates: pairs of a variable and its assigned value.
+    """
+
+    graph: Any
+    with_rows: list[Any] = field(default_factory=list)
+    the_same: list[Any] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    masks: list[Any] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    updates: list[tuple[Any, Any]] = field(default_factory=list)
+    _calls: list[tuple[int, int, Any]] = field(default_factory=list)
+
+    def place_of(self, operation: Any) -> str:
+        """The innermost layer that made an operation, as the end of a sentence."""
+        layer = self._layer_of(operation)
+        if layer is None:
+            return ""
+        return f", in layer {layer.name!r} ({type(layer).__name__})"
+
+    def _layer_of(self, operation: Any) -> Any:
+        if operation.graph is self.graph and "gradient_tape" not in operation.name:
+            position = self.graph.get_operations().index(operation)
+            around = [call for call in self._calls if call[0] <= position < call[1]]
+            if around:
+                return min(around, key=lambda call: call[1] - call[0])[2]
+        # Gradients and functions: the layers are name scopes.
+        layers = {layer.name: layer for _, _, layer in self._calls}
+        for scope in reversed(operation.name.split("/")[:-1]):
+            if scope in layers:
+                return layers[scope]
+        return None
+
+    def add_call(self, start: int, layer: Any) -> None:
+        """Notes that a layer made the operations since the one of number `start`."""
+        self._calls.append((start, self.graph.num_operations(), layer))
+
+
+def traced(
+    strategy: Any, call: LayerCall, with_rows: Sequence[bool], rows: int | None
+) -> TracedCall:
+    """Traces a call and its backward pass.
+
+    Args:
+        strategy: the strategy.
+        call: the call.
+        with_rows: for each leaf, whether it has the rows.
+        rows: int, the number of rows; None for any number.
+    """
+    found = TracedCall(compat.new_graph("row_proof"))
+    with found.graph.as_default(), tf.GradientTape() as tape:
+        leaves = [
+            _argument(found, tape, i, leaf, has_rows, rows)
+            for i, (leaf, has_rows) in enumerate(
+                zip(call.leaves, with_rows, strict=True)
+            )
+        ]
+        args, kwargs = call.arguments(leaves)
+        state = _state(found, tape)
+        replica = ProofReplica(strategy, MarkedCollectives(_marked, _with_gradient))
+        with (
+            state.scope() as scope,
+            context.on_replica(replica),
+            layer_calls_through(_recorded(found)),
+        ):
+            outputs = call.call(*args, **kwargs)
+        found.outputs = keras.tree.flatten(outputs)
+        found.masks = [get_mask(leaf) for leaf in found.outputs]
+        found.losses = [tf.convert_to_tensor(loss) for loss in scope.losses]
+        found.updates = [
+            (variable, tf.convert_to_tensor(value, raw_dtype(variable)))
+            for variable, value in state.updates.values()
+        ]
+    with found.graph.as_default():
+        _add_gradients(found, tape)
+    return found
+
+
+def raw_dtype(variable: Any) -> Any:
+    return tf.as_dtype(raw_value(variable).dtype)
+
+
+def is_dense(leaf: Any) -> bool:
+    """Whether an output is a plain tensor."""
+    return isinstance(leaf, tf.Tensor)
+
+
+def _argument(
+    found: TracedCall, tape: Any, i: int, leaf: Any, has_rows: bool, rows: int | None
+) -> Any:
+    if not keras.ops.is_tensor(leaf):
+        return leaf
+    tensor = _placeholder(found, leaf, has_rows, rows)
+    mask = get_mask(leaf)
+    if mask is not None:
+        set_mask(tensor, _placeholder(found, mask, has_rows, rows))
+    if tensor.dtype.is_floating:
+        tape.watch(tensor)
+        found.sources.append(Source(f"argument {i}", tensor, has_rows))
+    return tensor
+
+
+def _placeholder(
+    found: TracedCall, given: Any, has_rows: bool, rows: int | None
+) -> Any:
+    shape = given.shape
+    if has_rows:
+        shape = [rows, *shape[1:]]
+    tensor = tf.raw_ops.Placeholder(dtype=given.dtype, shape=shape)
+    (found.with_rows if has_rows else found.the_same).append(tensor)
+    return tensor
+
+
+def _state(found: TracedCall, tape: Any) -> ReplicaState:
+    """Variables are inputs of the graph; what is assigned is stored."""
+
+    def copy(variable: Any) -> Any:
+        raw = raw_value(variable)
+        if raw is None:
+            return None
+        # A variable that is first read in a loop is an input of the call's graph too.
+        with found.graph.as_default():
+            tensor = tf.raw_ops.Placeholder(dtype=raw_dtype(variable), shape=raw.shape)
+            found.the_same.append(tensor)
+            if variable.trainable and tensor.dtype.is_floating:
+                tape.watch(tensor)
+                found.sources.append(Source(variable.path, tensor, False))
+        return tensor
+
+    return ReplicaState(copy)
+
+
+def _recorded(found: TracedCall) -> Callable[..., Any]:
+    """A route of layer calls that notes which layer makes which operations."""
+
+    def route(layer: Any, original: Any, args: Any, kwargs: Any) -> Any:
+        start = found.graph.num_operations()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            found.add_call(start, layer)
+
+    return route
+
+
+def _marked(tensor: Any) -> Any:
+    @custom_gradient
+    def marked(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return _same(tensor), _same
+
+    return marked(tensor)
+
+
+def _same(tensor: Any) -> Any:
+    return tf.identity(tensor, name=SAME_ON_REPLICAS)
+
+
+def _with_gradient(fn: Callable[..., Any], tensor: Any) -> Any:
+    def decorated(tensor: Any) -> tuple[Any, Callable[..., Any]]:
+        return fn(tensor)
+
+    return custom_gradient(decorated)(tensor)
+
+
+def _add_gradients(found: TracedCall, tape: Any) -> None:
+    """Adds the backward pass, of all outputs and losses at once."""
+    results = [
+        tensor
+        for tensor in (*found.outputs, *found.losses)
+        if is_dense(tensor) and tensor.dtype.is_floating and tensor.graph is found.graph
+    ]
+    found.targets = [
+        Target(each, tf.raw_ops.Placeholder(dtype=each.dtype, shape=each.shape))
+        for each in results
+    ]
+    if not found.sources or not found.targets:
+        return
+    gradients = tape.gradient(
+        [target.tensor for target in found.targets],
+        [source.tensor for source in found.sources],
+        output_gradients=[target.gradient for target in found.targets],
+    )
+    for source, gradient in zip(found.sources, gradients, strict=True):
+        source.gradient = gradient
+
+
+@contextlib.contextmanager
+def eager_arithmetic() -> Iterator[None]:
+    """Small eager operations on the CPU, outside of a program that is being traced."""
+    with tf.init_scope(), tf.device("CPU:0"), compat.kernels_alone():
+        yield
