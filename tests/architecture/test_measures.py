@@ -32,7 +32,7 @@ BOUNDS = {
     # While a step, a scope or a save is open.
     "attributes replaced for a time": 27,
     "StatelessScope subclasses": 1,
-    "communicators": 2,
+    "communicators": 3,
     # `process_group`: programs and forks, those of the tests too.
     "modules that start processes": 1,
     "duplicate public class names": 0,

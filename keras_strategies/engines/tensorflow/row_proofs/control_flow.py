@@ -158,6 +158,24 @@ def list_length(node: Node) -> Result:
     return SAME
 
 
+def optional(node: Node) -> Result:
+    """`OptionalFromValue(components)`, as a list of one element."""
+    if len(node.inputs) != 1:
+        raise NoRuleError("several values")
+    sizes = node.facts.sizes_of(node.operation.inputs[0])
+    return EMPTY_LIST.but(
+        element=node.inputs[0].without_values(),
+        element_sizes=tuple(sizes) if sizes else None,
+    )
+
+
+def value_of_optional(node: Node) -> Result:
+    """`OptionalGetValue(optional)`, where it has one."""
+    if node.inputs[0].kind is not Kind.LIST or node.inputs[0].element is None:
+        raise NoRuleError("an optional without a value")
+    return node.inputs[0].element
+
+
 # Shapes.
 
 
@@ -191,6 +209,9 @@ RULES: dict[str, Rule] = {
     **rules("If StatelessIf", branch, **_ANY),
     **rules("While StatelessWhile", loop, **_ANY),
     **rules("ReadVariableOp VariableShape", read),
+    **rules("OptionalNone", empty_list),
+    **rules("OptionalFromValue", optional),
+    **rules("OptionalGetValue", value_of_optional),
     **rules("EmptyTensorList", empty_list, takes_counts=True),
     **rules("TensorListReserve", reserve_list, takes_counts=True, keeps_outer=True),
     **rules("TensorListSetItem TensorListPushBack", set_item, takes_counts=True),

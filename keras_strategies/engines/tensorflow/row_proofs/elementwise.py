@@ -35,19 +35,19 @@ LINEAR_IN_SECOND = """
     SigmoidGrad TanhGrad RsqrtGrad SqrtGrad InvGrad ReciprocalGrad
 """
 NONLINEAR = """
-    Relu Relu6 LeakyRelu Elu Selu Softplus Softsign Sigmoid Tanh Exp Expm1 Log Log1p Erf
-    Erfc Erfinv Ndtri Sqrt Rsqrt Square Abs Sign Pow SquaredDifference
-    Sin Cos Tan Asin Acos Atan Atan2 Sinh Cosh Asinh Acosh Atanh Floor Ceil Round Rint
+    Relu Relu6 LeakyRelu Elu Selu Softplus Softsign Sigmoid Tanh Exp Expm1 Log Log1p
+    Erf Erfc Erfinv Ndtri Sqrt Rsqrt Square Abs Sign Pow SquaredDifference Sin Cos
+    Tan Asin Acos Atan Atan2 Sinh Cosh Asinh Acosh Atanh Floor Ceil Round Rint
     FloorDiv FloorMod Mod TruncateDiv TruncateMod Reciprocal Inv Equal NotEqual Less
     LessEqual Greater GreaterEqual ApproximateEqual LogicalAnd LogicalOr LogicalNot
     IsNan IsInf IsFinite ClipByValue Lgamma Digamma Polygamma Zeta Igamma Igammac
-    IgammaGradA Betainc BesselI0 BesselI1 BesselI0e BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK1
-    BesselK0e BesselK1e BesselY0 BesselY1 Dawsn Expint FresnelCos FresnelSin Spence
-    BitwiseAnd BitwiseOr BitwiseXor Invert LeftShift RightShift Xlogy Xlog1py Xdivy
-    NextAfter PopulationCount Bitcast ComplexAbs Angle AsString Bucketize
-    StringToHashBucketFast StringToHashBucketStrong StringToHashBucket StringToNumber
-    StringLower StringUpper StringStrip StringLength StringJoin RegexReplace
-    StaticRegexReplace RegexFullMatch StaticRegexFullMatch Substr
+    IgammaGradA Betainc BesselI0 BesselI1 BesselI0e BesselI1e BesselJ0 BesselJ1
+    BesselK0 BesselK1 BesselK0e BesselK1e BesselY0 BesselY1 Dawsn Expint FresnelCos
+    FresnelSin Spence BitwiseAnd BitwiseOr BitwiseXor Invert LeftShift RightShift
+    Xlogy Xlog1py Xdivy NextAfter PopulationCount Bitcast ComplexAbs Angle AsString
+    Bucketize StringToHashBucketFast StringToHashBucketStrong StringToHashBucket
+    StringToNumber StringLower StringUpper StringStrip StringLength StringJoin
+    RegexReplace StaticRegexReplace RegexFullMatch StaticRegexFullMatch Substr
     FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
 """
 

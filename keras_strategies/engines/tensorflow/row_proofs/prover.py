@@ -91,6 +91,12 @@ class TensorFlowRowProver(RowProver):
         except NotProvedError as error:
             return RowProof(problem=str(error))
 
+    def has_hooks(self, layer: Any) -> str:
+        return ""
+
+    def surroundings(self) -> Any:
+        return tf.executing_eagerly()
+
 
 def _counts(sizes: Sequence[int]) -> tuple[int, ...]:
     """The numbers of rows of the call and of its replicas, each once."""

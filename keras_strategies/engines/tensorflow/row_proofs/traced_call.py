@@ -28,7 +28,7 @@ from keras_strategies.runtime.state.replica_state import ReplicaState
 
 
 @dataclass
-class Source:
+class GradientSource:
     """A tensor that gradients are computed of.
 
     Args:
@@ -45,7 +45,7 @@ class Source:
 
 
 @dataclass
-class Target:
+class TracedResult:
     """An output or a loss, and its gradient, which is an input of the backward pass."""
 
     tensor: Any
@@ -71,8 +71,8 @@ class TracedCall:
     graph: Any
     with_rows: list[Any] = field(default_factory=list)
     the_same: list[Any] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
+    sources: list[GradientSource] = field(default_factory=list)
+    targets: list[TracedResult] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     masks: list[Any] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
@@ -164,7 +164,7 @@ def _argument(
         set_mask(tensor, _placeholder(found, mask, has_rows, rows))
     if tensor.dtype.is_floating:
         tape.watch(tensor)
-        found.sources.append(Source(f"argument {i}", tensor, has_rows))
+        found.sources.append(GradientSource(f"argument {i}", tensor, has_rows))
     return tensor
 
 
@@ -192,7 +192,7 @@ def _state(found: TracedCall, tape: Any) -> ReplicaState:
             found.the_same.append(tensor)
             if variable.trainable and tensor.dtype.is_floating:
                 tape.watch(tensor)
-                found.sources.append(Source(variable.path, tensor, False))
+                found.sources.append(GradientSource(variable.path, tensor, False))
         return tensor
 
     return ReplicaState(copy)
@@ -238,7 +238,7 @@ def _add_gradients(found: TracedCall, tape: Any) -> None:
         if is_dense(tensor) and tensor.dtype.is_floating and tensor.graph is found.graph
     ]
     found.targets = [
-        Target(each, tf.raw_ops.Placeholder(dtype=each.dtype, shape=each.shape))
+        TracedResult(each, tf.raw_ops.Placeholder(dtype=each.dtype, shape=each.shape))
         for each in results
     ]
     if not found.sources or not found.targets:
