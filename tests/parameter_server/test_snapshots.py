@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,3 +191,41 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
     for incarnation in (1, 2, 3, 4):
         end(incarnation, "no memory")
     assert "before it was ready: no memory" in str(broken.pop())
+
+
+def test_what_a_server_has_acknowledged_is_on_disk(tmp_path, monkeypatch) -> None:
+    """Files with all of their bytes, and their names in the folder."""
+    flushed: list[tuple[str, int]] = []
+    fsync, unlink = os.fsync, Path.unlink
+
+    def record(number: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        size = 0 if path.is_dir() else os.fstat(number).st_size
+        flushed.append((path.name, size))
+        fsync(number)
+
+    def record_removal(path: Path, **options: bool) -> None:
+        flushed.append((f"removed {path.name}", 0))
+        unlink(path, **options)
+
+    server = ParameterServer(0, str(tmp_path), 3600.0)
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "unlink", record_removal)
+
+    def size(name: str) -> int:
+        return (tmp_path / name).stat().st_size
+
+    server.handle(("begin", "me"))
+    begun_size = size("ps-0.0.journal")
+    assert flushed == [("ps-0.0.journal", begun_size), (tmp_path.name, 0)]
+    # Its name is in the folder by now.
+    server.handle(("create", [(KEY, np.zeros(200, "float32"))]))
+    assert flushed[2:] == [("ps-0.0.journal", size("ps-0.0.journal"))]
+    assert size("ps-0.0.journal") > begun_size
+    for number in (1, 2):
+        flushed.clear()
+        add_one(server)
+        server.handle(("snapshot", None))
+        written = size(f"ps-0.{number}.snapshot")
+        assert flushed[:2] == [("ps-0.part", written), (tmp_path.name, 0)]
+    assert flushed[2:] == [("removed ps-0.0.journal", 0)]

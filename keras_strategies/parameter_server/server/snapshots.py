@@ -28,6 +28,7 @@ import numpy as np
 from keras_strategies.errors import SnapshotError
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.step_messages import Key
+from keras_strategies.training.saving.atomic_files import flush_folder
 
 #: Header of each record: mark, length and CRC-32 of the payload; then the CRC-32 of
 #: these three.
@@ -123,6 +124,8 @@ class SnapshotFiles:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self._snapshot(following))
+            # Before the files that it replaces are removed.
+            flush_folder(self._folder)
         except OSError as error:
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -133,7 +136,7 @@ class SnapshotFiles:
         self._remove_older(self._complete[0])
 
     def note(self, kind: str, value: Any) -> None:
-        """Appends an event to the journal.
+        """Appends an event to the journal and flushes it to disk.
 
         Raises:
             RuntimeError: `SnapshotError` if it cannot be written.
@@ -145,11 +148,14 @@ class SnapshotFiles:
                 length = file.tell()
                 try:
                     _write_record(file, payload)
+                    os.fsync(file.fileno())
                 except OSError:
                     # A partial record would hide the following ones.
                     with contextlib.suppress(OSError):
                         file.truncate(length)
                     raise
+            if not length:
+                flush_folder(self._folder)
         except OSError as error:
             what = f"its journal {path}"
             raise self._failure(what, len(payload), error) from error

@@ -8,13 +8,12 @@ a dict `{"dict": [[key, value], ...]}`; all else is JSON as it is.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +24,7 @@ from keras_strategies.errors import (
     DamagedCheckpointError,
     InvalidTypeError,
 )
-from keras_strategies.training.saving.atomic_files import atomic_file
+from keras_strategies.training.saving.atomic_files import atomic_file, flush_folder
 from keras_strategies.user_warnings import warn_user
 
 #: Number of snapshots in the directory.
@@ -76,7 +75,7 @@ class SnapshotDirectory:
         target = self.directory / f"snapshot-{number:08d}.zip"
         with atomic_file(target) as part:
             _write_archive(part, state)
-        _flush_directory(self.directory)
+        flush_folder(self.directory)
         for _, old in found[: len(found) + 1 - GENERATIONS]:
             old.unlink(missing_ok=True)
         return target
@@ -215,18 +214,3 @@ def _decoded(value: Any, array: Any) -> Any:
     if kind == "tuple":
         return tuple(_decoded(each, array) for each in found)
     return {key: _decoded(each, array) for key, each in found}
-
-
-def _flush_directory(directory: Path) -> None:
-    """Flushes a rename to disk, where the system can open directories."""
-    with contextlib.suppress(OSError), _opened(directory) as number:
-        os.fsync(number)
-
-
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    number = os.open(directory, os.O_RDONLY)
-    try:
-        yield number
-    finally:
-        os.close(number)

@@ -113,3 +113,16 @@ def _flush(path: Path) -> None:
     """Flushes a file to disk before it is renamed."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Flushes new and renamed files of a folder to disk, where the system can.
+
+    Without it, a file that was flushed may be missing after a loss of power.
+    """
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
