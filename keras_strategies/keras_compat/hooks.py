@@ -94,8 +94,11 @@ class ModelHooks(Protocol):
     def loaded(self, model: Any, source: Any) -> None:
         """A model's weights were loaded from a path, or from an open `.keras` file."""
 
-    def saves(self, model: Any) -> bool:
-        """Whether this process writes the files of a model that is saved."""
+    def saves(self, model: Any, path: Any) -> bool:
+        """Whether this process writes the files of a model that is saved.
+
+        If not, another one has written them when this returns.
+        """
 
     def representation(self, variable: Any, text: str) -> str:
         """Instead of `repr(variable)`, which would be `text`."""

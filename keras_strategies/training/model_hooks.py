@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -145,12 +146,14 @@ class StrategyHooks:
     def loaded(self, model: Any, source: Any) -> None:
         read_seeds(source, seed_states(model))
 
-    def saves(self, model: Any) -> bool:
-        strategy = strategy_of(model)
-        if strategy.workers is None or strategy.workers.is_chief:
+    def saves(self, model: Any, path: Any) -> bool:
+        workers = strategy_of(model).workers
+        if workers is None or workers.is_chief:
             return True
         with _reading(model):
-            return False
+            pass
+        workers.group.wait_saved(_path_text(path))
+        return False
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
         servers = _drivers_of(model).servers
@@ -273,10 +276,30 @@ class _Aggregation(threading.local):
 @contextlib.contextmanager
 def _writing(model: Any, path: Any) -> Iterator[Any]:
     with (
+        _reported(model, path),
         _reading(model),
         atomic_save(path, seed_states(model)) as target,
     ):
         yield target
+
+
+@contextlib.contextmanager
+def _reported(model: Any, path: Any) -> Iterator[None]:
+    """Ends the wait of other workers for a file of the chief when it is complete."""
+    workers = strategy_of(model).workers
+    error = ""
+    try:
+        yield
+    except BaseException as found:
+        error = f"{type(found).__name__}: {found}"
+        raise
+    finally:
+        if workers is not None:
+            workers.group.report_saved(_path_text(path), error)
+
+
+def _path_text(path: Any) -> str:
+    return os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
 
 
 _aggregation = _Aggregation()

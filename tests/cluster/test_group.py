@@ -227,6 +227,38 @@ def test_a_failure_is_told_to_the_others(three):
     assert three[1].loss() is None
 
 
+def test_workers_wait_for_a_file_of_the_chief(three, tmp_path):
+    file = tmp_path / "model.keras"
+
+    def save(group):
+        for turn in range(3):
+            if group.is_chief:
+                time.sleep(0.05)
+                file.with_suffix(f".{turn}").write_text("")
+                group.report_saved(str(file))
+            else:
+                group.wait_saved(str(file))
+            assert file.with_suffix(f".{turn}").exists()
+            group.barrier("the next step")
+
+    assert everywhere(three, save) == [None] * 3
+
+
+def test_a_worker_that_waits_for_a_file_is_told_why_there_is_none(three):
+    def fails(group):
+        if group.is_chief:
+            group.report_saved("a.keras", "OSError: no space left on device")
+        else:
+            group.wait_saved("a.keras")
+
+    found = everywhere(three, fails)[1]
+    assert isinstance(found, WorkerError)
+    assert "'a.keras' for all workers: OSError: no space left" in str(found)
+    three[0].leave()
+    found = everywhere(three[1:], lambda group: group.wait_saved("b.keras"))
+    assert all(isinstance(error, WorkerError) for error in found)
+
+
 def test_workers_stop_after_the_same_step(three):
     """Steps that all take part in, of which one worker begins the next ahead."""
     barrier = threading.Barrier(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from pathlib import Path
 
 import keras
@@ -39,6 +40,52 @@ def every_file(folder) -> dict[str, int]:
         for path in sorted(Path(folder).rglob("*"))
         if path.is_file()
     }
+
+
+def test_a_worker_loads_what_the_chief_has_saved(cluster, tmp_path):
+    """`tf.distribute` saves on every worker, each to a path of its own."""
+
+    def program(strategy, folder):
+        model = make_model(strategy)
+        model.fit(*rows(), batch_size=8, verbose=0)
+        if strategy.workers.is_chief:
+            # The others have to wait for it.
+            save_own_variables = model.layers[0].save_own_variables
+
+            def slowly(store):
+                time.sleep(0.5)
+                save_own_variables(store)
+
+            model.layers[0].save_own_variables = slowly
+        for turn in range(2):
+            path = Path(folder) / f"{turn}.keras"
+            model.save(path)
+            keras.models.load_model(path)
+            path = Path(folder) / f"{turn}.weights.h5"
+            model.save_weights(path)
+            model.load_weights(path)
+        if keras.backend.backend() == "tensorflow":
+            model.export(Path(folder) / "export", verbose=False)
+            assert (Path(folder) / "export" / "saved_model.pb").exists()
+        return weights(model)
+
+    cluster(program, str(tmp_path))
+
+
+def test_a_worker_is_told_that_the_chief_could_not_save(cluster, tmp_path):
+    def program(strategy, folder):
+        model = make_model(strategy)
+        path = Path(folder) / "missing" / "model.keras"
+        try:
+            model.save(path)
+        except Exception as error:
+            return np.array([isinstance(error, ks.errors.WorkerError)])
+        raise AssertionError("saved")
+
+    found = cluster(program, str(tmp_path))
+    assert [bool(is_told[0]) for is_told in found] == [
+        index > 0 for index in range(len(found))
+    ]
 
 
 def test_only_the_chief_writes_files(cluster, tmp_path):

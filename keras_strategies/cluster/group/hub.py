@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+from keras_strategies.cluster.group.chief_saves import ChiefSaves, SavedFile, SaveWait
 from keras_strategies.cluster.group.group_messages import (
     BEAT,
     NO_HEARTBEAT,
@@ -62,6 +63,7 @@ class Hub:
         self._gathered: dict[tuple[str, int], dict[int, tuple[str, bytes]]] = {}
         # While workers agree on a step to stop after: the steps begun by each.
         self._stops: dict[int, int] | None = None
+        self._saves = ChiefSaves()
         self._lost = False
         self._closed = threading.Event()
         self._progress = Progress()
@@ -289,6 +291,14 @@ class Hub:
                 member.progress = header["progress"]
                 key = (header["stream"], header["number"])
                 self._gather(index, key, header["what"], payload)
+            elif kind == "saved":
+                file = SavedFile(header["name"], header["error"])
+                self._saves.save(header["position"], file)
+                self._answer_saves()
+            elif kind == "await_save":
+                names = ("position", "name", "same", "calls", "any_name")
+                self._saves.wait(SaveWait(index, *(header[name] for name in names)))
+                self._answer_saves()
             elif kind == "failed":
                 member.progress = header["progress"]
                 member.failure = header["how"]
@@ -318,10 +328,17 @@ class Hub:
             elif kind == "bye":
                 member.has_left = True
                 self._check_gathers()
+                if index == 0:
+                    self._saves.leave()
+                    self._answer_saves()
 
     def _gather(
         self, index: int, key: tuple[str, int], what: str, payload: bytes
     ) -> None:
+        stream, number = key
+        if index == 0 and not stream:
+            self._saves.begin(number)
+            self._answer_saves()
         values = self._gathered.setdefault(key, {})
         values[index] = (what, payload)
         if len(values) == len(self._addresses):
@@ -338,6 +355,18 @@ class Hub:
             }
             self._send_to_all(header, b"".join(parts))
         self._check_gathers()
+
+    def _answer_saves(self) -> None:
+        """Ends the waits for files that the chief has saved, or will not save."""
+        for wait, problem in self._saves.take_answers():
+            self._members[wait.index].connection.send(
+                {
+                    "kind": "chief_saved",
+                    "position": wait.position,
+                    "calls": wait.calls,
+                    "problem": problem,
+                }
+            )
 
     def _check_gathers(self) -> None:
         """Fails collectives that wait for a worker that has left."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from keras_strategies.cluster.group.chief_saves import SaveWait
 from keras_strategies.cluster.group.group_messages import (
     BEAT,
     NO_HEARTBEAT,
@@ -110,6 +111,9 @@ class WorkerGroup:
         self._numbers: dict[str, int] = {}
         self._condition = threading.Condition()
         self._results: dict[tuple[str, int], tuple[dict[str, Any], bytes]] = {}
+        # Names of files that were saved since the last collective, and its number.
+        self._saves: tuple[int, list[str]] = (0, [])
+        self._saved: dict[tuple[int, int], str | None] = {}
         self._loss: LostWorker | None = None
         self._failure: LostWorker | None = None
         self._silence = Silence()
@@ -293,6 +297,64 @@ class WorkerGroup:
                     "same script on the same data on all workers."
                 )
 
+    # Files of the chief.
+
+    def report_saved(self, path: str, error: str = "") -> None:
+        """Ends the wait of other workers for a file; called by the chief.
+
+        Args:
+            path: str; empty for targets that are not files.
+            error: str, the reason why saving failed.
+        """
+        position, name = self._numbers.get("", 0), os.path.basename(path)
+        self._connection.send(
+            {"kind": "saved", "position": position, "name": name, "error": error}
+        )
+
+    def wait_saved(self, path: str) -> None:
+        """Waits for the chief's call that corresponds to one of this worker.
+
+        Args:
+            path: str; empty for targets that are not files.
+
+        Raises:
+            WorkerError: if the chief is lost, fails, or does not make the call.
+        """
+        position, name = self._numbers.get("", 0), os.path.basename(path)
+        if self._saves[0] != position:
+            self._saves = (position, [])
+        names = self._saves[1]
+        names.append(name)
+        wait = SaveWait(self.index, position, name, names.count(name), len(names))
+        key = (position, wait.calls)
+        with self.clock.waiting():
+            for any_name, seconds in ((False, self.patience), (True, 2.0)):
+                wait = dataclasses.replace(wait, any_name=any_name)
+                self._connection.send(
+                    {"kind": "await_save", **dataclasses.asdict(wait)}
+                )
+                if self._await_saved(key, seconds):
+                    break
+            else:
+                raise WorkerError(
+                    f"The chief, worker 0, did not save {path!r} within "
+                    f"{self.patience:g} s. {self._hint()}"
+                )
+        problem = self._saved.pop(key)
+        if problem is not None:
+            raise WorkerError(
+                f"Worker {self.index} waited for the chief, worker 0, which saves "
+                f"{path!r} for all workers: {problem}."
+            )
+
+    def _await_saved(self, key: tuple[int, int], seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        with self._condition:
+            while key not in self._saved and time.monotonic() < until:
+                self.check()
+                self._condition.wait(BEAT)
+            return key in self._saved
+
     # Stop after a common step.
 
     def request_stop(self) -> None:
@@ -466,6 +528,11 @@ class WorkerGroup:
             with self._condition:
                 stream, number = header["key"]
                 self._results[stream, number] = (header, payload)
+                self._condition.notify_all()
+        elif kind == "chief_saved":
+            with self._condition:
+                key = (header["position"], header["calls"])
+                self._saved[key] = header["problem"]
                 self._condition.notify_all()
         elif kind == "stop":
             with self._condition:

@@ -125,7 +125,7 @@ def _running(is_long: bool) -> Iterator[None]:
 def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes a file with a method of Keras, in the process that saves."""
     hooks = installed_hooks()
-    if not hooks.saves(model):
+    if not hooks.saves(model, filepath):
         return None
     with (
         hooks.writing(model, filepath) as path,
