@@ -206,3 +206,25 @@ def test_what_cannot_be_sent_is_said(coordinator) -> None:
     with pytest.raises(TypeError, match="lock") as raised:
         coordinator.schedule(lambda: lock)
     assert "create_per_worker_values" in "".join(raised.value.__notes__)
+
+
+def test_a_function_sees_what_others_write_while_it_runs(
+    strategy, coordinator, tmp_path
+) -> None:
+    """A stop flag, as in `tf.distribute`, where each read asks the server."""
+    with strategy.scope():
+        stop = keras.Variable(False, dtype="bool", trainable=False)
+        rows = keras.Variable(np.zeros((3, 2)), trainable=False, dtype="float32")
+
+    def poll():
+        assert not stop.numpy() and not rows[1][0]
+        (tmp_path / "read").touch()
+        while not stop.numpy():
+            pass
+        return np.asarray(keras.ops.convert_to_numpy(rows[1]))
+
+    polling = coordinator.schedule(poll)
+    clusters.wait_until((tmp_path / "read").exists, "the function has read both")
+    rows.assign(np.ones((3, 2)))
+    stop.assign(True)
+    np.testing.assert_array_equal(polling.fetch(clusters.SECONDS), [1, 1])

@@ -36,6 +36,7 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
 from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
+from keras_strategies.parameter_server.wire.row_indexing import indexed
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.variable_description import (
     ShardRange,
@@ -240,21 +241,9 @@ class VariableRegistry:
     def read_slice(self, variable: Any, index: Any) -> np.ndarray:
         """The result of NumPy indexing, which reads as few rows as possible."""
         description = self.describe(variable)
-        if description.kind == "local" or not description.shape:
-            return self.read(variable)[index]  # type: ignore[no-any-return]
-        first, rest = (index[0], index[1:]) if isinstance(index, tuple) else (index, ())
-        is_rows = isinstance(first, (int, np.integer, slice)) or (
-            isinstance(first, (list, np.ndarray))
-            and np.asarray(first).dtype.kind in "iu"
-        )
-        if not is_rows:
-            return self.read(variable)[index]  # type: ignore[no-any-return]
-        chosen = np.arange(description.shape[0])[first]
-        found = self._servers.rows(description, np.atleast_1d(chosen).reshape(-1))
-        found = found.reshape(*chosen.shape, *description.shape[1:])
-        if not rest:
-            return found
-        return found[(*[slice(None)] * chosen.ndim, *rest)]  # type: ignore[no-any-return]
+        if description.kind == "local":
+            return indexed(index, self.read(variable))
+        return self._servers.read_slice(description, index)
 
     def write(self, variable: Any, value: Any) -> None:
         description = self.describe(variable)

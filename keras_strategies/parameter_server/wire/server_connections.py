@@ -14,6 +14,10 @@ import numpy as np
 from keras_strategies.errors import WorkerError
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_connection import Connection
+from keras_strategies.parameter_server.wire.row_indexing import (
+    indexed,
+    indexed_by_rows,
+)
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
 from keras_strategies.parameter_server.wire.variable_description import (
@@ -216,6 +220,15 @@ class ServerConnections:
                 next(self._additions),
             )
             self.request(shard.server, "add", request)
+
+    def read_slice(self, description: VariableDescription, index: Any) -> np.ndarray:
+        """The part of a variable that NumPy indexing selects; reads only its rows."""
+        found = None
+        if description.shape:
+            found = indexed_by_rows(
+                index, description.shape[0], lambda ids: self.rows(description, ids)
+            )
+        return indexed(index, self.read(description)) if found is None else found
 
     def rows(self, description: VariableDescription, ids: np.ndarray) -> np.ndarray:
         """Some rows of a variable, in the order of the ids."""

@@ -17,6 +17,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
 from keras_strategies.parameter_server.variables.optimizer_wrappers import (
     has_dynamic_scale,
 )
+from keras_strategies.parameter_server.wire.row_indexing import indexed
 from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
 from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
 from keras_strategies.parameter_server.wire.variable_description import shard_devices
@@ -28,7 +29,7 @@ from keras_strategies.parameter_server.worker.step_programs import (
 
 
 class RunningTask:
-    """A running task: names its updates and caches the values that it reads.
+    """A running task: names its updates, reads and writes variables.
 
     Args:
         programs: runs its steps.
@@ -49,7 +50,6 @@ class RunningTask:
         #: Updates that its steps have missed: total and maximum.
         self.staleness = (0, 0)
         self._next_update = 0
-        self._cache: dict[int, np.ndarray] = {}
         # Scalars of optimizers as this task last read them: gradients are divided by
         # the loss scale that they were computed with, even if it has changed since.
         self._scalars: dict[int, np.ndarray] = {}
@@ -65,12 +65,17 @@ class RunningTask:
         description = self._variables.describe(variable)
         if description.kind == "local":
             return self._local(description.number)
-        if description.number not in self._cache:
-            servers = self._execution.servers
-            self._cache[description.number] = servers.read(description)
+        # At each read, as others may have written: the task may wait for it.
+        value = self._execution.servers.read(description)
         if description.kind == "scalar":
-            self._scalars[description.number] = self._cache[description.number]
-        return self._cache[description.number]
+            self._scalars[description.number] = value
+        return value
+
+    def read_slice(self, variable: Any, index: Any) -> np.ndarray:
+        description = self._variables.describe(variable)
+        if description.kind == "local":
+            return indexed(index, self._local(description.number))
+        return self._execution.servers.read_slice(description, index)
 
     def _local(self, number: int) -> np.ndarray:
         value = self.task.local[number]
@@ -106,7 +111,6 @@ class RunningTask:
         named = {i: replace(s, update=update, done=done) for i, s in steps.items()}
         servers = self._execution.servers
         servers.receive_steps(servers.send_steps(named))
-        self._cache.clear()
 
     def apply(self, optimizer: Any, gradients: Any, variables: Any) -> Any:
         """Runs `optimizer.apply` outside of a program."""
@@ -142,7 +146,6 @@ class RunningTask:
         self.merge_local(local)
         servers = self._execution.servers
         self.record_staleness(pulled, servers.receive_steps(servers.send_steps(steps)))
-        self._cache.clear()
 
     def record_staleness(
         self, pulled: Mapping[int, StepReply], pushed: Mapping[int, StepReply]
@@ -209,7 +212,7 @@ class WorkerVariableHost:
         return self._running_task().read(variable)
 
     def read_slice(self, variable: Any, index: Any) -> Any:
-        return self.read(variable)[index]
+        return self._running_task().read_slice(variable, index)
 
     def write(self, variable: Any, value: Any) -> None:
         self._running_task().write(variable, to_numpy(value))
