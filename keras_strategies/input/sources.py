@@ -13,6 +13,7 @@ import keras
 from keras_strategies.errors import InputError, InvalidArgumentError
 from keras_strategies.input.arrays import ArrayDataset, are_arrays, from_arrays
 from keras_strategies.input.batches import check_rows, leaf_specs, loaded
+from keras_strategies.keras_compat.models.first_batches import is_read_once
 from keras_strategies.keras_compat.models.input_adapters import (
     batches_adapter,
     py_dataset_batches,
@@ -37,9 +38,15 @@ class Source(abc.ABC):
     def __init__(self, given: Any):
         self.given = given
         self.what = f"The dataset, a {type(given).__name__},"
+        # A pass of which `spec` has read the first batch.
+        self._peeked: Iterator[Any] | None = None
 
     def batches(self) -> Iterator[Any]:
         """A pass over the batches, each of them checked."""
+        peeked, self._peeked = self._peeked, None
+        return self._checked() if peeked is None else peeked
+
+    def _checked(self) -> Iterator[Any]:
         for batch in self.read():
             check_rows(batch, self.what)
             yield batch
@@ -62,13 +69,18 @@ class Source(abc.ABC):
         return None
 
     def spec(self) -> Any:
-        """Shapes and dtypes, with open rows; by default, those of the first batch."""
-        batch = next(self.batches(), None)
-        if batch is None:
+        """Shapes and dtypes, with open rows; by default, those of the first batch.
+
+        The next pass yields that batch too: input may be readable only once.
+        """
+        batches = self.batches()
+        first = list(itertools.islice(batches, 1))
+        if not first:
             raise InputError(
                 f"{self.what} is empty, so the structure of its batches is unknown."
             )
-        return leaf_specs(batch)
+        self._peeked = itertools.chain(first, batches)
+        return leaf_specs(first[0])
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         """The input of Keras's `fit`, `evaluate` and `predict` for this source.
@@ -114,6 +126,11 @@ class LoaderSource(Source):
     @property
     def cardinality(self) -> int | None:
         return length_of(self.given)
+
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        if self._peeked is None and not is_read_for_shapes(self.given):
+            return self.given
+        return batches_adapter(self.batches, self.cardinality, class_weight)
 
 
 class PyDatasetSource(Source):
@@ -275,7 +292,7 @@ class PlacedSource(Source):
     def read(self) -> Iterator[Any]:
         # The device is current while a batch is made, and not while it is used.
         with self._on_device():
-            batches = self._source.read()
+            batches = self._source.batches()
         nothing = object()
         while True:
             with self._on_device():
@@ -341,6 +358,20 @@ def source_of(dataset: Any, batch_size: int | None = None) -> Source:
 def is_tf_data(value: Any) -> bool:
     tf = loaded("tensorflow")
     return tf is not None and isinstance(value, tf.data.Dataset)
+
+
+def is_read_for_shapes(value: Any) -> bool:
+    """Whether Keras reads batches for their shapes that `fit` does not see.
+
+    On TensorFlow, the first two of a loader; one over a stream goes on after them.
+    """
+    torch = loaded("torch")
+    return (
+        keras.backend.backend() == "tensorflow"
+        and torch is not None
+        and isinstance(value, torch.utils.data.DataLoader)
+        and is_read_once(value)
+    )
 
 
 def length_of(value: Any) -> int | None:

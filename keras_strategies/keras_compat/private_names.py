@@ -258,7 +258,13 @@ PRIVATE = (
     ),
     Private(
         "keras.src.trainers.epoch_iterator.EpochIterator",
-        ("_current_iterator", "_get_iterator", "_num_batches", "_steps_seen"),
+        (
+            "_current_iterator",
+            "_epoch_iterator",
+            "_get_iterator",
+            "_num_batches",
+            "_steps_seen",
+        ),
         "Position in the input.",
     ),
     Private(

@@ -15,7 +15,12 @@ from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import PerReplicaFeed
 from keras_strategies.input.joined_batches import WorkersSource, over_workers
-from keras_strategies.input.sources import Source, is_tf_data, source_of
+from keras_strategies.input.sources import (
+    Source,
+    is_read_for_shapes,
+    is_tf_data,
+    source_of,
+)
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 
@@ -105,7 +110,9 @@ def model_arguments(
     sharded = strategy is not None and strategy.workers is not None
 
     def is_ours(value: Any) -> bool:
-        return is_distributed_input(value) or (sharded and is_tf_data(value))
+        if is_distributed_input(value) or (sharded and is_tf_data(value)):
+            return True
+        return strategy is not None and is_read_for_shapes(value)
 
     if is_distributed_input(x):
         for other in ("y", "sample_weight"):

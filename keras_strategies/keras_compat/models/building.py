@@ -56,13 +56,6 @@ def creates_metrics(model: Any) -> bool:
     return is_new or not is_one
 
 
-def first_batch(iterator: Any) -> Any:
-    """The first batch of an epoch iterator, which Keras resets after building."""
-    for _, _, batches in iterator:
-        return batches[0] if isinstance(batches, (list, tuple)) else next(batches)
-    return None
-
-
 def element_spec(adapter: Any) -> Any:
     """The `element_spec` of the tf.data dataset behind an adapter, None without one.
 

@@ -17,6 +17,7 @@ from keras_strategies.keras_compat.models.building import (
     is_unbuilt,
     symbolic_build,
 )
+from keras_strategies.keras_compat.models.first_batches import discard_first_pass
 from keras_strategies.keras_compat.models.input_adapters import batches_adapter
 
 _POSITION = "keras_strategies_position"
@@ -208,6 +209,7 @@ def replace_input(
     }
     if hasattr(epochs, "_distribute_strategy"):
         arguments["distribute_strategy"] = epochs._distribute_strategy
+    discard_first_pass(epochs)
     type(epochs).__init__(epochs, **arguments)
 
 

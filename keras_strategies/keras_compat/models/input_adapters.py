@@ -93,8 +93,7 @@ def batches_adapter(
             batches = self.generator()
             count = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
             found = list(itertools.islice(batches, count))
-            if begin is not None:
-                self._peeked = itertools.chain(found, batches)
+            self._peeked = itertools.chain(found, batches)
             return found
 
         @property

@@ -18,11 +18,8 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     is_trained_on_several_devices,
 )
 from keras_strategies.keras_compat.hooks import MethodRestart, installed_hooks
-from keras_strategies.keras_compat.models.building import (
-    base_trainer,
-    first_batch,
-    is_unbuilt,
-)
+from keras_strategies.keras_compat.models.building import base_trainer, is_unbuilt
+from keras_strategies.keras_compat.models.first_batches import first_batch
 from keras_strategies.keras_compat.optimizers.optimizer_classes import (
     portable_optimizer,
 )

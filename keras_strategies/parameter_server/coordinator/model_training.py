@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import collections
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.errors import InputError, InvalidArgumentError
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models import fit_loop
-from keras_strategies.keras_compat.models.building import symbolic_build
+from keras_strategies.keras_compat.models.building import is_unbuilt, symbolic_build
+from keras_strategies.keras_compat.models.first_batches import first_batch
 from keras_strategies.keras_compat.models.fit_loop import (
     callback_list,
     check_compiled,
@@ -55,6 +57,10 @@ class ModelTraining:
     def __init__(self, functions: RemoteFunctions, scheduler: Scheduler):
         self._functions = functions
         self._scheduler = scheduler
+        # The validation data of models in `fit`.
+        self._validation: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def finish_steps(self) -> None:
         """Waits for the steps under way."""
@@ -100,6 +106,7 @@ class ModelTraining:
         callbacks = self._callbacks(
             model, callbacks, verbose, epoch_iterator, epochs, add_history=True
         )
+        self._validation.pop(model, None)
         model.stop_training = False
         logs: dict[str, Any] = {}
         callbacks.on_train_begin()
@@ -120,14 +127,23 @@ class ModelTraining:
                 model, epoch, validation_freq
             ):
                 val_x, val_y, val_weight = _unpacked(validation_data)
+                data = {
+                    "x": val_x,
+                    "y": val_y,
+                    "sample_weight": val_weight,
+                    "batch_size": validation_batch_size or batch_size,
+                }
+                if model not in self._validation:
+                    # As in Keras, all evaluations go on with one iterator.
+                    self._validation[model] = _epoch_iterator(
+                        model, **data, steps_per_epoch=validation_steps
+                    )
                 found = model.evaluate(
-                    x=val_x,
-                    y=val_y,
-                    sample_weight=val_weight,
-                    batch_size=validation_batch_size or batch_size,
+                    **data,
                     steps=validation_steps,
                     callbacks=callbacks,
                     return_dict=True,
+                    _use_cached_eval_dataset=True,
                 )
                 logs.update({f"val_{name}": value for name, value in found.items()})
             callbacks.on_epoch_end(epoch, logs)
@@ -135,6 +151,7 @@ class ModelTraining:
                 break
         if model.optimizer is not None and epochs > 0:
             model.optimizer.finalize_variable_values(model.trainable_weights)
+        self._validation.pop(model, None)
         callbacks.on_train_end(logs=logs)
         return model.history
 
@@ -153,18 +170,23 @@ class ModelTraining:
     ) -> Any:
         """As `keras.Model.evaluate`; each sample counts once."""
         check_compiled(model, "evaluate")
+        is_validation = kwargs.pop("_use_cached_eval_dataset", False)
         if kwargs:
             raise InvalidArgumentError(
                 f"`evaluate` received arguments that it does not have: {kwargs}. Pass "
                 "only those of `keras.Model.evaluate`."
             )
-        epoch_iterator = _epoch_iterator(
-            model,
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
+        epoch_iterator = (
+            self._validation[model]
+            if is_validation
+            else _epoch_iterator(
+                model,
+                x=x,
+                y=y,
+                sample_weight=sample_weight,
+                batch_size=batch_size,
+                steps_per_epoch=steps,
+            )
         )
         _build(model, epoch_iterator)
         callbacks = self._callbacks(model, callbacks, verbose, epoch_iterator)
@@ -362,11 +384,17 @@ def _epoch_iterator(model: Any, *, shuffle: bool = False, **data: Any) -> Any:
 
 def _build(model: Any, epoch_iterator: Any) -> None:
     """Builds a model on the shapes of the first batch."""
-    for _, _, batches in epoch_iterator:
-        batch = _on_host(next(iter(batches)))
+    batch = None
+    if is_unbuilt(model):
+        batch = first_batch(epoch_iterator)
+        if batch is None:
+            raise InputError(
+                f"Model {model.name!r} is built from the shapes of the first batch, "
+                "but the input is empty. Pass at least one batch."
+            )
+        batch = _on_host(batch)
         check_batch(batch)
-        symbolic_build(model, batch)
-        break
+    symbolic_build(model, batch)
     epoch_iterator.reset()
 
 
