@@ -2,108 +2,199 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
+from keras_strategies.runtime import engine_sockets
 from keras_strategies.runtime.engine_sockets import EngineSockets
 
 pytestmark = pytest.mark.skipif(
     not os.path.isdir("/proc/self/fd"), reason="sockets are found in /proc"
 )
 
+SECONDS = 60.0
+
 
 class Alone:
     """Stands in for a group of one worker."""
+
+    def __init__(self, others: Any = ()):
+        self.others = list(others)
 
     def check(self) -> None:
         pass
 
     def gather_values(self, what: str, value: Any) -> list[Any]:
-        return [value]
+        return [value, *self.others]
 
 
-def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
-    own = socket.create_connection(listener.getsockname(), timeout=60)
-    return own, listener.accept()[0]
+def listener() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
 
 
-def test_connections_of_new_listeners_end() -> None:
-    other = socket.create_server(("127.0.0.1", 0))
+def connected(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    own = socket.create_connection(server.getsockname(), timeout=SECONDS)
+    return own, server.accept()[0]
+
+
+@contextmanager
+def closing(*sockets: socket.socket) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in sockets:
+            stack.enter_context(each)
+        yield
+
+
+def assert_works(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[0].sendall(b"x")
+    assert pair[1].recv(1) == b"x"
+
+
+def test_connections_of_the_engines_listener_end() -> None:
+    other = listener()
     sockets = EngineSockets()
-    with sockets.making(Alone()):  # type: ignore[arg-type]
-        made = socket.create_server(("127.0.0.1", 0))
-    ended, left = connected(made), connected(other)
-    try:
+    made = sockets.listening(listener)
+    with sockets.connecting(Alone()):  # type: ignore[arg-type]
+        later = listener()
+    ended, pairs = connected(made), [connected(other), connected(later)]
+    with closing(*ended, *pairs[0], *pairs[1], made, other, later):
         assert sockets.shutdown() == 2
         assert ended[0].recv(1) == ended[1].recv(1) == b""
-        left[0].sendall(b"x")
-        assert left[1].recv(1) == b"x"
-    finally:
-        for each in (*ended, *left, made, other):
-            each.close()
+        for pair in pairs:
+            assert_works(pair)
 
 
-def test_a_listener_may_be_older_than_its_group() -> None:
+def test_connections_to_listeners_of_other_workers_end() -> None:
+    peer, other = listener(), listener()
     sockets = EngineSockets()
-    sockets.expect()
-    listener = socket.create_server(("127.0.0.1", 0))
-    with sockets.making(Alone()):  # type: ignore[arg-type]
+    group = Alone([[list(peer.getsockname())]])
+    with sockets.connecting(group):  # type: ignore[arg-type]
         pass
-    ended = connected(listener)
-    try:
+    ended, left = connected(peer), connected(other)
+    with closing(*ended, *left, peer, other):
+        # Both ends are in this process.
         assert sockets.shutdown() == 2
-        assert ended[0].recv(1) == b""
-    finally:
-        for each in (*ended, listener):
-            each.close()
+        assert_works(left)
+
+
+def test_a_listener_of_another_thread_is_not_the_engines() -> None:
+    """It begins to listen while the engine's is created."""
+    others: list[socket.socket] = []
+    engines: list[socket.socket] = []
+
+    def create() -> socket.socket:
+        if len(others) < 2:
+            others.append(listener())
+        engines.append(listener())
+        return engines[-1]
+
+    sockets = EngineSockets()
+    made = sockets.listening(create)
+    assert made is engines[-1] and len(engines) == 3
+    with sockets.connecting(Alone()):  # type: ignore[arg-type]
+        pass
+    ended, pairs = connected(made), [connected(each) for each in others]
+    with closing(*ended, *pairs[0], *pairs[1], *others, *engines):
+        assert sockets.shutdown() == 2
+        for pair in pairs:
+            assert_works(pair)
 
 
 def test_without_connections_nothing_ends() -> None:
     assert EngineSockets().shutdown() == 0
 
 
-def test_the_creation_of_a_group_ends() -> None:
-    """A peer that has accepted a connection never answers, and none accepts another."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    silent = socket.create_server(("127.0.0.1", 0))
-    earlier = connected(listener)
+def test_the_connection_of_workers_ends() -> None:
+    """A peer that has accepted a connection never answers.
+
+    A logger and a database connect meanwhile, and another program accepts.
+    """
+    silent, server = listener(), listener()
     sockets = EngineSockets()
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    group = Alone([[list(silent.getsockname())]])
 
     class Lost(Exception):
         pass
 
     def create() -> None:
-        with sockets.making(Alone()):  # type: ignore[arg-type]
+        with sockets.connecting(group):  # type: ignore[arg-type]
+            pairs.append(connected(server))
+            accepting = listener()
+            pairs.append(connected(accepting))
             threading.Timer(0.2, sockets.shutdown).start()
-            with socket.create_connection(silent.getsockname(), timeout=60) as own:
-                assert own.recv(1) == b""
+            for _ in range(2):
+                # The second one is made after the loss.
+                place = silent.getsockname()
+                with socket.create_connection(place, timeout=SECONDS) as own:
+                    assert own.recv(1) == b""
+                pairs.append(connected(server))
+            accepting.close()
             raise Lost
 
-    try:
+    with closing(silent, server):
         with pytest.raises(Lost):
             create()
-        earlier[0].sendall(b"x")
-        assert earlier[1].recv(1) == b"x"
-    finally:
-        for each in (*earlier, listener, silent):
-            each.close()
+        for pair in pairs:
+            with closing(*pair):
+                assert_works(pair)
+
+
+def test_a_connection_that_no_one_answers_ends() -> None:
+    """As to a host that does not exist any more."""
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    waiting: list[socket.socket] = []
+    with ExitStack() as stack:
+        stack.enter_context(full)
+        while True:
+            own = stack.enter_context(socket.socket())
+            own.settimeout(0.2)
+            try:
+                own.connect(full.getsockname())
+            except TimeoutError:
+                waiting.append(own)
+                break
+        assert engine_sockets._unanswered()
+        sockets = EngineSockets()
+        group = Alone([[list(full.getsockname())]])
+        with sockets.connecting(group):  # type: ignore[arg-type]
+            assert sockets.shutdown() >= 1
+        waiting[0].settimeout(SECONDS)
+        with pytest.raises(OSError) as raised:
+            waiting[0].recv(1)
+        assert raised.value.errno in (errno.ENOTCONN, errno.ECONNRESET)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0100007F:1F90", ("127.0.0.1", 8080)),
+        ("0000000000000000FFFF00000100007F:0050", ("127.0.0.1", 80)),
+        ("00000000000000000000000001000000:0050", ("::1", 80)),
+    ],
+)
+def test_addresses_of_the_table_of_connections(text, expected) -> None:
+    assert engine_sockets._parsed(text) == expected
 
 
 # gRPC connects to IPv4 addresses by sockets of IPv6.
 @pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
 def test_added_addresses_end(host: str) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = socket.create_connection((host, port), timeout=60), listener.accept()[0]
+    server = listener()
+    port = server.getsockname()[1]
+    own = socket.create_connection((host, port), timeout=SECONDS)
+    store = own, server.accept()[0]
     sockets = EngineSockets()
     sockets.add("localhost", port)
-    try:
+    with closing(*store, server):
         assert sockets.shutdown() == 2
         assert store[0].recv(1) == b""
-    finally:
-        for each in (*store, listener):
-            each.close()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from keras_strategies.engines.torch import worker_collectives
+from keras_strategies.engines.torch.compat import create_gloo_group, gloo_device
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 
 #: Added to each element that a failed collective leaves behind.
@@ -91,10 +92,10 @@ class Group:
 
 def install() -> None:
     """Makes workers of this process use such groups in place of NCCL's."""
-    create_gloo = worker_collectives.create_gloo_group
 
     def create(store: Any, index: int, count: int, timeout: Any) -> Group:
-        return Group(create_gloo(store, index, count, timeout, "127.0.0.1"))
+        device = gloo_device("127.0.0.1")
+        return Group(create_gloo_group(store, index, count, timeout, device))
 
     worker_collectives.create_nccl_group = create
     # Counts are exchanged on CPUs.

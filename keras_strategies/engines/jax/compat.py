@@ -8,6 +8,7 @@ installed version.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.keras_compat.private_names import Private
@@ -202,8 +203,15 @@ def start_client(address: str, count: int, index: int, timeout: float) -> None:
     state.client = client
 
 
-def use_host_for_collectives(host: str) -> None:
+def use_host_for_collectives(
+    host: str, listening: Callable[[Callable[[], Any]], Any]
+) -> None:
     """Makes Gloo, between CPU devices, use one network interface of this machine.
+
+    Args:
+        host: str, the address of the interface.
+        listening: called with the function that creates Gloo's listener, when JAX
+            creates its devices; returns the result.
 
     JAX 0.10: `xla_bridge.make_cpu_client`, the factory of "cpu" in
     `_backend_factories`, would use the interface of the machine's host name.
@@ -220,7 +228,9 @@ def use_host_for_collectives(host: str) -> None:
     def make() -> Any:
         client = distributed.global_state.client
         with scheduled_as_batch():
-            collectives = _jax.make_gloo_tcp_collectives(client, hostname=host)
+            collectives = listening(
+                lambda: _jax.make_gloo_tcp_collectives(client, hostname=host)
+            )
             return xla_bridge.make_cpu_client(collectives)
 
     factories = xla_bridge._backend_factories

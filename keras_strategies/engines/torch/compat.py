@@ -26,6 +26,7 @@ __all__ = [
     "compile_graph",
     "create_gloo_group",
     "default_mps_generator",
+    "gloo_device",
     "has_global_hooks",
     "is_graph_retained",
     "module_hooks",
@@ -149,15 +150,21 @@ def set_timeout(options: Any, timeout: datetime.timedelta) -> None:
     options._timeout = timeout
 
 
+def gloo_device(host: str) -> Any:
+    """A listener of Gloo on one network interface of the machine."""
+    with scheduled_as_batch():
+        return dist.ProcessGroupGloo.create_device(hostname=host)
+
+
 def create_gloo_group(
-    store: Any, index: int, count: int, timeout: datetime.timedelta, host: str
+    store: Any, index: int, count: int, timeout: datetime.timedelta, device: Any
 ) -> Any:
-    """A Gloo process group on one network interface of the machine."""
+    """A Gloo process group, connected by a `gloo_device` of each worker."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     set_timeout(options, timeout)
     options._threads = 2
     with scheduled_as_batch():
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._devices = [device]
         return dist.ProcessGroupGloo(store, index, count, options)
 
 

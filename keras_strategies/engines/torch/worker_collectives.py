@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
-from keras_strategies.engines.torch.compat import create_gloo_group
+from keras_strategies.engines.torch.compat import create_gloo_group, gloo_device
 from keras_strategies.engines.torch.nccl_works import NcclWorks, create_nccl_group
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.runtime.engine_sockets import EngineSockets
@@ -91,14 +91,14 @@ class TorchWorkers(Workers):
     def _gloo(self, store: Any) -> Any:
         group = self.group
         begin = functools.partial(
-            create_gloo_group,
-            *(store, group.index, group.count, self._timeout, group.own_host),
+            create_gloo_group, store, group.index, group.count, self._timeout
         )
         if self.elastic is None:
-            return begin()
+            return begin(gloo_device(group.own_host))
         try:
-            with self._sockets.making(group):
-                return begin()
+            device = self._sockets.listening(lambda: gloo_device(group.own_host))
+            with self._sockets.connecting(group):
+                return begin(device)
         except RuntimeError as error:
             raise lost_worker(group, error) from error
 
@@ -160,9 +160,8 @@ class TorchWorkers(Workers):
 
         def gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
             # On the network interface of the cluster's address only.
-            engine = create_gloo_group(
-                store, rank, size, self._timeout, self.group.own_host
-            )
+            device = gloo_device(self.group.own_host)
+            engine = create_gloo_group(store, rank, size, self._timeout, device)
             self._default.append(engine)
             return engine
 

@@ -115,11 +115,9 @@ class JaxWorkers(Workers):
                     group.index,
                     group.patience,
                 )
-            compat.use_host_for_collectives(group.own_host)
-            group.barrier("the start of JAX's service")
-            # The first use of JAX creates the devices, and Gloo's listener with them.
             sockets = self._runtime.sockets = EngineSockets()
-            sockets.expect()
+            compat.use_host_for_collectives(group.own_host, sockets.listening)
+            group.barrier("the start of JAX's service")
         finally:
             # All workers are connected.
             if folder:
@@ -138,8 +136,11 @@ class JaxWorkers(Workers):
             sockets.shutdown()
 
         group.on_loss(end_waits)
-        with _naming_lost_worker(group), sockets.making(group):
-            _connect_devices(group)
+        with _naming_lost_worker(group):
+            # The first use of JAX creates the devices, and Gloo's listener with them.
+            jax.local_devices()
+            with sockets.connecting(group):
+                _connect_devices(group)
         self._runtime.are_connected = True
 
     def _start_service(self, group: WorkerGroup, path: str) -> int:
