@@ -113,14 +113,14 @@ class EngineSockets:
         unanswered: dict[int, _Address] | None = None
         for each in _connections():
             with contextlib.suppress(OSError):
-                ends = {_address(each.getsockname())}
+                peer: _Address | None
                 try:
-                    ends.add(_address(each.getpeername()))
-                except OSError:
+                    peer = _address(each.getpeername())
+                except OSError:  # Not connected yet, or not any more.
                     if unanswered is None:
                         unanswered = _unanswered()
-                    ends.add(unanswered[os.fstat(each.fileno()).st_ino])
-                if self._addresses & ends:
+                    peer = unanswered.get(os.fstat(each.fileno()).st_ino)
+                if self._addresses & {_address(each.getsockname()), peer}:
                     each.shutdown(socket.SHUT_RDWR)
                     count += 1
         return count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -109,6 +110,18 @@ def test_a_listener_of_another_thread_is_not_the_engines() -> None:
 
 def test_without_connections_nothing_ends() -> None:
     assert EngineSockets().shutdown() == 0
+
+
+def test_sockets_without_a_peer_are_left() -> None:
+    """One that was never connected, and one whose peer has reset the connection."""
+    server, unused = listener(), socket.socket()
+    own, other = connected(server)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.close()
+    with pytest.raises(ConnectionResetError):
+        own.recv(1)
+    with closing(server, unused, own):
+        assert EngineSockets().shutdown() == 0
 
 
 def test_the_connection_of_workers_ends() -> None:
