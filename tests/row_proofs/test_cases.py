@@ -1,24 +1,48 @@
-"""Each layer call of the table: placements of its results, or that it is not split."""
+"""Each layer call of the table: placements of its results, or that it is not split.
+
+Where it is proved, two uneven parts of a later batch give the numbers of the batch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import keras
+import numpy as np
 import pytest
 
-from row_proofs.cases import CASES, RowCase
-from row_proofs.proofs import needs_prover, placed_updates, proof_of_case
+from row_proofs.cases import BATCH, CASES, SIZES, RowCase
+from row_proofs.proofs import built, needs_prover, placed_updates, proof_of
+from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
 BACKEND = keras.backend.backend()
+#: Parts of these need the statistics of all replicas.
+WITH_COLLECTIVES = ("batch norm", "batch norm of images")
+#: Slow ones, of operations that other cases have.
+AT_NIGHT = (
+    "bidirectional",
+    "masked bidirectional",
+    "ConvLSTM",
+    "two cells",
+    "LSTM with dropout",
+    "transformer of two blocks with dropout",
+)
+
+
+def parameters() -> Iterator[Any]:
+    for case in CASES:
+        if case.only in ("", BACKEND):
+            marks = [pytest.mark.nightly] if case.name in AT_NIGHT else []
+            yield pytest.param(case, id=case.name, marks=marks)
 
 
 @needs_prover
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if case.only in ("", BACKEND)],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", parameters())
 def test_placements(case: RowCase) -> None:
-    layer, proof = proof_of_case(case)
+    layer, values = built(case)
+    has_rows = [argument.has_rows for argument in case.arguments]
+    proof = proof_of(layer, values, has_rows)
     if case.problem:
         assert proof.problem is not None
         return
@@ -27,6 +51,13 @@ def test_placements(case: RowCase) -> None:
     assert tuple(proof.losses) == case.losses
     assert tuple(placed_updates(layer, proof)) == case.updates
     assert proof.draws == case.draws
+    if case.draws or case.name in WITH_COLLECTIVES:
+        return
+    random = np.random.default_rng(23)
+    later = [argument.value(BATCH, random) for argument in case.arguments]
+    count = len(proof.losses)
+    expected = numbers(layer, later, count, None, [1.0] * count)
+    assert_equal(expected, split_numbers(layer, later, has_rows, SIZES, proof))
 
 
 def test_table_is_complete() -> None:

@@ -171,7 +171,8 @@ def convolution(first: int, second: int) -> Callable[[Node], Result]:
     """
 
     def apply(node: Node) -> Result:
-        images, filters = ["rows", 1, 2, 3, 4], ["f0", "f1", "f2", "f3", "f4"]
+        images: list[Label] = ["rows", 1, 2, 3, 4]
+        filters: list[Label] = ["f0", "f1", "f2", "f3", "f4"]
         if (first, second) == (0, 1):  # Images and filters.
             labels, result = [images, filters], images[:1]
         elif (first, second) == (1, 2):  # Filters and the result's gradient.

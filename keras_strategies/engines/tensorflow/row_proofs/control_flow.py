@@ -63,9 +63,8 @@ def loop(node: Node) -> Result:
     for _ in range(_MOST_ROUNDS):
         results = node.walk.call(node, "body", state)
         found = [_joined(node, a, b) for a, b in zip(state, results, strict=True)]
-        is_stable = found == state and all(
-            (a.values is None) == (b.values is None)
-            for a, b in zip(found, state, strict=True)
+        is_stable = found == state and not any(
+            _is_less_known(a, b) for a, b in zip(found, state, strict=True)
         )
         state = found
         if is_stable:
@@ -85,6 +84,13 @@ def _joined(node: Node, a: GraphPlacement, b: GraphPlacement) -> GraphPlacement:
         return joined(a, b)
     except MixesRowsError as error:
         return node.walk.lost(node, error)
+
+
+def _is_less_known(now: GraphPlacement, before: GraphPlacement) -> bool:
+    """Whether values that were known are not known any longer."""
+    if now.element is not None and before.element is not None:
+        return _is_less_known(now.element, before.element)
+    return now.values is None and before.values is not None
 
 
 def read(node: Node) -> Result:
@@ -115,7 +121,9 @@ def set_item(node: Node) -> Result:
     if item.kind is not Kind.LIST:
         known = node.facts.sizes_of(node.operation.inputs[last])
         sizes = None if known is None else tuple(known)
-    item = item.without_values()
+    if node.type == "TensorListSetItem":
+        # Elements that are not set are zero.
+        item = item.without_values()
     if given.element is not None:
         item = joined(given.element, item)
     return given.but(element=item, element_sizes=sizes or given.element_sizes)

@@ -90,16 +90,22 @@ def _is_small(node: Node, columns: list[tuple[Any, ...]]) -> bool:
 def _check_comparison(node: Node, columns: list[tuple[Any, ...]]) -> None:
     """Raises for comparisons of the number of rows in a graph for any number.
 
-    Their results at a few numbers of rows say nothing about the others, except for
-    the largest of a size and one.
+    Their results at a few numbers of rows say nothing about the others, except where
+    both sides are equal or do not depend on it, and for comparisons with zero or one.
     """
-    for i, given in enumerate(node.inputs):
-        others = [c for k, c in enumerate(columns) if k != i]
-        if (
-            node.type == "Maximum"
-            and given.is_counted
-            and all(np.all(value <= 1) for other in others for value in other)
-            and all(np.all(value >= 1) for value in columns[i])
-        ):
-            return
-    raise MixesRowsError("a comparison with the number of rows")
+    if any(len({value.shape for value in column}) > 1 for column in columns):
+        raise MixesRowsError("a comparison with the number of rows")
+    first, second = map(np.stack, columns)
+    if first.ndim != second.ndim:
+        first, second = (each.reshape(len(each), -1) for each in (first, second))
+    first, second = np.broadcast_arrays(first, second)
+    least = 1 if node.type in ("Maximum", "Minimum") else 0
+    is_decided = (first == second).all(0) | (_is_fixed(first) & _is_fixed(second))
+    for a, b in ((first, second), (second, first)):
+        is_decided |= _is_fixed(a) & (a <= least).all(0) & (b >= 1).all(0)
+    if not is_decided.all():
+        raise MixesRowsError("a comparison with the number of rows")
+
+
+def _is_fixed(values: Any) -> Any:
+    return (values == values[:1]).all(0)
